@@ -32,6 +32,7 @@ from benchmarks.common.terminal import argument_parser
 from benchmarks.paper import apex, bros, conserve
 from benchmarks.paper import omniserve as omniserve_paper
 from benchmarks.paper.cases import Case, Experiment, MachineSpec
+from benchmarks.paper.decodes_alone import DecodesAlone
 from benchmarks.paper.page import TEMPLATE, render
 from benchmarks.paper.report import CELLS, TokenGaps, figures_of, markdown
 from omniserve.core.config import EngineConfig
@@ -69,9 +70,13 @@ def make_machine(spec: MachineSpec) -> Machine:
     if host is not None and spec.network_gb_per_s is not None:
         host = dataclasses.replace(host, network_bytes_per_s=spec.network_gb_per_s * GB)
     hosts = (host,) * num_hosts if host is not None else ()
-    return analytic_machine(
+    machine = analytic_machine(
         model, device, count, hosts=hosts, host_share=spec.host_share or HOST_SHARE, late_joins=True
     )
+    if spec.prompts_come_computed:
+        decodes_alone = DecodesAlone(machine.device)
+        machine = dataclasses.replace(machine, device=decodes_alone, forecast=decodes_alone)
+    return machine
 
 
 def run_case(

@@ -76,7 +76,7 @@ class Run(EngineRun):
 def warm_up(engine: Engine, args: argparse.Namespace) -> None:
     """Serve requests of both kinds; their steps are left between two layers, and go on."""
     ask, left = engine.runner.loop.safepoint, iter([True, False, False] * 4)
-    engine.runner.loop.safepoint = lambda: next(left, False)
+    engine.runner.loop.safepoint = lambda: engine.scheduler.requests.states.keys() if next(left, False) else set()
     engine.generate([*(request(f"be{i}", args.be_prompt, 4) for i in range(3)), request("ls", args.ls_prompt, 4)])
     engine.runner.loop.safepoint = ask
 

@@ -34,6 +34,8 @@ class MachineSpec:
     """To a remote host, if not the simulator's."""
     max_model_len: int | None = None
     """If requests are longer than the model's own context."""
+    prompts_come_computed: bool = False
+    """It is the decode instance of a prefill-decode pair: prompts come with their KV, and take no time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

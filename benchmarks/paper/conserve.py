@@ -23,8 +23,8 @@ BACKLOG = 64
 class NoSafepoints(ConServePolicy):
     """``conserve`` without layer-wise preemption: an LS request waits for the end of the running step (6.5)."""
 
-    def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
-        return False
+    def to_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> frozenset[str]:
+        return frozenset()
 
 
 def _case(machine: MachineSpec, x: str, system: str, load: LoadSpec, slo_scale: float = 1.0) -> Case:

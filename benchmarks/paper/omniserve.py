@@ -140,8 +140,71 @@ def _stock() -> Experiment:
     )  # fmt: skip
 
 
+def _changed_stock() -> Experiment:
+    """The paper's policy on five hosts with one thing changed: longer steps, or hosts of a tenth of the speed."""
+    stock = _stock()
+    (five,) = (case for case in stock.cases if case.x == "5 hosts" and case.system == "omniserve-paper")
+    return replace(
+        stock, name="omniserve-stock-changes", x_name="changed",
+        cases=(
+            replace(five, x="TPOT 0.3 s", slo=replace(five.slo, tpot_s=0.3)),
+            replace(five, x="hosts at 7 %", machine=replace(five.machine, host_share=0.07)),
+        ),
+    )  # fmt: skip
+
+
+FILL_MINUTES, DRAIN_MINUTES = 60.0, 15.0
+
+
+def _long_stock(name: str, x_name: str, cases: Iterable[Case]) -> Experiment:
+    """Return the same after an hour of BE work alone, which fills five hosts."""
+    minutes = FILL_MINUTES + DRAIN_MINUTES
+    share = FILL_MINUTES / minutes
+    return Experiment(
+        name=f"omniserve-stock-{name}", x_name=x_name, times=minutes / 3, warm_up=share, cell="stock",
+        figure=f"OmniServe Fig. 15, 18: yi-34b-200k, longbench, {FILL_MINUTES:g} minutes of BE alone",
+        says="BE decode throughput 9.85 times Sarathi's with five hosts, 3.47 times with one",
+        cases=tuple(replace(case, load=replace(case.load, ls_after=share)) for case in cases),
+    )  # fmt: skip
+
+
+def _stock_case(rate: float, system: str, hosts: str = "1G4C", variant: str = "") -> Case:
+    case = _case(YI, SERVERS[hosts], f"{rate:g}", system, LoadSpec(ls_rate=rate, backlog=900))
+    return replace(case, variant=variant)
+
+
+_STOCK_RATES = tuple(
+    case
+    for rate in (6.2, 6.8)
+    for case in (
+        _stock_case(rate, "sarathi", "1G"),
+        _stock_case(rate, "omniserve-paper"),
+        _stock_case(rate, "omniserve"),
+        _stock_case(rate, "omniserve-paper", "1G", "one host"),
+    )
+)
+
+
+def _decode_instance() -> Experiment:
+    """The decode instance of a prefill-decode pair (5.4.4): prompts come with their KV, so that they take no time."""
+    machine = MachineSpec(
+        model="llama-2-70b", device="2xA100-80GB-PCIe", max_model_len=16384, prompts_come_computed=True, memory_gb=85.0
+    )
+    load = LoadSpec(ls_rate=3.0, be_rate=0.25)
+    cases = [_case(machine, SERVERS["1G"], "3", system, load, SLO_OF[LLAMA]) for system in BASELINES[:3]]
+    return Experiment(
+        name="omniserve-pd", figure="OmniServe 5.4.4: llama-2-70b on 2 GPUs, a decode instance, 3 LS/s, 0.25 BE/s",
+        says="1.48 times Llumnix's SLO attainment, 6.94 times its BE decode throughput", x_name="LS/s", times=8,
+        warm_up=0.5, cell="co-serving",
+        cases=tuple(with_settings(case, case.variant, max_num_batched_tokens=16384) for case in _ordered(cases)),
+    )  # fmt: skip
+
+
 EXPERIMENTS: tuple[Experiment, ...] = (
     _stock(),
+    _changed_stock(),
+    _long_stock("60", "LS/s", _STOCK_RATES),
+    _decode_instance(),
     *_co_serving("Fig. 10, 15", "10-15", "1G4C", "longbench", "SLO within 0.6 points of Sarathi; BE decode throughput "
                  "1.2 times the baselines under light LS load, 9.85 times under heavy load"),
     Experiment(

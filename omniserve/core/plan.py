@@ -78,9 +78,16 @@ class PiggybackEntry:
     epoch: int
     """Raised whenever the slot changes hands; a result with another epoch is stale."""
     block_ids: tuple[int, ...]
-    """Host blocks that cover ``[0, position]``, in order."""
+    """Host blocks that cover ``[0, position + num_rows)``, in order."""
     state_slot: int = -1
     """As in ``DeviceChunk``."""
+    draft_ids: tuple[int, ...] = ()
+    """Drafts of the tokens behind it. They pass the layers with it, a row each, and are verified after the last one."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step, side by side: the token's, then those of its drafts."""
+        return 1 + len(self.draft_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,9 +101,16 @@ class PiggybackJoin:
     layer: int
     state_slot: int = -1
     """As in ``DeviceChunk``."""
+    draft_ids: tuple[int, ...] = ()
+    """The drafts that go on with it: those that entered with it, or the first of them."""
     is_ready: bool = True
     """False: a late join. Its result is expected by the time the step reaches the layer; if it is not there then, the
     seat stays empty and the token stays away (``StepOutput.missed``)."""
+
+    @property
+    def num_rows(self) -> int:
+        """As in ``PiggybackEntry``."""
+        return 1 + len(self.draft_ids)
 
 
 class MoveDirection(enum.StrEnum):
@@ -144,6 +158,7 @@ class Bound(enum.StrEnum):
     HOST_MEMORY = "host memory"  # no host blocks
     SEATS = "seats"  # max_piggyback_seats or max_piggyback_rows
     COHORT = "cohort"  # too few host requests for those on the device: they wait for more (apex)
+    DEFERRED = "deferred"  # its rows left a step for a higher class, and have slack to wait for it (omniserve 6)
     ORDER = "order"  # a request before it was kept out, which it must not overtake
 
 
@@ -152,7 +167,8 @@ class LeftOut:
     """Work of one kind that could have been in a step and was not."""
 
     work: str
-    """``LS prefill``, ``BE prefill``, ``BE decode``, ``piggyback entry``, ``piggyback join``, ``pipelined row``."""
+    """``LS prefill``, ``LS deferred``, ``BE prefill``, ``BE decode``, ``piggyback entry``, ``piggyback join``,
+    ``pipelined row``."""
     num_requests: int
     first_request_id: str
     bound: Bound
@@ -182,7 +198,7 @@ class StepPlan:
     chunks: tuple[DeviceChunk, ...] = ()
     entries: tuple[PiggybackEntry, ...] = ()
     joins: tuple[PiggybackJoin, ...] = ()
-    """Rows that join, at most ``num_piggyback_seats`` a layer."""
+    """Tokens that join, with at most ``num_piggyback_seats`` rows a layer."""
     joins_as_one: bool = False
     """A late join that misses its layer keeps all others of that layer away, too (apex 3.3: one cohort)."""
     num_piggyback_seats: int = 0
@@ -192,10 +208,14 @@ class StepPlan:
     moves: tuple[KVMove, ...] = ()
     """Copies to start; they run beside the steps."""
     pipelined: tuple[PiggybackEntry | PiggybackJoin, ...] = ()
-    """The second sub-batch of asymmetric pipelining: entries, then joins by layer, that pass all layers they have left
-    in this very step, while the device waits for each of their results (NEO; apex 2.3, 3.2)."""
+    """The second sub-batch of asymmetric pipelining: entries, then joins by layer, without drafts, that pass all layers
+    they have left in this very step, while the device waits for each of their results (NEO; apex 2.3, 3.2)."""
+    hybrid: frozenset[str] = frozenset()
+    """Requests among the entries of ``pipelined`` whose rows are in the first sub-batch, which then is a hybrid one:
+    they run the dense halves with the device rows (apex figure 2). Such a step has device rows in every layer, and no
+    other piggyback rows."""
     preemptible: frozenset[str] = frozenset()
-    """Requests whose device rows may be asked to leave between two layers (conserve 4.3)."""
+    """Requests whose device rows may be asked to leave between two layers (conserve 4.3, omniserve 6)."""
     cancels: tuple[int, ...] = ()
     """Host slots of aborted requests: their tasks are cancelled; each still reports an event."""
     decision: Decision | None = None

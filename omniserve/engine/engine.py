@@ -38,7 +38,8 @@ from omniserve.runner.runner import ModelRunner
 from omniserve.sampling.grammar import GrammarCompiler
 from omniserve.sampling.sampler import Sampler
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
-from omniserve.sched.options import LayerPreemptionOptions
+from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
+from omniserve.sched.speculation import MAX_DRAFTS
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ class Engine:
         manager = KV_MANAGERS.get(config.kv)
         if options.checkpoint_kv and not issubclass(manager, CanMove):
             raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
+        if isinstance(options, CoServingOptions) and options.defer_classes and self.spec.state_bytes:
+            raise ValueError("defer_classes is not for models with recurrent states: their rows cannot leave a step")
         num_device_blocks, num_host_blocks = num_blocks(config, self.spec)
         storage = DeviceKVStorage(
             self.spec,
@@ -105,9 +108,12 @@ class Engine:
         host_threads = config.host_threads or default_host_threads(patched.device)
         self.host_tier: HostTier | None = None
         if num_host_blocks > 0:
+            has_mailbox = patched.device.type == "cuda" or config.execution.step_graphs == "on"
+            # The mailbox carries one row of a task. Recurrent states cannot go back to the last right token.
+            takes_drafts = not has_mailbox and not self.spec.state_bytes
             self.host_tier = HostTier.of(
                 config, self.spec, dtype=patched.dtype, device=patched.device, num_threads=host_threads,
-                mailbox=patched.device.type == "cuda" or config.execution.step_graphs == "on",
+                mailbox=has_mailbox, max_rows=1 + MAX_DRAFTS if takes_drafts else 1,
             )  # fmt: skip
         self.kv = manager(
             num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
@@ -125,6 +131,7 @@ class Engine:
             config, options, self.spec, self.kv, max_model_len=self.max_model_len,
             # A device with a mailbox is given all layers of a step before it has run the first one.
             late_joins=self.host_tier is not None and self.host_tier.mailbox_SW is None,
+            max_host_drafts=self.host_tier.max_rows - 1 if self.host_tier is not None else 0,
         )  # fmt: skip
         if limits.num_state_slots:
             num_bytes = limits.num_state_slots * self.spec.state_bytes
@@ -137,7 +144,7 @@ class Engine:
             host_threads=host_threads, max_model_len=self.max_model_len, is_directed=issubclass(manager, CanShare),
             keep_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
             # A chunk that began anew after it left would find the states of some layers ahead of it.
-            safepoint=None if self.spec.state_bytes else lambda: this()._ask_whether_to_leave(),
+            safepoint=None if self.spec.state_bytes else lambda: this()._ask_who_must_leave(),
             num_state_slots=limits.num_state_slots,
         )  # fmt: skip
         self.limits = RequestLimits(
@@ -150,11 +157,12 @@ class Engine:
         """Called with each step that computed something, as it is collected: plan, whether the host tier worked,
         seconds. These run from the end of the step before it, or from its own planning after a pause; without a GPU and
         with ``async_steps`` they are those of the step launched meanwhile."""
-        self._must_preempt = False
+        self._to_preempt: frozenset[str] = frozenset()
+        """Requests whose rows must leave the running step."""
         self.upkeep: Upkeep | None = None
         """What is still to be done on the engine beside requests; the process that steps it does it."""
         self.on_safepoint: Callable[[], None] | None = None
-        """Called between the layers of a step whose best-effort rows may leave it; it looks for requests that have come
+        """Called between the layers of a step that rows may leave; it looks for requests that have come
         and tells ``arriving`` of them."""
         tracer = StepTracer(config.trace_steps, classes=config.classes) if config.trace_steps is not None else None
         self._log = StepLog(shape, latency=self._latency, tracer=tracer)
@@ -213,7 +221,7 @@ class Engine:
     def arriving(self, request: Request, *, arrival_s: float | None = None) -> None:
         """Say that a request has come while a step runs; ``add`` follows after the step. Called by ``on_safepoint``.
 
-        If the scheduler finds that it would otherwise miss its TTFT, best-effort rows leave the step (conserve 4.3).
+        If the scheduler finds that it would otherwise miss its TTFT, rows leave the step for it (conserve 4.3).
         ``arrival_s`` as in ``add``.
         """
         spec = self.config.class_named(request.service_class)
@@ -221,14 +229,14 @@ class Engine:
             now_s = self._clock()
             waited_s = 0.0 if arrival_s is None else max(0.0, now_s - arrival_s)
             slo = request.slo if request.slo is not None else spec.slo
-            self._must_preempt |= self.scheduler.policy.must_preempt(request, slo, waited_s, now_s)
+            self._to_preempt |= self.scheduler.policy.to_preempt(request, slo, waited_s, now_s)
 
-    def _ask_whether_to_leave(self) -> bool:
-        """Take in requests that have come, and tell, once, whether best-effort rows must leave the step for them."""
+    def _ask_who_must_leave(self) -> frozenset[str]:
+        """Take in requests that have come, and return, once, those whose rows must leave the step for them."""
         if self.on_safepoint is not None:
             self.on_safepoint()
-        must, self._must_preempt = self._must_preempt, False
-        return must
+        leaving, self._to_preempt = self._to_preempt, frozenset()
+        return leaving
 
     def predicted_ttft_s(self, request_id: str) -> float | None:
         """Return what admission predicted for an unfinished request, seconds from its arrival; None: nothing.
@@ -255,7 +263,7 @@ class Engine:
             EngineStopped: The engine was closed.
         """
         self._require_open()
-        self._must_preempt = False  # what came too late for the last step is in this one
+        self._to_preempt = frozenset()  # what came too late for the last step is in this one
         return self._stepper.step()
 
     @property

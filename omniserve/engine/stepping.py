@@ -232,7 +232,7 @@ class StepLog:
         self.seconds += step.seconds
         self.num_device_tokens += step.plan.num_device_tokens
         plan = without_missed(step.plan, step.result.missed)  # what was computed
-        self.num_piggyback_rows += len(plan.joins)
+        self.num_piggyback_rows += sum(join.num_rows for join in plan.joins)
         if self._tracer is None and self._latency is None:
             return
         features = features_of(plan, self._shape, host_works=step.host_works)

@@ -139,6 +139,8 @@ class HostTier:
         self.results_SMD = torch.zeros(num_slots, max_rows, row_size, dtype=dtype, pin_memory=pin_memory)
         """Attention rows by slot, in the order of their tokens. As many rows as the slot's task has are valid from its
         ATTENTION_DONE event until the slot's next task."""
+        self.max_rows = max_rows
+        """M."""
         self.results_SD = self.results_SMD[:, 0]
         """The first row of each slot in `results_SMD`: with `max_rows` of 1 all there is."""
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
@@ -181,6 +183,7 @@ class HostTier:
         num_threads: int,
         kv_bytes: int | None = None,
         mailbox: bool = False,
+        max_rows: int = 1,
     ) -> Self:
         """Return the host tier that an engine's settings describe; `kv_bytes` of None takes the configured size."""
         on_cuda = device.type == "cuda"
@@ -190,6 +193,7 @@ class HostTier:
                 spec=spec, dtype=dtype, block_size=config.block_size, num_slots=config.max_host_requests,
                 kv_bytes=config.host_kv_bytes if kv_bytes is None else kv_bytes, kv_dtype=config.host_kv_dtype,
                 num_threads=num_threads, cores=config.host_cores, pin_memory=on_cuda, mailbox=mailbox, device=device,
+                max_rows=max_rows,
             )  # fmt: skip
 
     def begin_token(self, slot: int, epoch: int, position: int, block_ids: Sequence[int], num_rows: int = 1) -> None:
@@ -209,12 +213,13 @@ class HostTier:
 
         The rows are copied before this returns. A task appends its k and v to the pool, and each of its tokens attends
         over the keys up to its own position, within the layer's window and chunk. `slots` is ``[P]`` int64 with -1 for
-        an empty seat; a slot has a seat for each of its tokens, side by side in their order. All tensors are on the
-        CPU, and q, k and v in the model's dtype are contiguous in their last dimension.
+        an empty seat; a slot has a seat for each of its tokens, side by side in their order, or for the first of them:
+        the slot is then bound to these alone. All tensors are on the CPU, and q, k and v in the model's dtype are
+        contiguous in their last dimension.
 
         Raises:
-            ValueError: A slot or the layer is out of range, a slot is not bound, has a task in flight, has more or
-                fewer seats than tokens or has them apart, or the tier is closed. Nothing was queued.
+            ValueError: A slot or the layer is out of range, a slot is not bound, has a task in flight, has more seats
+                than tokens or has them apart, or the tier is closed. Nothing was queued.
             RuntimeError: A tensor has the wrong shape, dtype, layout or device. Nothing was queued.
         """
         _submit(self._handle, layer, slots, q_PNH, k_PKH, v_PKH)

@@ -77,10 +77,13 @@ class KVManager(ABC):
         """
 
     @abstractmethod
-    def stretch(self, request_id: str, num_tokens: int) -> tuple[int, ...] | None:
-        """Add free blocks to the table of a request on the device that is not moving, for tokens that may be dropped.
+    def stretch(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
+        """Add free blocks to the table of a request that is not moving, on its tier, for tokens that may be dropped.
 
         Only blocks that hold no KV are taken: nothing is evicted, reclaimed or copied.
+
+        Args:
+            reserve_blocks: Such blocks of that tier that must still be there afterwards, if any block is taken at all.
 
         Returns:
             The whole table, or None (and nothing has changed) if that is not enough for ``num_tokens``.

@@ -26,8 +26,8 @@ class PagedKVManager(KVManager):
             table += taken
         return tuple(table)
 
-    def stretch(self, request_id: str, num_tokens: int) -> tuple[int, ...] | None:
-        return self.allocate(request_id, num_tokens)
+    def stretch(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
+        return self.allocate(request_id, num_tokens, reserve_blocks=reserve_blocks)
 
     def trim(self, request_id: str, num_tokens: int) -> None:
         table, num_needed = self._tables[request_id], -(-num_tokens // self.block_size)

@@ -63,15 +63,16 @@ class TieredKVManager(KVManager):
         self._tables[request_id] = table
         return tuple(table.blocks)
 
-    def stretch(self, request_id: str, num_tokens: int) -> tuple[int, ...] | None:
-        missing = -(-num_tokens // self.block_size) - len(self._on_device(request_id).blocks)
-        if missing > self._pools[Tier.DEVICE].num_free:
+    def stretch(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
+        table = self._at_rest(request_id)
+        missing = -(-num_tokens // self.block_size) - len(table.blocks)
+        if missing > 0 and missing + reserve_blocks > self._pools[table.tier].num_free:
             return None
         return self.allocate(request_id, num_tokens)
 
     def trim(self, request_id: str, num_tokens: int) -> None:
-        table, num_needed = self._on_device(request_id), -(-num_tokens // self.block_size)
-        self._pools[Tier.DEVICE].give_back(reversed(table.blocks[num_needed:]))
+        table, num_needed = self._at_rest(request_id), -(-num_tokens // self.block_size)
+        self._pools[table.tier].give_back(reversed(table.blocks[num_needed:]))
         del table.blocks[num_needed:]
 
     def free(self, request_id: str) -> None:
@@ -300,10 +301,9 @@ class TieredKVManager(KVManager):
         owned[Tier.HOST] += self._checkpoints.owned_blocks()
         return owned
 
-    def _on_device(self, request_id: str) -> Table:
+    def _at_rest(self, request_id: str) -> Table:
         table = self._tables[request_id]
         self._require_still(request_id, table)
-        assert table.tier is Tier.DEVICE, f"the KV of {request_id} is not on the device"
         return table
 
     @staticmethod

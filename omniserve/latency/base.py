@@ -94,11 +94,13 @@ class BatchFeatures:
     host_works: bool = False
     """The host tier works during the step (without a GPU it then has a share of the cores)."""
     pipelined_rows: int = 0
-    """Rows of the second sub-batch: the step waits for their host attention."""
+    """Rows of the second sub-batch, and of a hybrid first one: the step waits for their host attention."""
     pipelined_load: float = 0.0
     """Keys that they see in a layer, together."""
     pipelined_layers: float = 0.0
     """Layers that they have left, on average."""
+    hybrid_rows: int = 0
+    """So many of them are not in the second sub-batch but in the first."""
     swap_bytes: int = 0
     """KV that must have come from the host before the step can run; 0 in this engine: its moves run beside steps."""
 
@@ -110,7 +112,12 @@ class BatchFeatures:
     @property
     def rows(self) -> int:
         """n: rows of the dense modules."""
-        return self.prefill_tokens + self.decode_requests + self.seats
+        return self.prefill_tokens + self.decode_requests + self.seats + self.hybrid_rows
+
+    @property
+    def second_rows(self) -> int:
+        """Rows of the second sub-batch that are not in the first."""
+        return self.pipelined_rows - self.hybrid_rows
 
     @property
     def is_empty(self) -> bool:
@@ -177,12 +184,22 @@ class StepRows:
             # Post-attention runs where a token joins, pre-attention one layer on, and at layer 0 for those that enter.
             features.dense_layers = (2 * num_layers - (joins[-1] > 0) + (num_entries > 0)) / 2
 
-    def add_pipelined(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Add the second sub-batch, once: the position of each token, and the first layer that it has left."""
+    def add_host_drafts(self, seats: int, num_rows: int, num_sampled: int) -> None:
+        """Add drafts to piggyback rows that the step has: their rows, and how many of these become logits."""
+        features = self.features
+        features.seats = seats
+        features.piggyback_rows += num_rows
+        features.sampled_rows += num_sampled
+
+    def add_pipelined(self, rows: Sequence[tuple[int, int]], num_hybrid: int = 0) -> None:
+        """Add the second sub-batch, once: the position of each token, and the first layer that it has left.
+
+        ``num_hybrid`` of them are in the first sub-batch.
+        """
         if not rows:
             return
         features, shape = self.features, self.shape
-        features.pipelined_rows = len(rows)
+        features.pipelined_rows, features.hybrid_rows = len(rows), num_hybrid
         features.pipelined_load = sum(shape.keys_seen(position, 1) for position, _ in rows)
         features.pipelined_layers = sum(shape.num_layers - layer for _, layer in rows) / len(rows)
         features.sampled_rows += len(rows)
@@ -197,9 +214,10 @@ def features_of(plan: StepPlan, shape: ModelShape, *, host_works: bool = False) 
         step.add_chunk(chunk.start, len(chunk.token_ids), samples=chunk.num_sampled_rows + num_scored)
     joins = [0] * shape.num_layers
     for join in plan.joins:
-        joins[join.layer] += 1
-    step.add_piggyback(plan.num_piggyback_seats, len(plan.entries), joins)
-    step.add_pipelined([(row.position, row.layer if isinstance(row, PiggybackJoin) else 0) for row in plan.pipelined])
+        joins[join.layer] += join.num_rows
+    step.add_piggyback(plan.num_piggyback_seats, sum(entry.num_rows for entry in plan.entries), joins)
+    pipelined = [(row.position, row.layer if isinstance(row, PiggybackJoin) else 0) for row in plan.pipelined]
+    step.add_pipelined(pipelined, len(plan.hybrid))
     return step.features
 
 

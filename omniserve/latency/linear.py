@@ -56,7 +56,7 @@ class ConServeModel(LinearModel):
 
     @staticmethod
     def _quantities(features: BatchFeatures) -> tuple[float, float, float, float]:
-        rows = features.rows + features.pipelined_rows
+        rows = features.rows + features.second_rows
         tokens = features.rows + features.prefill_context + features.decode_context + features.pipelined_load
         return float(rows), float(rows * tokens), float(tokens), 1.0
 

@@ -104,6 +104,33 @@ class HostSpeed:
         return work_s / self.threads + self.per_call_s
 
 
+def pipeline_wait_s(
+    features: BatchFeatures, host: HostSpeed | None, *, dense_s: float, attention_s: float, second_s: float
+) -> float:
+    """Return the seconds that the device waits for the host in each layer of a step with two sub-batches.
+
+    The host attends for one sub-batch at a time, for each between its pre-attention and its post-attention. Paper: apex
+    figure 2.
+
+    Args:
+        features: The step; host rows see equally many keys.
+        host: The host tier's speed; None: it takes no time.
+        dense_s: Dense halves of the first sub-batch, a layer.
+        attention_s: Attention of the first sub-batch on the device, a layer.
+        second_s: Dense halves of the second sub-batch, a layer.
+    """
+    if host is None:
+        return 0.0
+    rows, load = features.pipelined_rows, features.pipelined_load
+    first_host_s, second_host_s = (
+        host(count, load * count / rows) if count else 0.0 for count in (features.hybrid_rows, features.second_rows)
+    )
+    device_s = dense_s + attention_s + second_s
+    # What a layer takes at least: for the host, and for either sub-batch by itself.
+    cycle_s = max(first_host_s + second_host_s, first_host_s + dense_s, second_host_s + second_s)
+    return max(0.0, cycle_s - device_s)
+
+
 @LATENCY_MODELS.register("omniserve")
 class OmniServeModel(LatencyModel):
     """``layers * (f_D(n) + f_PA(c_PA) + f_DA(c_DA, g) + w + gamma_T(n)) + head(rows) + overhead + gamma_P(n)``.
@@ -177,7 +204,7 @@ class OmniServeModel(LatencyModel):
         """Return what the scales multiply: unscaled seconds of each module, and counts for the overheads."""
         f = features
         layers, shared = self.num_layers, f.host_works
-        n = f.prefill_tokens + f.decode_requests + f.seats
+        n = f.rows
         dense = self._dense[shared](n)
         few_rows = min(dense, self._few_rows[shared])
         few, more = f.dense_layers * few_rows, f.dense_layers * (dense - few_rows)
@@ -195,11 +222,12 @@ class OmniServeModel(LatencyModel):
             piggyback += per_call * f.piggyback_layers + per_row * f.piggyback_rows
         second = waiting = 0.0
         if f.pipelined_rows:
-            # While the host attends for the second sub-batch, the device runs a layer of the first.
-            second = f.pipelined_layers * self._dense[shared](f.pipelined_rows)
-            first_s = (few + more + prefill + decode + piggyback) / layers
-            host_s = self._host(f.pipelined_rows, f.pipelined_load) if self._host is not None else 0.0
-            waiting = f.pipelined_layers * max(0.0, host_s - first_s)
+            second_s = self._dense[shared](f.second_rows) if f.second_rows else 0.0
+            second = f.pipelined_layers * second_s
+            waiting = f.pipelined_layers * pipeline_wait_s(
+                f, self._host, dense_s=(few + more + piggyback) / layers, attention_s=(prefill + decode) / layers,
+                second_s=second_s,
+            )  # fmt: skip
         idle = (0.0, 0.0, 0.0, 0.0)
         modules = (*idle, few, more, prefill, decode) if shared else (few, more, prefill, decode, *idle)
         return (
@@ -213,7 +241,7 @@ class OmniServeModel(LatencyModel):
             self._head[shared](f.sampled_rows),
             1.0,
             float(f.prefill_requests + f.decode_requests + f.pipelined_rows),
-            float(n + f.pipelined_rows),
+            float(n + f.second_rows),
         )
 
 

@@ -1,6 +1,7 @@
 """PiggybackRows: moves rows between the tiers: results that join a step, and rows that leave it for the host tier.
 
-Legend: T rows of the step, D hidden, N query heads, K KV heads, H head size, P piggyback seats, S host slots.
+Legend: T rows of the step, D hidden, N query heads, K KV heads, H head size, P piggyback seats, S rows of all host
+slots together: a slot has a row for its token, and one for each draft that its token may take along.
 Paper: omniserve 3.2.3, 4.
 
 On a GPU the step does not wait for the host, nor the host for the step's end: one copy beside the step before brings
@@ -30,27 +31,30 @@ _piggyback_send = torch.ops.omniserve.piggyback_send.default
 
 
 class PiggybackRows:
-    """Brings rows to the device and takes them away, layer by layer; without a tier, none. ``num_slots`` is S."""
+    """Brings rows to the device and takes them away, layer by layer; without a tier, none."""
 
     def __init__(self, model: PatchedModel, tier: HostTier | None, num_slots: int) -> None:
         spec, device = model.spec, model.device
         self._model, self._tier = model, tier
-        self.residuals_SD = torch.zeros(num_slots, spec.hidden_size, dtype=model.dtype, device=device)
-        """The residual store: the residual of each token that is away on the host tier."""
+        self.max_rows = tier.max_rows if tier is not None else 1
+        """Rows of a slot."""
+        num_rows = num_slots * self.max_rows
+        self.residuals_SD = torch.zeros(num_rows, spec.hidden_size, dtype=model.dtype, device=device)
+        """The residual store: the residual of each row that is away on the host tier."""
         width = spec.num_heads * spec.head_size
         self.no_results = torch.empty(0, width, dtype=model.dtype, device=device)
         """An empty tensor of attention rows, ``[0, N * H]``."""
         self.results_SD = self.no_results
-        """Results of the host tier by slot, ``[S, N * H]``. ``bring`` fills the rows that join a step."""
+        """Results of the host tier, ``[S, N * H]``. ``bring`` fills the rows that join a step."""
         self._step = 0
         self._step_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self._stream: torch.cuda.Stream | None = None
         if tier is not None and device.type == "cuda":
-            self.results_SD = torch.zeros(num_slots, width, dtype=model.dtype, device=device)
+            self.results_SD = torch.zeros(num_rows, width, dtype=model.dtype, device=device)
             self._stream = torch.cuda.Stream(device)
             self._gather(torch.tensor([-1]))  # compiles the kernel, which is part of no captured graph
         elif tier is not None:
-            self.results_SD = tier.results_SD
+            self.results_SD = tier.results_SMD.view(num_rows, width)
 
     def bring(self, plan: StepPlan) -> None:
         """Copy the results that join a step to the device; the step's stream waits for the copy, the host does not."""
@@ -86,12 +90,12 @@ class PiggybackRows:
         """Send the rows in the seats, which are the last P, to the host tier, and their residuals to the store."""
         assert self._tier is not None
         if self._tier.mailbox_SW is not None:
-            self.post(seats.slots_P, hidden_TD, q_TNH, k_TKH, v_TKH)
+            self.post(seats.rows_P, hidden_TD, q_TNH, k_TKH, v_TKH)  # with a mailbox, a slot has one row
             return
-        _residual_store(hidden_TD, self.residuals_SD, seats.slots_P)
-        first = hidden_TD.shape[0] - seats.slots_P.shape[0]
+        _residual_store(hidden_TD, self.residuals_SD, seats.rows_P)
+        first = hidden_TD.shape[0] - seats.rows_P.shape[0]
         q_PNH, k_PKH, v_PKH = (rows[first:].contiguous() for rows in (q_TNH, k_TKH, v_TKH))
-        self._tier.submit(layer, seats.host_slots_P, q_PNH, k_PKH, v_PKH)
+        self._tier.submit(layer, seats.slots_P, q_PNH, k_PKH, v_PKH)
 
     def post(self, slots_P: Tensor, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
         """Do the same through the mailbox, for the slots that ``announce`` has named."""
@@ -101,18 +105,18 @@ class PiggybackRows:
             hidden_TD, q_TNH, k_TKH, v_TKH, slots_P, self.residuals_SD, tier.mailbox_SW, tier.flags_S, self._step_1
         )
 
-    def join(self, slots_P: Tensor, attn_TD: Tensor, hidden_TD: Tensor) -> Tensor:
+    def join(self, rows_P: Tensor, attn_TD: Tensor, hidden_TD: Tensor) -> Tensor:
         """Return the device's attention rows with the host tier's results in the seats behind them.
 
         The last P rows of the layer's input ``hidden_TD`` become the residuals that the rows in the seats left in the
-        store. ``slots_P`` is the slot of each seat, int64 on the device, -1 where it is empty.
+        store. ``rows_P`` is the row of each seat there, int64 on the device, -1 where it is empty.
         """
-        attn_TD = _piggyback_concat(attn_TD, self.results_SD, slots_P)
-        _residual_fetch(self.residuals_SD, slots_P, hidden_TD)
+        attn_TD = _piggyback_concat(attn_TD, self.results_SD, rows_P)
+        _residual_fetch(self.residuals_SD, rows_P, hidden_TD)
         return attn_TD
 
     def empty_seats(self, num_seats: int) -> Tensor:
-        """Return the slots of empty seats, ``[P]`` int64 on the device."""
+        """Return the rows of empty seats, ``[P]`` int64 on the device."""
         return torch.full((num_seats,), -1, dtype=torch.int64, device=self._model.device)
 
     def rotary_per_layer(self, inputs: StepInputs) -> Iterator[Rotary]:

@@ -1,49 +1,147 @@
-"""SecondBatch: asymmetric pipelining. The host tier attends for it while the device runs the first sub-batch's layer.
+"""Asymmetric pipelining: the host tier attends for one sub-batch while the device runs the other one's layer.
 
-Sources: NEO (Jiang et al., MLSys 2025); apex 2.3 and 3.2, figure 2. Legend: T rows, D hidden, H head size.
+Sources: NEO (Jiang et al., MLSys 2025); apex 2.3 and 3.2, figure 2. Legend: T rows, D hidden, N query heads,
+K KV heads, H head size.
 
 In each layer the device runs the second sub-batch's pre-attention and sends its q, k and v to the host tier, runs the
-layer of the first sub-batch, waits for the host's results, and runs the second sub-batch's post-attention. Unlike in
-NEO, the first sub-batch has no host rows.
+layer of the first sub-batch, waits for the host's results, and runs the second sub-batch's post-attention.
+
+A hybrid first sub-batch has host rows, too. Behind its pre-attention their q, k and v go to the host tier; the device
+attends for the device rows, and runs the second sub-batch's post-attention of the layer before and its pre-attention of
+this one; then it waits for the first sub-batch's results. So the host always has one of them to attend for.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, PiggybackJoin
+from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.host.tier import HostTier
 from omniserve.layers.patching import BetweenHook, PatchedModel
 
 _LOOK_AGAIN_S = 0.05  # a host tier whose threads are dead does not wake a waiting thread
 
 
+class AwaitedResults:
+    """Attention of one step's rows on the host tier, which the device waits for; both sub-batches share it.
+
+    ``keep`` takes the host events of other requests that come while this waits.
+    """
+
+    def __init__(self, tier: HostTier, keep: Callable[[HostEvent], None]) -> None:
+        self._tier, self._keep = tier, keep
+        self.lost: set[int] = set()
+        """Slots of rows whose attention has failed; they are submitted no more."""
+        self._waits_for: dict[int, int] = {}  # slot -> epoch of the tasks under way
+
+    def submit(
+        self, layer: int, rows: Sequence[PiggybackEntry | PiggybackJoin], q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor
+    ) -> None:
+        """Hand rows to the host tier."""
+        slots = torch.tensor([-1 if row.slot in self.lost else row.slot for row in rows])
+        self._waits_for |= {row.slot: row.epoch for row in rows if row.slot not in self.lost}
+        self._tier.submit(layer, slots, *(tensor.cpu().contiguous() for tensor in (q_TNH, k_TKH, v_TKH)))
+
+    def results(self, rows: Sequence[PiggybackEntry | PiggybackJoin], device: torch.device) -> Tensor:
+        """Wait for the results of rows and return them, ``[T, N * H]``; that of a lost row is what its slot holds."""
+        slots = [row.slot for row in rows]
+        self._wait(slots)
+        return self._tier.results_SD[slots].to(device)
+
+    def _wait(self, slots: Sequence[int]) -> None:
+        while any(slot in self._waits_for for slot in slots):
+            is_alive = self._tier.healthy
+            for event in self._tier.poll():
+                if self._waits_for.get(event.slot) != event.epoch:
+                    self._keep(event)
+                    continue
+                del self._waits_for[event.slot]
+                if event.kind is not HostEventKind.ATTENTION_DONE:
+                    self.lost.add(event.slot)
+            if not any(slot in self._waits_for for slot in slots):
+                return
+            if not is_alive:
+                self.lost |= self._waits_for.keys()
+                self._waits_for = {}
+                return
+            self._tier.wait(_LOOK_AGAIN_S)
+
+
+class HybridRows:
+    """The host rows of a hybrid first sub-batch (``StepPlan.hybrid``): they share its dense halves."""
+
+    def __init__(self, rows: tuple[PiggybackEntry, ...], awaited: AwaitedResults, second: SecondBatch | None) -> None:
+        self._rows, self._awaited, self._second = rows, awaited, second
+
+    def send(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
+        """Submit their attention at a layer."""
+        self._awaited.submit(layer, self._rows, q_TNH, k_TKH, v_TKH)
+
+    def results(self, layer: int, device: torch.device) -> Tensor:
+        """Run the second sub-batch up to its attention at the layer; wait for the results, ``[T, N * H]``."""
+        if self._second is not None:
+            if layer:
+                self._second.end_layer(layer - 1)
+            self._second.begin_layer(layer)
+        return self._awaited.results(self._rows, device)
+
+    @property
+    def lost(self) -> set[str]:
+        """The requests of rows whose attention has failed."""
+        return {row.request_id for row in self._rows if row.slot in self._awaited.lost}
+
+
+def with_seats(plan: StepPlan, num_layers: int) -> StepPlan:
+    """Return a plan whose hybrid rows are in seats: each enters at layer 0, and is at the attention of every layer."""
+    entries = hybrid_entries(plan)
+    joins = tuple(
+        PiggybackJoin(
+            request_id=entry.request_id, position=entry.position, slot=entry.slot, epoch=entry.epoch, layer=layer,
+            state_slot=entry.state_slot,
+        )
+        for layer in range(num_layers)
+        for entry in entries
+    )  # fmt: skip
+    return dataclasses.replace(plan, entries=entries, joins=joins, num_piggyback_seats=len(entries))
+
+
+def hybrid_entries(plan: StepPlan) -> tuple[PiggybackEntry, ...]:
+    """Return the rows of a plan's hybrid requests.
+
+    Raises:
+        ValueError: The plan has other piggyback rows, or no device rows, or hybrid rows that do not begin a token.
+    """
+    entries = [row for row in plan.pipelined if row.request_id in plan.hybrid and isinstance(row, PiggybackEntry)]
+    if plan.entries or plan.joins or plan.preemptible or len(entries) < len(plan.hybrid):
+        raise ValueError(f"step {plan.step_id} has other rows beside its hybrid ones, or these do not begin a token")
+    if all(chunk.from_layer for chunk in plan.chunks):
+        raise ValueError(f"step {plan.step_id} has hybrid rows, but no device rows from its first layer on")
+    return tuple(entries)
+
+
 class SecondBatch:
     """Passes the rows of ``StepPlan.pipelined``, entries and then joins by layer, through the layers of one step.
 
-    ``begin_token`` was called for the entries; the joins left their residuals in ``residuals_SD``. ``keep`` takes the
-    host events of other requests that come while this waits.
+    ``begin_token`` was called for the entries; the joins left their residuals in ``residuals_SD``.
     """
 
     def __init__(
-        self, rows: tuple[PiggybackEntry | PiggybackJoin, ...], *, model: PatchedModel, tier: HostTier,
-        residuals_SD: Tensor, between: BetweenHook | None, keep: Callable[[HostEvent], None],
+        self, rows: tuple[PiggybackEntry | PiggybackJoin, ...], *, model: PatchedModel, awaited: AwaitedResults,
+        residuals_SD: Tensor, between: BetweenHook | None,
     ) -> None:  # fmt: skip
-        self._rows, self._model, self._tier, self._keep = rows, model, tier, keep
+        self._rows, self._model, self._awaited = rows, model, awaited
         self._between = between
         # The last layer whose attention each row has; -1 for entries.
         self._layers = [row.layer if isinstance(row, PiggybackJoin) else -1 for row in rows]
-        self._slots = [row.slot for row in rows]
-        self._lost: set[int] = set()
-        self._waits_for: dict[int, int] = {}  # slot -> epoch of the tasks under way
         device = model.device
         positions = torch.tensor([row.position for row in rows], device=device)
         self._rotary = model.rotary(positions)
-        slots = torch.tensor(self._slots, device=device)
+        slots = torch.tensor([row.slot for row in rows], device=device)
         self._hidden_TD = residuals_SD[slots]
         num_entries = bisect_right(self._layers, -1)
         if num_entries:
@@ -59,19 +157,15 @@ class SecondBatch:
         self._pass_between(layer, n)
         cos, sin = (table[:n] for table in self._rotary) if self._rotary is not None else (None, None)
         q, k, v = self._model.pre_attention(layer, self._hidden_TD[:n], cos, sin)
-        slots = [-1 if slot in self._lost else slot for slot in self._slots[:n]]
-        self._waits_for = {row.slot: row.epoch for row in self._rows[:n] if row.slot not in self._lost}
-        rows = (tensor.cpu().contiguous() for tensor in (q, k, v))
-        self._tier.submit(layer, torch.tensor(slots), *rows)
+        self._awaited.submit(layer, self._rows[:n], q, k, v)
 
     def end_layer(self, layer: int) -> None:
         """Wait for the host tier's results of this layer and run the post-attention."""
-        self._wait()
         n = bisect_right(self._layers, layer)
         if n == 0:
             return
         # A lost row goes on with whatever its slot holds: its token is not used.
-        results_TD = self._tier.results_SD[self._slots[:n]].to(self._hidden_TD.device)
+        results_TD = self._awaited.results(self._rows[:n], self._hidden_TD.device)
         done_TD = self._model.post_attention(layer, results_TD, self._hidden_TD[:n])
         self._hidden_TD = torch.cat([done_TD, self._hidden_TD[n:]]) if n < len(self._rows) else done_TD
         if layer == self._model.num_layers - 1:
@@ -84,24 +178,7 @@ class SecondBatch:
 
     def result(self) -> tuple[Tensor, list[str], frozenset[str]]:
         """Return the hidden states after the last layer, their requests, and the requests whose row was lost."""
-        kept = [i for i, slot in enumerate(self._slots) if slot not in self._lost]
-        lost = frozenset(row.request_id for row in self._rows if row.slot in self._lost)
+        slots_lost = self._awaited.lost
+        kept = [i for i, row in enumerate(self._rows) if row.slot not in slots_lost]
+        lost = frozenset(row.request_id for row in self._rows if row.slot in slots_lost)
         return self._hidden_TD[kept], [self._rows[i].request_id for i in kept], lost
-
-    def _wait(self) -> None:
-        while self._waits_for:
-            is_alive = self._tier.healthy
-            for event in self._tier.poll():
-                if self._waits_for.get(event.slot) != event.epoch:
-                    self._keep(event)
-                    continue
-                del self._waits_for[event.slot]
-                if event.kind is not HostEventKind.ATTENTION_DONE:
-                    self._lost.add(event.slot)
-            if not self._waits_for:
-                return
-            if not is_alive:
-                self._lost |= self._waits_for.keys()
-                self._waits_for = {}
-                return
-            self._tier.wait(_LOOK_AGAIN_S)

@@ -11,7 +11,7 @@ Legend: T rows, D hidden, N query heads, K KV heads, H head size, P seats.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
@@ -32,7 +32,7 @@ from omniserve.ops.streams import StreamEvent
 from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner, wants_graphs
 from omniserve.runner.late_results import LateResults
 from omniserve.runner.piggyback_rows import PiggybackRows
-from omniserve.runner.pipelining import SecondBatch
+from omniserve.runner.pipelining import AwaitedResults, HybridRows, SecondBatch, hybrid_entries, with_seats
 from omniserve.runner.safepoint import HaltedRows, Safepoints
 from omniserve.runner.states import StepStates
 from omniserve.runner.step_inputs import (
@@ -77,7 +77,7 @@ class ModelRunner:
     def __init__(
         self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, sampler: Sampler,
         tier: HostTier | None, host_threads: int, max_model_len: int, is_directed: bool, keep_halted: bool,
-        safepoint: Callable[[], bool] | None, num_state_slots: int,
+        safepoint: Callable[[], Set[str]] | None, num_state_slots: int,
     ) -> None:  # fmt: skip
         self._model, self._storage, self._sampler, self._tier = model, storage, sampler, tier
         self._cores = CoreSplit(
@@ -164,8 +164,8 @@ class ModelRunner:
         self._cores.apply(host_works=self.host_works)
         if self.halted.rows:
             self.halted.forget(chunk.request_id for chunk in plan.chunks if not chunk.from_layer)
-        second = self._second_batch(plan) if plan.pipelined else None
-        layers = self._run_layers(plan, second)
+        second, hybrid = self._sub_batches(plan) if plan.pipelined else (None, None)
+        layers = self._run_layers(plan, second, hybrid)
         wanted = layers.sampled.scores
         scores, failed = score_prompts(self._model.logits, layers.hidden_TD, wanted) if wanted else ({}, {})
         hidden_TD = layers.hidden_TD[layers.sampled.rows]
@@ -174,18 +174,26 @@ class ModelRunner:
             second_TD, second_ids, lost = second.result()
             hidden_TD, request_ids = torch.cat([hidden_TD, second_TD]), request_ids + second_ids
         output = StepOutput(
-            prompt_logprobs=scores, failed=failed, halted=layers.halted, lost=lost, missed=layers.missed
+            prompt_logprobs=scores, failed=failed, halted=layers.halted, lost=lost | layers.lost, missed=layers.missed
         )
         if not request_ids:
             return LaunchedStep(output, None, end=StreamEvent(self._model.device))
         drafts = {chunk.request_id: chunk.drafts for chunk in plan.chunks if chunk.num_drafts}
+        last = self._model.num_layers - 1
+        drafts |= {
+            join.request_id: join.draft_ids
+            for join in plan.joins
+            if join.draft_ids and join.layer == last and join.request_id not in layers.missed
+        }
         sample = self._sampler.launch(self._model.logits(hidden_TD), request_ids, drafts)
         self._pending.note(request_ids, sample.tokens_R)
         return LaunchedStep(output, sample)
 
-    def _run_layers(self, plan: StepPlan, second: SecondBatch | None) -> LayersOutput:
+    def _run_layers(self, plan: StepPlan, second: SecondBatch | None, hybrid: HybridRows | None) -> LayersOutput:
         if self.graphs is not None and (shape := self.graphs.shape_for(plan)) is not None:
             return self.graphs.run(plan, shape, self._pending)
+        if hybrid is not None:
+            return self.loop.run_hybrid(plan, second, hybrid)
         if stops_between_layers(plan):
             return self.loop.run_one_by_one(plan, second)
         return self.loop.run(plan)
@@ -206,12 +214,17 @@ class ModelRunner:
         if self.halted.rows:
             self.halted.forget([request_id])
 
-    def _second_batch(self, plan: StepPlan) -> SecondBatch:
+    def _sub_batches(self, plan: StepPlan) -> tuple[SecondBatch | None, HybridRows | None]:
+        """Return the second sub-batch of a step, and the host rows of the first, if there are any."""
         assert self._tier is not None
-        return SecondBatch(
-            plan.pipelined, model=self._model, tier=self._tier, residuals_SD=self._rows.residuals_SD,
-            between=self.states.of_decodes(plan.pipelined), keep=self._late_results.keep,
-        )  # fmt: skip
+        awaited = AwaitedResults(self._tier, self._late_results.keep)
+        rows = tuple(row for row in plan.pipelined if row.request_id not in plan.hybrid)
+        second = SecondBatch(
+            rows, model=self._model, awaited=awaited,
+            residuals_SD=self._rows.residuals_SD[:: self._rows.max_rows],  # those of tokens, without drafts
+            between=self.states.of_decodes(rows),
+        ) if rows else None  # fmt: skip
+        return second, HybridRows(hybrid_entries(plan), awaited, second) if plan.hybrid else None
 
     def _hand_over(self, plan: StepPlan) -> None:
         """Give the host tier what does not depend on this step's layers: cancels, moves, and tokens that begin."""
@@ -223,7 +236,7 @@ class ModelRunner:
             self._tier.start_move(move, self._storage.k_LBKSH, self._storage.v_LBKSH)
         pipelined = (row for row in plan.pipelined if isinstance(row, PiggybackEntry))
         for entry in (*plan.entries, *pipelined):
-            self._tier.begin_token(entry.slot, entry.epoch, entry.position, entry.block_ids)
+            self._tier.begin_token(entry.slot, entry.epoch, entry.position, entry.block_ids, entry.num_rows)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -239,8 +252,8 @@ class LayerLoop:
     """Holds the rows that leave a step between two layers until a later step goes on with them."""
     pending: PendingTokens
     states: StepStates
-    safepoint: Callable[[], bool] | None
-    """Asked between the layers of a step with preemptible rows whether these must leave. None: they never do."""
+    safepoint: Callable[[], Set[str]] | None
+    """Asked between the layers of a step with preemptible rows which requests' rows must leave. None: they never do."""
 
     def run(self, plan: StepPlan) -> LayersOutput:
         """Run the layers of a step whose rows are the same in all of them."""
@@ -276,6 +289,28 @@ class LayerLoop:
                 second.end_layer(layer)
         return self._output(present, inputs, hidden_TD, safepoints.left)
 
+    def run_hybrid(self, plan: StepPlan, second: SecondBatch | None, hybrid: HybridRows) -> LayersOutput:
+        """Run the layers of a step whose first sub-batch has host rows; see ``pipelining``."""
+        plan = with_seats(plan, self.model.num_layers)
+        inputs, rotary, hidden_TD = self._begin(plan)
+        attend = partial(self._attend_hybrid, inputs, hybrid)
+        between = self.states.of_plan(plan, frozenset())
+        hidden_TD = self.model.run_layers(range(self.model.num_layers), hidden_TD, rotary, attend, between=between)
+        if second is not None:
+            second.end_layer(self.model.num_layers - 1)
+        inputs.missed.update(hybrid.lost)
+        output = self._output(plan, inputs, hidden_TD)
+        return dataclasses.replace(output, lost=output.missed, missed=frozenset())
+
+    def _attend_hybrid(
+        self, inputs: StepInputs, hybrid: HybridRows, layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor,
+        v_TKH: Tensor,
+    ) -> Tensor:  # fmt: skip
+        n = inputs.num_device_rows
+        hybrid.send(layer, q_TNH[n:], k_TKH[n:], v_TKH[n:])
+        attn_TD = self._attend_device(inputs, layer, hidden_TD, q_TNH[:n], k_TKH[:n], v_TKH[:n])
+        return torch.cat([attn_TD, hybrid.results(layer, hidden_TD.device)])
+
     def _output(
         self, plan: StepPlan, inputs: StepInputs, hidden_TD: Tensor, halted: Mapping[str, int] | None = None
     ) -> LayersOutput:
@@ -296,7 +331,10 @@ class LayerLoop:
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         block_size, num_layers = self.storage.block_size, self.model.num_layers
-        return make_step_inputs(plan, block_size=block_size, num_layers=num_layers, device=self.model.device)
+        return make_step_inputs(
+            plan, block_size=block_size, num_layers=num_layers, max_host_rows=self.rows.max_rows,
+            device=self.model.device,
+        )  # fmt: skip
 
     def _rotary(self, inputs: StepInputs) -> Iterator[Rotary]:
         """Return (cos, sin) ``[T, H]`` of each layer's pre-attention; in the seats each layer has other tokens."""
@@ -329,8 +367,8 @@ class LayerLoop:
         n = inputs.num_device_rows
         attn_TD = self._attend_device(inputs, layer, hidden_TD, q_TNH[:n], k_TKH[:n], v_TKH[:n])
         joining = self._joining(inputs, layer)
-        slots_P = joining.slots_P if joining is not None else self.rows.empty_seats(inputs.num_seats)
-        return self.rows.join(slots_P, attn_TD, hidden_TD)
+        rows_P = joining.rows_P if joining is not None else self.rows.empty_seats(inputs.num_seats)
+        return self.rows.join(rows_P, attn_TD, hidden_TD)
 
     def _joining(self, inputs: StepInputs, layer: int) -> SeatRows | None:
         """Return the seats into which results come at a layer; None if all stay empty. Late joins are settled here."""
@@ -352,7 +390,7 @@ class LayerLoop:
                 q_TNH, k_TKH, v_TKH = self.model.pre_attention(layer, hidden_TD, cos, sin)
                 self.rows.leave(layer, leaving, hidden_TD, q_TNH, k_TKH, v_TKH)
             if (joining := self._joining(inputs, layer)) is not None:
-                attn_TD = self.rows.join(joining.slots_P, self.rows.no_results, hidden_TD)
+                attn_TD = self.rows.join(joining.rows_P, self.rows.no_results, hidden_TD)
                 hidden_TD = self.model.post_attention(layer, attn_TD, hidden_TD)
         if between is not None and layers.stop - 1 in inputs.joining and layers.stop == self.model.num_layers:
             hidden_TD = between(layers.stop, hidden_TD)

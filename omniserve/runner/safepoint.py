@@ -1,4 +1,4 @@
-"""Safepoints: best-effort rows leave a step between two layers, and go on there in a later step. Paper: conserve 4.3.
+"""Safepoints: rows leave a step between two layers, and go on there in a later step. Paper: conserve 4.3, omniserve 6.
 
 ConServe drops the work of such rows. Here their hidden states are kept, so that a later step only computes the rest; a
 setting drops them, for comparison. Legend: T rows of a chunk, D hidden.
@@ -7,7 +7,7 @@ setting drops them, for comparison. Legend: T rows of a chunk, D hidden.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 import torch
 from torch import Tensor
@@ -73,11 +73,12 @@ class LayerThrottle:
 class Safepoints:
     """Knows the rows of a step at each layer: preemptible rows may leave before it, and others go on there.
 
-    Before each layer that has preemptible rows ``must_leave`` tells whether they must leave; with None they never do.
+    Before each layer that has preemptible rows ``must_leave`` returns the requests whose rows must leave, if they are
+    preemptible; with None none ever does.
     """
 
     def __init__(
-        self, plan: StepPlan, *, halted: HaltedRows, must_leave: Callable[[], bool] | None, device: torch.device
+        self, plan: StepPlan, *, halted: HaltedRows, must_leave: Callable[[], Set[str]] | None, device: torch.device
     ) -> None:
         self._plan, self._halted, self._must_leave = plan, halted, must_leave
         self._throttle = LayerThrottle(device)
@@ -88,32 +89,32 @@ class Safepoints:
 
     def before_layer(self, layer: int, hidden_TD: Tensor) -> Tensor:
         """Let rows leave before a layer, and others go on there; return the rows of the layer, ``[T, D]``."""
-        if layer and self._must_rows_leave():
-            hidden_TD = self._leave(layer, hidden_TD)
+        if layer and (leaving := self._leaving()):
+            hidden_TD = self._leave(leaving, layer, hidden_TD)
         if layer and any(chunk.from_layer == layer for chunk in self._plan.chunks):
             hidden_TD = self._rejoin(layer, hidden_TD)
         return hidden_TD
 
-    def _must_rows_leave(self) -> bool:
+    def _leaving(self) -> Set[str]:
+        """Return the requests whose rows must leave here."""
         is_preemptible = any(chunk.request_id in self._plan.preemptible for chunk in self.present.chunks)
         if not is_preemptible or self._must_leave is None:
-            return False
+            return frozenset()
         self._throttle.wait()
-        return self._must_leave()
+        return self._plan.preemptible & self._must_leave()
 
-    def _leave(self, layer: int, hidden_TD: Tensor) -> Tensor:
-        """Halt the preemptible chunks at this layer, leave out those that would go on later; return the other rows."""
-        preemptible = self._plan.preemptible
+    def _leave(self, leaving: Set[str], layer: int, hidden_TD: Tensor) -> Tensor:
+        """Halt the leaving chunks at this layer, leave out those that would go on later; return the other rows."""
         kept: list[Tensor] = []
         row = 0
         for chunk in self.present.chunks:
             rows_TD = hidden_TD[row : row + len(chunk.token_ids)]
             row += len(chunk.token_ids)
-            if chunk.request_id in preemptible:
+            if chunk.request_id in leaving:
                 self.left[chunk.request_id] = self._halted.halt(chunk, layer, rows_TD)
             else:
                 kept.append(rows_TD)
-        later = (c for c in self._plan.chunks if c.from_layer >= layer and c.request_id in preemptible)
+        later = (c for c in self._plan.chunks if c.from_layer >= layer and c.request_id in leaving)
         self.left |= {chunk.request_id: chunk.from_layer for chunk in later}  # their rows stay in HaltedRows
         self.present, self._plan = _without(self.present, self.left), _without(self._plan, self.left)
         return torch.cat([*kept, hidden_TD[row:]])

@@ -24,14 +24,14 @@ from omniserve.ops.streams import upload
 class SeatRows:
     """The rows in the P piggyback seats between two layers."""
 
+    rows_P: Tensor
+    """Row of each seat in the residual store and in the host tier's results, int64 on the device; -1: it is empty."""
     slots_P: Tensor
-    """Host slot of each seat, int64 on the device; -1 where it is empty."""
-    host_slots_P: Tensor
-    """The same on the CPU."""
+    """Host slot of each seat, int64 on the CPU; -1: it is empty."""
     positions: tuple[int, ...]
     """Positions of the seats that were planned, which are the first ones."""
     late: tuple[PiggybackJoin, ...] = ()
-    """All joins of the layer, by seat, if some are late and it is not settled yet which of them join."""
+    """All joins of the layer, in the order of their seats, if some are late and it is not settled yet which join."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class LayersOutput:
     """Request -> the layer before which its chunk left the step."""
     missed: frozenset[str] = frozenset()
     """Requests whose joins did not join."""
+    lost: frozenset[str] = frozenset()
+    """Requests of a hybrid first sub-batch whose host attention failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,15 +122,18 @@ class StepInputs:
         return self.joining.get(layer - 1) if layer else self.entering
 
     def settle(self, layer: int, joined: Sequence[bool]) -> None:
-        """Empty the seats of a layer with late joins that did not join; ``joined`` is by seat."""
+        """Empty the seats of a layer with late joins that did not join; ``joined`` is by join."""
         seats = self.joining.pop(layer)
         self.missed.update(join.request_id for join, here in zip(seats.late, joined, strict=True) if not here)
         if any(joined):
-            is_empty = torch.ones(self.num_seats, dtype=torch.bool)
-            is_empty[: len(joined)] = ~torch.tensor(joined)
-            host_slots_P = seats.host_slots_P.masked_fill(is_empty, -1)
-            slots_P = upload(host_slots_P, seats.slots_P.device)
-            self.joining[layer] = SeatRows(slots_P=slots_P, host_slots_P=host_slots_P, positions=seats.positions)
+            is_here = [here for join, here in zip(seats.late, joined, strict=True) for _ in range(join.num_rows)]
+            is_empty_P = torch.ones(self.num_seats, dtype=torch.bool)
+            is_empty_P[: len(is_here)] = ~torch.tensor(is_here)
+            self.joining[layer] = SeatRows(
+                rows_P=seats.rows_P.masked_fill(upload(is_empty_P, seats.rows_P.device), -1),
+                slots_P=seats.slots_P.masked_fill(is_empty_P, -1),
+                positions=seats.positions,
+            )
 
 
 def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
@@ -192,23 +197,31 @@ def sampled_rows(
         first_row += len(chunk.token_ids)
         first_sampled = first_row - chunk.num_sampled_rows
         sampling += ((row, chunk.request_id) for row in range(first_sampled, first_row))
-    at_last_layer = (join for join in plan.joins if join.layer == num_layers - 1)
-    sampling += (
-        (first_seat + seat, join.request_id) for seat, join in enumerate(at_last_layer) if join.request_id not in missed
-    )
+    seat = first_seat
+    for join in plan.joins:
+        if join.layer != num_layers - 1:
+            continue
+        if join.request_id not in missed:
+            sampling += ((row, join.request_id) for row in range(seat, seat + join.num_rows))
+        seat += join.num_rows
     rows = upload(torch.tensor([row for row, _ in sampling], dtype=torch.int64), device)
     return SampledRows(rows, tuple(request_id for _, request_id in sampling), tuple(scores))
 
 
-def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device: torch.device) -> StepInputs:
-    """Turn ids and counts into tensors on ``device``."""
+def make_step_inputs(
+    plan: StepPlan, *, block_size: int, num_layers: int, device: torch.device, max_host_rows: int = 1
+) -> StepInputs:
+    """Turn ids and counts into tensors on ``device``; the host tier has ``max_host_rows`` rows of each slot."""
     rows = make_device_rows(plan, block_size=block_size)
     num_rows, seats = len(rows.token_ids), plan.num_piggyback_seats
     positions, token_ids = np.zeros((2, num_rows + seats), np.int64)
     positions[:num_rows], token_ids[:num_rows] = rows.positions, rows.token_ids
-    for seat, entry in enumerate(plan.entries):
-        token_ids[num_rows + seat] = entry.token_id
-        positions[num_rows + seat] = entry.position
+    seat = num_rows
+    for entry in plan.entries:
+        end = seat + entry.num_rows
+        token_ids[seat:end] = entry.token_id, *entry.draft_ids
+        positions[seat:end] = np.arange(entry.position, entry.position + entry.num_rows)
+        seat = end
     joining = joins_by_layer(plan)
     return StepInputs(
         num_device_rows=num_rows,
@@ -217,8 +230,8 @@ def make_step_inputs(plan: StepPlan, *, block_size: int, num_layers: int, device
         positions_T=_on(device, positions),
         slot_mapping=_on(device, rows.slot_mapping),
         attention=rows.attention_metadata(device),
-        entering=_seat_rows(plan.entries, seats, device) if plan.entries else None,
-        joining={layer: _seat_rows(joins, seats, device) for layer, joins in joining.items()},
+        entering=_seat_rows(plan.entries, seats, max_host_rows, device) if plan.entries else None,
+        joining={layer: _seat_rows(joins, seats, max_host_rows, device) for layer, joins in joining.items()},
         sampled=sampled_rows(plan, num_layers=num_layers, first_seat=num_rows, device=device),
         joins_as_one=plan.joins_as_one,
     )
@@ -261,10 +274,12 @@ class PendingTokens:
             if chunk.token_ids[-1] == PENDING_TOKEN:
                 rows.append(end - 1)
                 wanted.append(chunk.request_id)
-        for row, entry in enumerate(plan.entries, end if first_seat is None else first_seat):
+        row = end if first_seat is None else first_seat
+        for entry in plan.entries:
             if entry.token_id == PENDING_TOKEN:
                 rows.append(row)
                 wanted.append(entry.request_id)
+            row += entry.num_rows
         if not rows:
             return
         index = {request_id: i for i, request_id in enumerate(self._request_ids)}
@@ -276,15 +291,18 @@ class PendingTokens:
 
 
 def _seat_rows(
-    rows: Sequence[PiggybackJoin] | Sequence[PiggybackEntry], num_seats: int, device: torch.device
-) -> SeatRows:
-    slots = np.full(num_seats, -1, np.int64)
-    slots[: len(rows)] = [row.slot for row in rows]
-    joins = tuple(row for row in rows if isinstance(row, PiggybackJoin))
+    tokens: Sequence[PiggybackJoin] | Sequence[PiggybackEntry], num_seats: int, max_host_rows: int,
+    device: torch.device,
+) -> SeatRows:  # fmt: skip
+    taken = [(token, offset) for token in tokens for offset in range(token.num_rows)]
+    slots, rows = np.full((2, num_seats), -1, np.int64)
+    slots[: len(taken)] = [token.slot for token, _ in taken]
+    rows[: len(taken)] = [token.slot * max_host_rows + offset for token, offset in taken]
+    joins = tuple(token for token in tokens if isinstance(token, PiggybackJoin))
     return SeatRows(
-        slots_P=_on(device, slots),
-        host_slots_P=torch.from_numpy(slots),
-        positions=tuple(row.position for row in rows),
+        rows_P=_on(device, rows),
+        slots_P=torch.from_numpy(slots),
+        positions=tuple(token.position + offset for token, offset in taken),
         late=() if all(join.is_ready for join in joins) else joins,
     )
 

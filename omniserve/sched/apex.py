@@ -29,6 +29,9 @@ class LayerTimes:
     """T_gatt of the decodes alone."""
     overlap_s: float
     """Time the host has beside a step with two sub-batches: 2 T_glinear + T_gatt, or its form with prefill."""
+    beside_first_s: float = 0.0
+    """The part of it in which the device attends and then runs the second sub-batch's dense halves: the time that the
+    host has for host rows of the first sub-batch."""
 
 
 def pipelining_pays(num_device: int, host_rate: float, times: LayerTimes) -> bool:
@@ -57,8 +60,9 @@ class APEXPolicy(OmniServePolicy):
     corrects N_C (section 6, online profiling).
 
     What differs from the paper: LS before BE, under the latency control of ``omniserve``; the paper has no limit on the
-    wait of a small cohort; as in ``neo``, the first sub-batch has no host rows, and prompts are computed into device
-    memory. Without a latency model it overlaps always.
+    wait of a small cohort; the first sub-batch has host rows only with ``hybrid_first_batch``. Prompts are computed into
+    device memory as a whole; where their KV went to the host layer by layer, they would need less of it (simulated, that
+    would bring up to 4 %: docs/reproduction.md). Without a latency model it overlaps always.
     """
 
     options_type = APEXOptions
@@ -83,9 +87,11 @@ class APEXPolicy(OmniServePolicy):
         return super().schedule(now_s)
 
     def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
+        self._second.hybrid_share = 0.0
         return self._second.reserve_s(batch, bound_s)
 
     def host_rows(self, batch: Batch, bound_s: float) -> HostRows:
+        self._second.hybrid_share = 0.0
         if not self.requests.host_is_up:
             return HostRows()
         states = self._second.candidates()
@@ -107,6 +113,8 @@ class APEXPolicy(OmniServePolicy):
         most = min(len(states), int(rate * times.overlap_s))
         if most == 0:
             return 0
+        if self.options.hybrid_first_batch:
+            self._second.hybrid_share = times.beside_first_s / times.overlap_s
         while most and self._second.seconds_with(batch.cost, states[:most]) > bound_s:
             most //= 2
         return most
@@ -122,7 +130,8 @@ class APEXPolicy(OmniServePolicy):
         )
         linear_s, attention_s = self.forecast.predictor.modules_s(decodes)
         with_s, attention_with_s = self.forecast.predictor.modules_s(features)
-        return LayerTimes(linear_s, attention_s, with_s + linear_s + attention_with_s)
+        overlap_s = with_s + linear_s + attention_with_s
+        return LayerTimes(linear_s, attention_s, overlap_s, beside_first_s=linear_s + attention_with_s)
 
     def _overlap(self, batch: Batch, bound_s: float) -> HostRows:
         """Asynchronous overlap: the cohort joins when all of it is there; the next enters when none is away."""
@@ -152,7 +161,9 @@ class APEXPolicy(OmniServePolicy):
         if batch.cost is not None and (rows.entries or rows.joins):
             self.put_piggyback(batch.cost, rows)
         kept_out = left_out(work, wanted - len(rows.joins) - len(rows.entries), limit)
-        return HostRows(entries=rows.entries, joins=rows.joins, joins_as_one=True, left_out=kept_out)
+        return HostRows(
+            entries=rows.entries, joins=rows.joins, joins_as_one=True, max_rows=self._max_rows, left_out=kept_out
+        )
 
     def _may_begin(self, batch: Batch, size: int) -> bool:
         """Return whether a cohort of this size enters now: it is large enough, or has waited long enough (apex 4.2)."""

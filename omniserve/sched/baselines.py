@@ -231,7 +231,7 @@ class LlumnixPolicy(Policy):
         may_wait = bool(batch.chunks or entries or any(requests.residents.num_ready))
         expected = requests.residents.expected(has_device_rows=bool(batch.chunks)) if may_wait else None
         joins = requests.residents.plan_joins(max_rows - len(entries), seats, expected)
-        return batch.plan(host_rows=HostRows(entries=entries, joins=joins))
+        return batch.plan(host_rows=HostRows(entries=entries, joins=joins, max_rows=max_rows))
 
     def _admit_ls(self, batch: Batch) -> None:
         for state in self.requests.waiting[LS]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,10 +20,10 @@ from omniserve.core.plan import (
 )
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import Tier
-from omniserve.sched.draft_rows import with_drafts
+from omniserve.sched.draft_rows import HostSeats, num_seats, with_drafts, with_host_drafts
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
-from omniserve.sched.step_cost import StepCost, seat_bucket
+from omniserve.sched.step_cost import StepCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,10 @@ class HostRows:
     entries: Sequence[PiggybackEntry] = ()
     joins: Sequence[PiggybackJoin] = ()
     joins_as_one: bool = False
+    max_rows: int | None = None
+    """Most entries and joins of the step, their drafts included; None: as many as find seats."""
     pipelined: Sequence[PiggybackEntry | PiggybackJoin] = ()
+    hybrid: frozenset[str] = frozenset()
     left_out: tuple[LeftOut, ...] = ()
     """Rows of this kind that could have been in the step and are not."""
 
@@ -281,19 +283,39 @@ class Batch:
         # Each device request may need one more block soon.
         self._restore(first, self._limits.ls_reserve_blocks + sum(map(len, requests.device.values())))
 
-    def _add_drafts(self, preemptible: frozenset[str], decision: Decision | None) -> Decision | None:
-        """Let decodes carry drafts, in the memory and time that are left; return the decision with their time."""
+    def _add_drafts(
+        self, host_rows: HostRows, preemptible: frozenset[str], decision: Decision | None
+    ) -> tuple[HostRows, Decision | None]:
+        """Let decodes carry drafts, in the memory, seats and time that are left; return the decision with their time.
+
+        Those of the device come first: they are verified at once.
+        """
         states = [self._requests.states[request_id] for request_id in self._chunks]
-        if all(state.speculation is None for state in states):
-            return decision
         bound_s = decision.bound_s if decision is not None and decision.bound_s is not None else math.inf
-        self._chunks |= with_drafts(
-            self.chunks, states, self._kv, cost=self.cost, bound_s=bound_s, tokens_left=self.tokens_left,
-            max_model_len=self._limits.max_model_len, without=preemptible,
-        )  # fmt: skip
+        if any(state.speculation is not None for state in states):
+            self._chunks |= with_drafts(
+                self.chunks, states, self._kv, cost=self.cost, bound_s=bound_s, tokens_left=self.tokens_left,
+                max_model_len=self._limits.max_model_len, without=preemptible,
+            )  # fmt: skip
+        if self._limits.max_host_drafts:
+            host_rows = self._with_host_drafts(host_rows, bound_s)
         if self.cost is not None and decision is not None and decision.predicted_s is not None:
             decision = dataclasses.replace(decision, predicted_s=self.cost.seconds())
-        return decision
+        return host_rows, decision
+
+    def _with_host_drafts(self, host_rows: HostRows, bound_s: float) -> HostRows:
+        most_seats, requests = self._limits.config.max_piggyback_seats, self._requests
+        seats = HostSeats(
+            taken=num_seats([*host_rows.entries, *host_rows.joins], most_seats),
+            most=most_seats,
+            most_rows=most_seats * (self._limits.num_layers + 1) if host_rows.max_rows is None else host_rows.max_rows,
+            most_drafts=self._limits.max_host_drafts,
+        )
+        entries, joins = with_host_drafts(
+            host_rows.entries, host_rows.joins, requests.states, self._kv, seats, cost=self.cost, bound_s=bound_s,
+            chunks=self.chunks, max_model_len=self._limits.max_model_len, reserve_blocks=requests.host_headroom,
+        )  # fmt: skip
+        return dataclasses.replace(host_rows, entries=entries, joins=joins)
 
     # -- the plan ------------------------------------------------------------------------------------------------
 
@@ -315,23 +337,23 @@ class Batch:
                 state.first_scheduled_s = self.now_s
         for state in requests.residents.take_changed():
             state.note_slot(self.now_s)
-        per_layer = Counter(join.layer for join in host_rows.joins)
-        most = max(len(host_rows.entries), max(per_layer.values(), default=0))
         self._prefetch()
         copies: list[KVMove] = []
         if requests.host_is_up:
             copies = requests.checkpoints.plan(requests.device[BE], reserve_blocks=requests.host_headroom)
-        decision = self._add_drafts(preemptible, decision)
+        host_rows, decision = self._add_drafts(host_rows, preemptible, decision)
+        seats = num_seats([*host_rows.entries, *host_rows.joins], self._limits.config.max_piggyback_seats)
         return StepPlan(
             step_id=next(requests.step_ids),
             chunks=self.chunks,
             entries=tuple(host_rows.entries),
             joins=tuple(host_rows.joins),
             joins_as_one=host_rows.joins_as_one,
-            num_piggyback_seats=seat_bucket(most, self._limits.config.max_piggyback_seats),
+            num_piggyback_seats=seats,
             relocations=requests.take_relocations(),
             moves=(*self.moves, *self._restores, *copies),
             pipelined=tuple(host_rows.pipelined),
+            hybrid=host_rows.hybrid,
             preemptible=preemptible,
             cancels=requests.take_cancels(),
             decision=decision,

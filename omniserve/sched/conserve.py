@@ -45,6 +45,8 @@ class ConServePolicy(Policy):
         self._parking = Parking(self.requests)
         self._step_ends_s = -math.inf
         """When the running step ends, as predicted."""
+        self._offline: frozenset[str] = frozenset()
+        """The running step's BE requests."""
 
     def schedule(self, now_s: float) -> StepPlan:
         requests = self.requests
@@ -59,22 +61,23 @@ class ConServePolicy(Policy):
         bound = tpot_bound(online, now_s, "step", headroom=0.0) if cost is not None else TimeBound()
         self._serve_be(batch, bound.seconds)
         self._parking.bring_back(batch, requests.residents.queue)
-        offline = frozenset(c.request_id for c in batch.chunks if requests.states[c.request_id].kind is BE)
-        plan = batch.plan(preemptible=offline, decision=decision_of(cost, ls_s, bound))
+        self._offline = frozenset(c.request_id for c in batch.chunks if requests.states[c.request_id].kind is BE)
+        plan = batch.plan(preemptible=self._offline, decision=decision_of(cost, ls_s, bound))
         predicted_s = plan.decision.predicted_s if plan.decision is not None else None
         self._step_ends_s = self.begin_s(now_s) + (predicted_s or 0.0)
         return plan
 
-    def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
+    def to_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> frozenset[str]:
         if self.forecast is None or slo.ttft_s is None:
-            return False
+            return frozenset()
         cost = self.forecast.step()  # Q_on
         for state in self.requests.waiting[LS]:
             start, count = state.num_computed_tokens, state.num_uncomputed_tokens
             cost.add_chunk(start, count, samples=state.num_logits(start, count))
         cost.add_chunk(0, len(request.prompt_token_ids), samples=1 + request.num_rows_to_score)
         remaining_s = max(0.0, self._step_ends_s - now_s)
-        return waited_s + remaining_s + cost.seconds() > slo.ttft_s
+        is_late = waited_s + remaining_s + cost.seconds() > slo.ttft_s
+        return self._offline if is_late else frozenset()
 
     def _serve_ls(self, batch: Batch) -> None:
         for state in batch.runnable(LS):

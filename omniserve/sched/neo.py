@@ -26,6 +26,8 @@ class SecondBatch:
 
     def __init__(self, requests: RequestTable) -> None:
         self._requests = requests
+        self.hybrid_share = 0.0
+        """Share of the rows that are in the first sub-batch, as far as they begin a token (apex figure 2)."""
 
     def candidates(self) -> list[RequestState]:
         """Return residents that can run: those furthest through the layers first (apex 3.4), then the oldest."""
@@ -75,15 +77,27 @@ class SecondBatch:
         if count > 0 and not rows and all(state.phase is Phase.HOST for state in chosen):
             # Those with seats are the oldest, and wait for blocks: the youngest, which has no seat, gives way.
             requests.preempt(next(state for state in reversed(requests.residents.queue) if state.away is None))
+        taken = {row.request_id for row in rows}
+        running = [state for state in states if state.request_id in taken]
         if batch.cost is not None:
-            taken = {row.request_id for row in rows}
-            self._put(batch.cost, [s for s in states if s.request_id in taken])
+            self._put(batch.cost, running)
+        hybrid = frozenset(state.request_id for state in self._hybrid(running))
         kept_out = left_out("pipelined row", count - len(rows), Bound.HOST_MEMORY)
-        return HostRows(pipelined=rows, left_out=kept_out + left_out("pipelined row", len(states) - count, Bound.TIME))
+        kept_out += left_out("pipelined row", len(states) - count, Bound.TIME)
+        return HostRows(pipelined=rows, hybrid=hybrid, left_out=kept_out)
 
-    @staticmethod
-    def _put(cost: StepCost, states: Sequence[RequestState]) -> None:
-        cost.add_pipelined([(s.num_tokens - 1, s.away.layer if s.away is not None else 0) for s in states])
+    def _hybrid(self, states: Sequence[RequestState]) -> Sequence[RequestState]:
+        """Return those of these states whose rows are in the first sub-batch: the last ones, which begin a token.
+
+        Tokens that have come some way through the layers are for the second sub-batch (apex 3.4).
+        """
+        beginning = [state for state in states if state.away is None]
+        count = min(int(self.hybrid_share * len(states)), len(beginning))
+        return beginning[len(beginning) - count :]
+
+    def _put(self, cost: StepCost, states: Sequence[RequestState]) -> None:
+        rows = [(s.num_tokens - 1, s.away.layer if s.away is not None else 0) for s in states]
+        cost.add_pipelined(rows, len(self._hybrid(states)))
 
     def _rows_of(self, states: Sequence[RequestState]) -> list[PiggybackEntry | PiggybackJoin]:
         """Return the plan's rows for these states, entries first and then joins by layer."""

@@ -9,19 +9,22 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import ClassVar
 
 from omniserve.core.plan import Bound, LeftOut, StepPlan
+from omniserve.core.request import SLO, Request
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.best_effort_mix import BestEffortMix
+from omniserve.sched.deferral import Deferral
 from omniserve.sched.options import CoServingOptions, HostTierOptions
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.state import BE, LS, Phase, RequestState
 from omniserve.sched.step_cost import (
     BE_HEADROOM,
     LS_HEADROOM,
+    TTFT_HEADROOM,
     PiggybackPlan,
     StepCost,
     TimeBound,
@@ -65,6 +68,9 @@ class OmniServePolicy(Policy):
         self._moves = TierMoves(self.requests, self.options, forecast)
         self._max_rows = self.options.most_rows(self.limits)
         self._mix = BestEffortMix()
+        self._deferral: Deferral | None = None
+        if self.options.defer_classes and forecast is not None:
+            self._deferral = Deferral(self.requests, forecast, slack)
         self._without_memory: RequestState | None = None
         """The BE prompt for which the last step had time, but no memory."""
 
@@ -105,30 +111,50 @@ class OmniServePolicy(Policy):
     def schedule(self, now_s: float) -> StepPlan:
         cost = self.forecast.step(host_works=self.requests.residents.is_busy) if self.forecast is not None else None
         batch, begin_s = Batch(self.requests, now_s, cost=cost), self.begin_s(now_s)
-        decoding = self._decode_ls(batch)
+        deferred = self._deferral.waiting(begin_s) if self._deferral is not None else frozenset()
+        decoding = self._decode_ls(batch, deferred)
         s_d, s_be = (
             tpot_bound(decoding, begin_s, self.options.slack, share) for share in (self.ls_headroom, self.be_headroom)
         )
-        unfinished, kept_out = self._prefill_ls(batch, s_d, begin_s)
+        unfinished, kept_out = self._prefill_ls(batch, s_d, begin_s, deferred)
+        if deferred and not batch.chunks:
+            self._go_on(batch, deferred)
+            unfinished = [state for state in unfinished if not batch.samples(state)]
+        still = [s.request_id for s in self.requests.device[LS] if s.request_id in deferred and s not in batch]
+        kept_out += left_out("LS deferred", len(still), Bound.DEFERRED, still[0] if still else "")
         ls_s = cost.seconds() if cost is not None else None
         bound = self._best_effort_bound(batch, s_be, decoding, unfinished, begin_s)
         device_bound_s = max(0.0, bound.seconds - self.reserve_for_host_rows(batch, bound.seconds))
         kept_out += self._run_be(batch, device_bound_s)
         self._moves.swap_back(batch, device_bound_s, nothing_left_out=not kept_out)
         rows = self.host_rows(batch, bound.seconds)
-        return batch.plan(host_rows=rows, decision=decision_of(cost, ls_s, bound, kept_out + rows.left_out))
+        preemptible = self._deferral.preemptible(batch) if self._deferral is not None else frozenset[str]()
+        decision = decision_of(cost, ls_s, bound, kept_out + rows.left_out)
+        plan = batch.plan(host_rows=rows, preemptible=preemptible, decision=decision)
+        if self._deferral is not None:
+            self._deferral.note_step(plan, begin_s, host_works=self.requests.residents.is_busy)
+        return plan
+
+    def to_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> frozenset[str]:
+        """Let rows of lower classes leave the running step for a request that is late otherwise (omniserve 6)."""
+        if self._deferral is None:
+            return frozenset()
+        required_s = math.inf
+        if slo.ttft_s is not None:
+            required_s = (1 - max(TTFT_HEADROOM, self._margin.share)) * slo.ttft_s - waited_s
+        return self._deferral.to_preempt(request, required_s, now_s)
 
     # -- latency-sensitive ---------------------------------------------------------------------------------------
 
-    def _decode_ls(self, batch: Batch) -> list[RequestState]:
-        """Schedule all LS decodes; return those that are in."""
+    def _decode_ls(self, batch: Batch, deferred: Set[str]) -> list[RequestState]:
+        """Schedule all LS decodes but deferred ones; return those that are in."""
         for state in self.requests.device[LS]:
-            if state.phase is Phase.DEVICE and state.decodes:
+            if state.phase is Phase.DEVICE and state.decodes and state.request_id not in deferred:
                 batch.run_or_preempt(state, (BE, LS))
         return [state for state in self.requests.device[LS] if state in batch]
 
     def _prefill_ls(
-        self, batch: Batch, s_d: TimeBound, begin_s: float
+        self, batch: Batch, s_d: TimeBound, begin_s: float, deferred: Set[str]
     ) -> tuple[list[RequestState], tuple[LeftOut, ...]]:
         """Schedule LS prefill under S_d (3.3.4), best class and oldest first.
 
@@ -140,10 +166,10 @@ class OmniServePolicy(Policy):
         unfinished: list[RequestState] = []
         last_refusal: Bound | None = None
         for state in heapq.merge(admitted, self.requests.waiting[LS], key=lambda s: s.priority_key):
-            if is_full or (memory_is_short and state.phase is Phase.WAITING):
+            if is_full or state.request_id in deferred or (memory_is_short and state.phase is Phase.WAITING):
                 unfinished.append(state)
                 continue
-            refused_by = self._prefill_one(batch, state, bound_s, min_tokens)
+            refused_by = self._prefill_one(batch, state, bound_s, min_tokens, begin_s)
             if refused_by is None:
                 min_tokens = 0
             else:
@@ -155,18 +181,38 @@ class OmniServePolicy(Policy):
             elif batch.cost is not None and (left_s := ttft_left_s(state, begin_s)) >= batch.cost.seconds():
                 # None behind it may make its first token late, if it can still be in time.
                 bound_s = min(bound_s, left_s)
-        kept_out = [state for state in unfinished if state not in batch]
+        kept_out = [s for s in unfinished if s not in batch and s.request_id not in deferred]
         first_id = kept_out[0].request_id if kept_out else ""
         return unfinished, left_out("LS prefill", len(kept_out), last_refusal, first_id)
 
-    def _prefill_one(self, batch: Batch, state: RequestState, bound_s: float, min_tokens: int) -> Bound | None:
+    def _prefill_one(
+        self, batch: Batch, state: RequestState, bound_s: float, min_tokens: int, begin_s: float
+    ) -> Bound | None:
         if state.phase is Phase.DEVICE:
+            if state.halted is not None and self._waits_for_time(batch, state, bound_s, begin_s):
+                return Bound.TIME
             return batch.run_or_preempt(state, (BE, LS), bound_s=bound_s, min_tokens=min_tokens)
         _, refused_by = batch.chunk_size(state, bound_s=bound_s, min_tokens=min_tokens)
         if refused_by is not None:
             return refused_by
         self._moves.make_room_for_ls(batch, state)
         return batch.admit(state, bound_s=bound_s, min_tokens=min_tokens)
+
+    def _waits_for_time(self, batch: Batch, state: RequestState, bound_s: float, begin_s: float) -> bool:
+        """Return whether a chunk that left a step, for which this one has no time, waits rather than begin anew."""
+        halted = state.halted
+        if self._deferral is None or batch.cost is None or halted is None or not batch.chunks:
+            return False
+        samples = state.num_logits(halted.start, halted.num_tokens)
+        if batch.cost.seconds_with(halted.start, halted.num_tokens, samples=samples) <= bound_s:
+            return False
+        return self._deferral.can_wait_for(state, batch.cost.seconds(), begin_s)
+
+    def _go_on(self, batch: Batch, deferred: Set[str]) -> None:
+        """Schedule what was deferred for prompts that are not in the step: there is no memory for them."""
+        for state in self.requests.device[LS]:
+            if state.request_id in deferred and state.phase is Phase.DEVICE:
+                batch.run_or_preempt(state, (BE, LS))
 
     def _ls_queue(self, decoding: Sequence[RequestState], prompts: Sequence[RequestState]) -> LSQueue:
         requests = self.requests
@@ -350,7 +396,7 @@ class OmniServePolicy(Policy):
         entry_bound = Bound.HOST_MEMORY if len(entries) < allowed else bound
         kept_out = left_out("piggyback entry", num_entries - len(entries), entry_bound)
         kept_out += left_out("piggyback join", sum(joinable) - len(joins), bound)
-        rows = HostRows(entries=entries, joins=joins, left_out=kept_out)
+        rows = HostRows(entries=entries, joins=joins, max_rows=most_rows, left_out=kept_out)
         if batch.cost is not None:
             self.put_piggyback(batch.cost, rows)
         return rows

@@ -90,6 +90,11 @@ class CoServingOptions(HostTierOptions):
     slack: Literal["step", "deadline"] = "deadline"
     """``step``: no step is longer than the shortest TPOT in it. ``deadline``: a request that is ahead of its schedule
     lends its lead to the step."""
+    defer_classes: bool = False
+    """Rows of a lower class leave a step between two layers for a request of a higher class that is predicted to miss
+    its TTFT otherwise, and go on there in a later step, as far as their own objective has slack for that (omniserve 6,
+    multiple priority levels). Best-effort rows are of the lowest class. Steps that rows may leave run layer by layer:
+    not as CUDA graphs, none is launched ahead of another, and these rows carry no drafts. It needs a latency model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +106,17 @@ class APEXOptions(CoServingOptions):
     many as there are seats always do. 0: any number does. Paper: apex 4.2."""
     max_cohort_wait_s: float = 1.0
     """A smaller cohort begins after it has waited so many seconds for more requests."""
+    hybrid_first_batch: bool = False
+    """Of pipelined host rows, some are in the first sub-batch, with the device rows, as in the paper (apex figure 2):
+    the host gets its share of them for the time in which the device attends and runs the second sub-batch. False: all
+    are in the second. Not with ``defer_classes``: the device rows of such a step do not leave it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_host_per_device < 0:
             raise ValueError(f"min_host_per_device must be >= 0, got {self.min_host_per_device}")
+        if self.hybrid_first_batch and self.defer_classes:
+            raise ValueError("hybrid_first_batch and defer_classes exclude each other: set one of them to False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,13 +148,15 @@ class SchedulerLimits:
     """Most requests with recurrent states; 0: the model has none."""
     late_joins: bool = False
     """A step looks for host results as it reaches their layer, not only before it begins."""
+    max_host_drafts: int = 0
+    """Most drafts that a token takes with it through the host tier."""
 
     @classmethod
     def of(
         cls, config: EngineConfig, options: PolicyOptions, spec: ModelSpec, kv: KVManager, *, max_model_len: int,
-        late_joins: bool,
+        late_joins: bool, max_host_drafts: int = 0,
     ) -> Self:  # fmt: skip
-        """Return the limits of an engine; ``options`` are its policy's, ``late_joins`` says whether its device can."""
+        """Return the limits of an engine; ``options`` are its policy's, the others say what its device can."""
         has_checkpoints = options.checkpoint_kv or isinstance(kv, CanEvict)
         return cls(
             config=config,
@@ -155,4 +168,5 @@ class SchedulerLimits:
             checkpoint_blocks=-(-config.max_num_batched_tokens // config.block_size) if has_checkpoints else 0,
             num_state_slots=num_state_slots(config, spec, has_host_tier=kv.num_host_blocks > 0),
             late_joins=late_joins and isinstance(options, HostTierOptions) and options.late_joins,
+            max_host_drafts=max_host_drafts,
         )

@@ -72,13 +72,13 @@ class Policy:
     def on_host_events(self, events: Sequence[HostEvent]) -> None:
         """Host attention and KV moves have finished, and are booked."""
 
-    def must_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> bool:
-        """Return whether the running step's preemptible rows must leave for an LS request that has just come.
+    def to_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> frozenset[str]:
+        """Return the preemptible requests whose rows must leave the running step for an LS request that has just come.
 
         Asked between the layers of a step, before the request is added, which came ``waited_s`` ago.
         Paper: conserve 4.3, Algorithm 1.
         """
-        return False
+        return frozenset()
 
     def begin_s(self, now_s: float) -> float:
         """Return when a step that is planned now begins: when the one in flight ends."""

@@ -136,7 +136,7 @@ class HostResidents:
         return joins
 
     def join_of(self, state: RequestState) -> PiggybackJoin:
-        """Return the join of a token that is away."""
+        """Return the join of a token that is away, without its drafts."""
         assert state.away is not None
         return PiggybackJoin(
             request_id=state.request_id,
@@ -191,9 +191,10 @@ class HostResidents:
                 self._odds.note(self._num_steps - 1 - away.sent, has_device_rows=True, in_time=False)
             away.was_passed_over = True
 
-    def enter(self, state: RequestState, position: int) -> None:
-        """Book that a token went away at layer 0."""
-        state.away = AwayToken(position=position, layer=0, entered=self._num_steps, sent=self._num_steps)
+    def enter(self, state: RequestState, position: int, draft_ids: tuple[int, ...] = ()) -> None:
+        """Book that a token went away at layer 0, with these drafts."""
+        now = self._num_steps
+        state.away = AwayToken(position=position, layer=0, entered=now, sent=now, draft_ids=draft_ids)
 
     def arrive(self, state: RequestState) -> None:
         """Book that a pipelined token passed all its layers in one step, or was lost on the way."""
@@ -201,10 +202,11 @@ class HostResidents:
             self._ready[state.away.layer].remove(state)
             state.away = None
 
-    def advance(self, state: RequestState, *, has_device_rows: bool) -> bool:
-        """Book that a token joined at its layer; return True if that was the last one."""
+    def advance(self, state: RequestState, draft_ids: tuple[int, ...] = (), *, has_device_rows: bool) -> bool:
+        """Book that a token joined at its layer, with these drafts; return True if that was the last one."""
         away = state.away
         assert away is not None
+        away.draft_ids = draft_ids
         if away.ready:
             self._ready[away.layer].remove(state)
         else:

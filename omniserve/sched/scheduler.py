@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from omniserve.core.errors import RequestRejected
@@ -21,6 +22,7 @@ from omniserve.core.plan import (
     DeviceChunk,
     HostEvent,
     PiggybackEntry,
+    PiggybackJoin,
     StepOutput,
     StepPlan,
 )
@@ -36,6 +38,17 @@ from omniserve.sched.state import HaltedChunk, Phase, RequestState
 from omniserve.sched.step_cost import Forecast
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """A request that a step has told something, when its tokens are known."""
+
+    state: RequestState
+    """By then its id may be in use again."""
+    chunk: DeviceChunk | None
+    """Its device rows; None: its token has passed the last layer on the host tier."""
+    num_drafts: int
 
 
 class Scheduler:
@@ -62,9 +75,8 @@ class Scheduler:
         self._limits = limits
         self._kv = kv
         self._classes = {spec.name: (rank, ServiceClass(spec.kind)) for rank, spec in enumerate(limits.config.classes)}
-        self._in_flight: dict[int, list[tuple[RequestState, DeviceChunk | None]]] = {}
-        """Step id -> what ``settle`` has to look at: states, as ids may be in use again by then; no chunk: on the host
-        tier the token has passed its last layer."""
+        self._in_flight: dict[int, list[_Settled]] = {}
+        """Step id -> what ``settle`` has to look at."""
         self._orders = itertools.count()
         self._output_tokens: Counter[str] = Counter()
         self._prompt_tokens: Counter[str] = Counter()
@@ -166,9 +178,14 @@ class Scheduler:
             return False
         if any(chunk.from_layer or chunk.scores is not None or chunk.num_drafts for chunk in plan.chunks):
             return False
+        if any(join.draft_ids and self._is_last(join) for join in plan.joins):
+            return False
         # What a grammar allows next depends on the token before.
         ids = itertools.chain((chunk.request_id for chunk in plan.chunks), (join.request_id for join in plan.joins))
         return all(self.requests.states[request_id].request.sampling.grammar is None for request_id in ids)
+
+    def _is_last(self, join: PiggybackJoin) -> bool:
+        return join.layer == self._limits.num_layers - 1
 
     def advance(self, plan: StepPlan, output: StepOutput | None = None) -> None:
         """Book what is known of a step without its tokens: which KV there is, where requests are, which get a token.
@@ -180,7 +197,7 @@ class Scheduler:
         residents, has_device_rows = requests.residents, bool(plan.chunks)
         if not plan.is_empty:
             residents.count_step(plan.joins, has_device_rows=has_device_rows)
-        rows: list[tuple[RequestState, DeviceChunk | None]] = []
+        rows: list[_Settled] = []
         for chunk in plan.chunks:
             state = requests.states[chunk.request_id]
             state.halted = None
@@ -203,28 +220,40 @@ class Scheduler:
             if num_rejected and state.phase is Phase.DEVICE:
                 self._kv.trim(state.request_id, state.num_computed_tokens)
             if chunk.samples or chunk.scores is not None:
-                rows.append((state, chunk))
+                rows.append(_Settled(state, chunk, chunk.num_drafts))
         for entry in plan.entries:
-            residents.enter(requests.states[entry.request_id], entry.position)
+            residents.enter(requests.states[entry.request_id], entry.position, entry.draft_ids)
         for join in plan.joins:
             state = requests.states[join.request_id]
             if join.request_id in output.missed:
                 residents.miss(state, has_device_rows=has_device_rows)
-            elif residents.advance(state, has_device_rows=has_device_rows):
-                self._expect_token(state, from_host=True)
-                rows.append((state, None))
+            elif residents.advance(state, join.draft_ids, has_device_rows=has_device_rows):
+                rows += self._arrived(state, len(join.draft_ids), output)
         for row in plan.pipelined:
             state = requests.states[row.request_id]
             residents.arrive(state)
             if row.request_id in output.lost:
                 requests.preempt(state)
             else:
-                self._expect_token(state, from_host=True)
-                rows.append((state, None))
+                rows += self._arrived(state, 0, output)
         self._in_flight[plan.step_id] = rows
 
-    def _expect_token(self, state: RequestState, *, from_host: bool = False) -> None:
-        state.num_computed_tokens += from_host
+    def _arrived(self, state: RequestState, num_drafts: int, output: StepOutput) -> list[_Settled]:
+        """Book that a token has passed its last layer on the host tier, with so many drafts."""
+        is_verified = state.request_id not in output.unverified
+        if is_verified:
+            # Without drafts one token is certain; with them the output is there. One that has failed has none.
+            num_new = max(1, len(output.tokens.get(state.request_id, ())))
+            state.num_computed_tokens += num_new
+            for _ in range(num_new):
+                self._expect_token(state)
+        else:
+            state.speculation = None  # its next trip tells whether it was the drafts
+        if state.phase is Phase.HOST:
+            self._kv.trim(state.request_id, state.num_computed_tokens + (not is_verified))
+        return [_Settled(state, None, num_drafts)] if is_verified else []
+
+    def _expect_token(self, state: RequestState) -> None:
         if state.expect_token(self._limits.max_model_len):
             self.requests.let_go(state, Phase.ENDING)
 
@@ -235,18 +264,16 @@ class Scheduler:
         """
         self.policy.on_step_end(plan, now_s)
         outputs: list[RequestOutput] = []
-        for state, chunk in self._in_flight.pop(plan.step_id):
+        for settled in self._in_flight.pop(plan.step_id):
+            state, chunk = settled.state, settled.chunk
             request_id = state.request_id
             if self.requests.states.get(request_id) is not state:
                 continue  # it has ended; the id may be another request's
-            if chunk is None:
-                state.num_host_tokens += 1
-                self.requests.counters["host_output_tokens"] += 1
-            elif chunk.scores is not None and request_id in output.prompt_logprobs:
+            if chunk is not None and chunk.scores is not None and request_id in output.prompt_logprobs:
                 state.prompt_logprobs += output.prompt_logprobs[request_id]
                 state.num_scored_rows = chunk.start + chunk.scores.first_row + len(chunk.scores.token_ids)
             if chunk is None or chunk.samples or request_id in output.failed:
-                outputs.append(self._settle_tokens(state, output, 0 if chunk is None else chunk.num_drafts, now_s))
+                outputs.append(self._settle_tokens(settled, output, now_s))
         return outputs
 
     def refresh(self, plan: StepPlan) -> StepPlan:
@@ -268,20 +295,22 @@ class Scheduler:
             return dataclasses.replace(chunk, token_ids=known)
 
         states = self.requests.states
+        chunks = tuple(tokens(chunk) for chunk in plan.chunks if chunk.request_id in states)
         return dataclasses.replace(
             plan,
-            chunks=tuple(tokens(chunk) for chunk in plan.chunks if chunk.request_id in states),
+            chunks=chunks,
             entries=tuple(token(entry) for entry in plan.entries if entry.request_id in states),
             pipelined=tuple(
                 token(row) if isinstance(row, PiggybackEntry) else row
                 for row in plan.pipelined
                 if row.request_id in states
             ),
+            # Without device rows there is no first sub-batch.
+            hybrid=frozenset(request_id for request_id in plan.hybrid if chunks and request_id in states),
         )
 
-    def _settle_tokens(
-        self, state: RequestState, output: StepOutput, num_drafts: int, now_s: float
-    ) -> RequestOutput:  # fmt: skip
+    def _settle_tokens(self, settled: _Settled, output: StepOutput, now_s: float) -> RequestOutput:
+        state, num_drafts = settled.state, settled.num_drafts
         if (message := output.failed.get(state.request_id)) is not None:
             about = {"engine_request_id": state.request_id}
             logger.error("request %s failed: %s", state.request_id, message, extra=about)
@@ -310,6 +339,9 @@ class Scheduler:
                 sampled = sampled[:number]  # what drafts have brought behind the end is dropped
                 break
         self._output_tokens[state.service_class] += len(sampled)
+        if settled.chunk is None:
+            state.num_host_tokens += len(sampled)
+            self.requests.counters["host_output_tokens"] += len(sampled)
         num_right = len(output.tokens[state.request_id]) - 1
         num_accepted = min(num_right, len(sampled))
         if num_drafts:

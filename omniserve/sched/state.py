@@ -41,7 +41,7 @@ class Phase(enum.StrEnum):
 
 @dataclass(slots=True)
 class AwayToken:
-    """The one token of a HOST request that is on its way through the layers."""
+    """The one token of a HOST request that is on its way through the layers, with drafts of those behind it."""
 
     position: int
     layer: int
@@ -53,6 +53,7 @@ class AwayToken:
     """The step in which its row was sent to this layer's attention."""
     was_passed_over: bool = False
     """The last step had no seat for it, as its result was not expected in time."""
+    draft_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

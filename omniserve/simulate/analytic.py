@@ -14,6 +14,7 @@ from typing import Any
 from omniserve.core.config import EngineConfig
 from omniserve.latency import BatchFeatures, Predictor
 from omniserve.latency.base import AlphaBeta
+from omniserve.latency.omniserve import pipeline_wait_s
 from omniserve.simulate.hardware import DeviceSpec, HostSpec
 from omniserve.simulate.host_tier import Copies, HostNode
 from omniserve.simulate.machine import Machine, host_speed_of
@@ -136,14 +137,13 @@ class AnalyticDevice(Predictor):
         dense, reducing = f.dense_layers * self.dense_layer_s(rows), f.dense_layers * 2 * self._reduce(rows)
         second = waiting = 0.0
         if f.pipelined_rows:
-            n = f.pipelined_rows
-            second = f.pipelined_layers * (
-                self.dense_layer_s(n) + 2 * self._reduce(n) + eff.piggyback_layer_s + self._piggyback_row_s * n
-            )
-            # While the hosts attend for the second sub-batch, the device runs a layer of the first.
-            host_s = self._host(n, f.pipelined_load) if self._host is not None else 0.0
-            first_s = (dense + reducing + prefill + decode + piggyback) / layers
-            waiting = f.pipelined_layers * max(0.0, host_s - first_s)
+            n, behind = f.pipelined_rows, f.second_rows
+            second_s = self.dense_layer_s(behind) + 2 * self._reduce(behind) if behind else 0.0
+            second = f.pipelined_layers * (second_s + eff.piggyback_layer_s + self._piggyback_row_s * n)
+            waiting = f.pipelined_layers * pipeline_wait_s(
+                f, self._host, dense_s=(dense + reducing + piggyback) / layers, attention_s=(prefill + decode) / layers,
+                second_s=second_s,
+            )  # fmt: skip
         return (
             dense,
             prefill,

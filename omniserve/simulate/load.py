@@ -26,11 +26,13 @@ class TraceRequest:
     """Seconds from the start of the trace."""
     input_tokens: int
     output_tokens: int
+    service_class: str | None = None
+    """The name of its class; None: the highest of its kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """The arrivals of both classes, by the names of the engine's configuration."""
+    """The arrivals of both kinds; classes are those of the engine's configuration."""
 
     latency_sensitive: Sequence[TraceRequest] = ()
     """LS requests by arrival."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
 from omniserve.core.plan import is_whole
-from omniserve.core.request import Request, RequestOutput, SamplingParams, ServiceClass
+from omniserve.core.request import ClassSpec, Request, RequestOutput, SamplingParams, ServiceClass
 from omniserve.core.stats import SchedulerStats
 from omniserve.engine.capacity import max_model_len, num_blocks
 from omniserve.engine.outputs import OutputCollector
@@ -93,7 +93,7 @@ def simulate(
         on_step: Called with each step that computed something.
 
     Raises:
-        ValueError: The settings do not fit the machine, or no request fits the engine.
+        ValueError: The settings do not fit the machine, a request is of no class, or none fits the engine.
         RuntimeError: The scheduler left requests unfinished that nothing would ever go on with.
     """
     return _Run(config, progress, on_step).run()
@@ -110,7 +110,7 @@ class _Run:
         self._ls, self._be = (
             next(each for each in settings.classes if each.kind is kind) for kind in (ServiceClass.LS, ServiceClass.BE)
         )
-        self._classes = {each.name: each for each in (self._ls, self._be)}
+        self._classes = {each.name: each for each in settings.classes}
         policy, options = policy_of(settings)
         num_device_blocks, num_host_blocks = num_blocks(settings, spec, has_hosts=bool(machine.hosts))
         kv = KV_MANAGERS.get(settings.kv)(
@@ -151,8 +151,8 @@ class _Run:
         self._queue_arrivals(config.load)
 
     def _queue_arrivals(self, load: Load) -> None:
-        ls = self._arrivals(load.latency_sensitive, self._ls.name)
-        be = self._arrivals(load.best_effort, self._be.name)
+        ls = self._arrivals(load.latency_sensitive, self._ls)
+        be = self._arrivals(load.best_effort, self._be)
         limits = "a request may have {} tokens, and the device pool holds {}".format(*self._longest)
         if not ls and not be:
             raise ValueError(f"none of the {self._too_long} requests fits: {limits}")
@@ -165,10 +165,13 @@ class _Run:
             be = []
         self._upcoming = sorted([*ls, *be], key=lambda arrival: arrival[0], reverse=True)
 
-    def _arrivals(self, wanted: Sequence[TraceRequest], name: str) -> list[tuple[float, str, Request]]:
-        """Return (arrival, id, request) of each request that the engine would take at all."""
+    def _arrivals(self, wanted: Sequence[TraceRequest], default: ClassSpec) -> list[tuple[float, str, Request]]:
+        """Return (arrival, id, request) of each request that the engine would take at all, of ``default``'s kind."""
         arrivals = []
         for number, row in enumerate(wanted):
+            name = row.service_class or default.name
+            if (kind := self._config.engine.class_named(name).kind) != default.kind:
+                raise ValueError(f"class {name!r} is of kind {kind}, and stands among requests of kind {default.kind}")
             if row.input_tokens + row.output_tokens > min(self._longest):
                 self._too_long += 1
                 continue
@@ -199,7 +202,7 @@ class _Run:
                 at_end_of_load = self._counters()
             if now_s >= duration_s + drain_s:
                 break
-            if at_end_of_load is not None and not (upcoming or self._unfinished[self._ls.name] or drain_s == math.inf):
+            if at_end_of_load is not None and not (upcoming or self._has_unfinished_ls() or drain_s == math.inf):
                 break
             if at_end_of_load is None:
                 self._refill()
@@ -225,6 +228,9 @@ class _Run:
         assert warm is not None
         end = at_end_of_load or self._counters()
         return self._result(duration_s, warm, end, time.perf_counter() - began_s)
+
+    def _has_unfinished_ls(self) -> bool:
+        return any(self._unfinished[name] for name, spec in self._classes.items() if spec.kind == ServiceClass.LS)
 
     def _wait(self) -> None:
         """Let time pass after an empty step: to the next arrival or event of the host tier, at most _POLL_S."""
@@ -268,15 +274,16 @@ class _Run:
                     result.num_host_tokens = output.num_host_tokens
                     self._unfinished[output.service_class] -= 1
 
-    def _must_leave(self, after_s: float, now_s: float) -> bool:
-        """Return whether preemptible rows must leave their step for an LS request that came in ``(after_s, now_s]``."""
-        must = False
+    def _must_leave(self, after_s: float, now_s: float) -> frozenset[str]:
+        """Return the requests whose rows must leave their step for LS requests that came in ``(after_s, now_s]``."""
+        leaving: frozenset[str] = frozenset()
         for arrival_s, _, request in reversed(self._upcoming):
             if arrival_s > now_s:
                 break
-            if arrival_s > after_s and request.service_class == self._ls.name:
-                must |= self._scheduler.policy.must_preempt(request, self._ls.slo, now_s - arrival_s, now_s)
-        return must
+            spec = self._classes[request.service_class]
+            if arrival_s > after_s and spec.kind == ServiceClass.LS:
+                leaving |= self._scheduler.policy.to_preempt(request, spec.slo, now_s - arrival_s, now_s)
+        return leaving
 
     def _record(self, step: FinishedStep) -> None:
         """Count and report a step, and let the latency model learn from it."""

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -39,13 +39,13 @@ class SimulatedRunner:
         noise: Standard deviation of the logarithm of what a step takes over what it takes otherwise; the mean stays.
         seed: Of the noise and of the machine's spread.
         keeps_halted: Rows that left a step go on from the layer where they left it.
-        must_leave: Asked between two layers, with the times of the last and of this question, whether preemptible rows
-            must leave the step for a request that came in between.
+        must_leave: Asked between two layers, with the times of the last and of this question, for the requests whose
+            preemptible rows must leave the step for one that came in between.
     """
 
     def __init__(
         self, machine: Machine, tier: SimulatedHostTier | None, *, noise: float, seed: int, keeps_halted: bool,
-        must_leave: Callable[[float, float], bool],
+        must_leave: Callable[[float, float], Set[str]],
     ) -> None:  # fmt: skip
         self._machine = machine
         self._tier = tier
@@ -137,10 +137,10 @@ class SimulatedRunner:
         looked_s = time_s = self.now_s
         num_layers, layer_s, present = self._machine.spec.num_layers, 0.0, -1
         for layer in range(num_layers):
-            if layer and not halted and self._must_leave(looked_s, time_s):
-                left = layer if self._keeps_halted else 0
+            if layer and plan.preemptible - halted.keys():
+                left, leaving = layer if self._keeps_halted else 0, self._must_leave(looked_s, time_s)
                 for chunk in plan.chunks:
-                    if chunk.request_id in plan.preemptible:
+                    if chunk.request_id in plan.preemptible & leaving - halted.keys():
                         # A row that would have gone on at this layer or later stays where it is.
                         halted[chunk.request_id] = chunk.from_layer if chunk.from_layer >= layer else left
             looked_s = time_s

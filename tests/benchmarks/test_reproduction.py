@@ -19,7 +19,7 @@ from benchmarks.paper.report import CELLS, TokenGaps, figures_of
 from benchmarks.reproduction import EXPERIMENTS
 from omniserve.core.plan import DeviceChunk, StepPlan
 from omniserve.core.request import SLO
-from omniserve.sched import SCHEDULERS
+from omniserve.sched import SCHEDULERS, Forecast
 from omniserve.simulate.results import ClassResult, RequestResult, Result, summarise
 from omniserve.simulate.runner import StepRecord
 
@@ -143,6 +143,22 @@ def test_memory_and_context_of_a_machine_can_differ_from_the_data_sheet() -> Non
     assert usual.device_kv_bytes is not None and small.device_kv_bytes is not None
     assert usual.device_kv_bytes - small.device_kv_bytes == pytest.approx(0.9 * 80e9, rel=1e-6)
     assert small.spec.max_model_len == 99 and not small.hosts
+
+
+def test_on_a_decode_instance_prompts_take_no_time_and_decodes_what_they_take_elsewhere() -> None:
+    spec = replace(SMALL, memory_gb=8.0)
+    usual, instance = (
+        reproduction.make_machine(replace(spec, prompts_come_computed=computed)) for computed in (False, True)
+    )
+    decodes, mixed = (Forecast(usual.device, usual.shape).step() for _ in range(2))
+    for step in (decodes, mixed):
+        step.add_decodes(8, 4000, 4008.0, samples=8)
+        step.add_piggyback(4, 2, [1] * usual.shape.num_layers)
+    mixed.add_chunk(0, 600, samples=1)
+    alone_s = usual.device.step_s(decodes.features)
+    assert instance.device.step_s(decodes.features) == instance.device.step_s(mixed.features) == alone_s
+    assert usual.device.step_s(mixed.features) > alone_s
+    assert instance.forecast is instance.device and instance.device_kv_bytes == usual.device_kv_bytes
 
 
 def test_names_choose_experiments_by_how_they_begin() -> None:

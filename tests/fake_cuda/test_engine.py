@@ -104,7 +104,7 @@ def test_rows_that_leave_between_layers_and_go_on_later(gpu: FakeRuntime) -> Non
     with engine_on(gpu, "llama", torch.bfloat16, step_graphs="off") as fake:
         fake.sample("a")
         fake.sample("b")
-        must_leave = iter([True, False])
+        must_leave = iter([{"b"}, set()])
         fake.engine.runner.loop.safepoint = lambda: next(must_leave)
         fake.may_wait = True  # for the layer before the last: a safepoint asked as layers are launched comes too early
         output = fake.run(chunks=(chunk("a", 1), chunk("b", 4)), preemptible=frozenset({"b"}))

@@ -246,6 +246,12 @@ class Driver:
                 side[:, 1:] = torch.nan
             write_blocks(self.tier, slice(None), stale, *sides)
 
+    def give_up(self, slot: int, num_tokens: int) -> None:
+        """Forget a request's last tokens on their way: the pool keeps what the layers before this have appended."""
+        end = self.position(slot) + self.num_rows[slot] - num_tokens  # a layer is still to come
+        self.num_rows[slot] -= num_tokens
+        self.history[slot] = [(k_TKH[:end], v_TKH[:end]) for k_TKH, v_TKH in self.history[slot]]
+
     def submit(self, layer: int, slots: Sequence[int]) -> None:
         """Submit random rows for these slots (-1: an empty seat) and remember what must come out."""
         spec = self.spec

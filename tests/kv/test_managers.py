@@ -55,15 +55,16 @@ def test_no_block_is_lost_or_doubled(name: str, seed: int) -> None:
             if move is not None:
                 assert len(move.src_block_ids) == len(move.dst_block_ids)
                 moves[move.move_id] = request_id
-        elif action < 0.85 and kv.tier(request_id) is Tier.DEVICE:
-            before, held = kv.num_free(Tier.DEVICE), kv.num_blocks(request_id)
-            more = lengths[request_id] + rng.randint(1, 9)
-            blocks = kv.stretch(request_id, more)
+        elif action < 0.85 and (tier := kv.tier(request_id)) is not None:
+            before, held = kv.num_free(tier), kv.num_blocks(request_id)
+            more, reserve = lengths[request_id] + rng.randint(1, 9), rng.choice([0, 3])
+            blocks = kv.stretch(request_id, more, reserve_blocks=reserve)
             if blocks is not None:
-                assert len(blocks) * 4 >= more and len(blocks) - held == before - kv.num_free(Tier.DEVICE)
+                assert len(blocks) * 4 >= more and len(blocks) - held == before - kv.num_free(tier)
+                assert len(blocks) == held or kv.num_free(tier) >= reserve
                 kv.check_integrity()
             kv.trim(request_id, lengths[request_id])
-            assert (kv.num_free(Tier.DEVICE), kv.num_blocks(request_id)) == (before, held)
+            assert (kv.num_free(tier), kv.num_blocks(request_id)) == (before, held)
         else:
             kv.free(request_id)
             lengths.pop(request_id, None)

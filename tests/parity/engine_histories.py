@@ -25,7 +25,7 @@ from omniserve import (
     SamplingParams,
     TokenLogprob,
 )
-from omniserve.core.plan import HostEvent, PiggybackJoin
+from omniserve.core.plan import HostEvent, PiggybackJoin, StepPlan
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.kv import BidirectionalKVManager, Tier
 from omniserve.latency import ModelShape, Profile
@@ -123,6 +123,7 @@ class Tally:
 
     host_tokens: int = 0
     piggyback_rows: int = 0
+    hybrid_rows: int = 0
     late_joins: int = 0
     missed_joins: int = 0
     preemptions: int = 0
@@ -141,6 +142,8 @@ class Tally:
     constant_chunks: int = 0
     accepted_drafts: int = 0
     rejected_drafts: int = 0
+    host_drafts: int = 0
+    dropped_drafts: int = 0
     finished: int = 0
 
 
@@ -260,6 +263,19 @@ def watch_late_joins(engine: Engine, tally: Tally, rng: random.Random) -> None:
     late_results.settle = watched  # type: ignore[method-assign]
 
 
+def watch_plans(engine: Engine, tally: Tally) -> None:
+    """Count drafts on the host tier by whether they come to its last layer, and rows of hybrid sub-batches."""
+    last = engine.spec.num_layers - 1
+
+    def watch(plan: StepPlan, host_works: bool, seconds: float) -> None:
+        at_end = sum(len(join.draft_ids) for join in plan.joins if join.layer == last)
+        tally.host_drafts += at_end
+        tally.hybrid_rows += len(plan.hybrid)
+        tally.dropped_drafts += sum(len(entry.draft_ids) for entry in plan.entries) - at_end
+
+    engine.on_step = watch
+
+
 def run_history(
     model: PreTrainedModel,
     reference: Reference,
@@ -291,12 +307,15 @@ def run_history(
     with Engine(model, config, profile=profile) as engine:
         tier = engine.host_tier
         halt_rate = rng.choice([0.02, 0.2])
-        arriving = Request(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1), service_class="LS")
+        highest = config.classes[0].name
+        classes = ["LS", "BE", "BE", "BE"] if highest == "LS" else [spec.name for spec in config.classes]
+        arriving = Request(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1), service_class=highest)
         # Asked only of policies with preemptible rows.
         engine.on_safepoint = lambda: engine.arriving(arriving) if rng.random() < halt_rate else None
         if faults and tier is not None:
             tier.inject(delay_s=rng.choice([0.0, 0.0005, 0.003]), shuffle_seed=rng.choice([None, seed]))
         watch_late_joins(engine, tally, random.Random(-2 - seed))
+        watch_plans(engine, tally)
         deaths_left = engine.config.host_threads if deaths else 0
         arrivals = [rng.randrange(len(reference.prompts)) for _ in range(rng.randint(4, 16))]
         burst = rng.choice([0.1, 0.5, 1.0])
@@ -313,7 +332,7 @@ def run_history(
                     sampling=SamplingParams(
                         max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=asks.choice([None, 0, 3])
                     ),
-                    service_class=rng.choice(["LS", "BE", "BE", "BE"]),
+                    service_class=rng.choice(classes),
                     slo=SLO(ttft_s=rng.choice([None, 0.01, 10.0]), tpot_s=rng.choice([None, 0.002, 0.05])),
                 )
                 if drafts:

@@ -20,6 +20,7 @@ from omniserve.sched import SCHEDULERS
 from tests.parity.engine_histories import Reference, Tally, run_history
 from tests.parity.models import MODELS, tiny_model
 from tests.parity.zoo import tiny
+from tests.sched import hybrid, preemptible
 
 WITH_STATE = ("qwen3_next", "qwen3_5_moe_text", "nemotron_h", "jamba", "lfm2_moe", "falcon_h1")
 """Types of the zoo whose layers have recurrent state."""
@@ -42,7 +43,7 @@ def main() -> int:
         model = _model(family, args.first_seed).to(args.device)
         reference = Reference(model, seed=args.first_seed)
         models[family] = (patch(model, compile=False), reference)
-    policies = itertools.cycle(["omniserve", "omniserve", *SCHEDULERS.names()])
+    policies = itertools.cycle(["omniserve", "omniserve", *SCHEDULERS.names(), hybrid.NAME, preemptible.DEFERRING])
     tally, num_histories, num_failures = Tally(), 0, 0
     ends_s = time.monotonic() + args.seconds
     for seed in itertools.count(args.first_seed * 100_000):
@@ -55,6 +56,8 @@ def main() -> int:
             drawn = dict(
                 scheduler=policy, faults=faults, deaths=deaths, async_steps=overlaps, drafts=seed // 2 % 2 == 0
             )  # fmt: skip
+            if policy == preemptible.DEFERRING:  # models with recurrent states refuse it
+                drawn |= dict(classes=preemptible.CLASSES, defer_classes=family not in WITH_STATE, has_profile=True)
             try:
                 run_history(model, reference, seed, tally=tally, **drawn)
             except AssertionError as error:

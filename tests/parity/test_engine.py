@@ -14,7 +14,7 @@ from omniserve.sched import SCHEDULERS
 from tests.parity.engine_histories import Reference, Tally, run_histories, run_history
 from tests.parity.models import MODELS, tiny_model
 from tests.quick import slow_except
-from tests.sched import preemptible
+from tests.sched import hybrid, preemptible
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Policies that move, park, checkpoint or attend on the host; the others order the requests on the device.
@@ -97,6 +97,27 @@ def test_drafts_change_no_token_of_any_family(family: str, device: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("faults", [False, True])
+@pytest.mark.parametrize(
+    ("family", "scheduler"),
+    slow_except(
+        (("llama", "omniserve"), ("gemma2", "llumnix")),
+        [("llama", "omniserve"), ("gemma2", "llumnix"), ("llama", "apex"), ("opt", "omniserve"), ("llama", "neo")],
+    ),
+)
+def test_drafts_on_the_host_tier_change_no_token(family: str, scheduler: str, faults: bool) -> None:
+    model, reference = model_and_reference(family, "cpu")
+    managers = [name for name in KV_MANAGERS.names() if name != "paged"]
+    reach = ("accepted_drafts", "rejected_drafts", "host_tokens")
+    run_histories(
+        model, reference, range(840, 844), reach=reach if scheduler == "neo" else (*reach, "host_drafts"),
+        scheduler=scheduler, drafts=True, kv=lambda seed: managers[seed % len(managers)], faults=faults,
+        deaths=lambda seed: faults and seed % 2 == 0, async_steps=lambda seed: seed % 4 == 0,
+        device_kv_bytes=9 * model.omniserve.spec.kv_block_bytes(8), host_kv_bytes=1 << 20, max_host_requests=16,
+        max_piggyback_seats=lambda seed: (2, 4, 8, 16)[seed % 4], max_num_batched_tokens=64,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])
 def test_tokens_on_the_host_tier_may_be_pending(family: str, device: str) -> None:
@@ -166,6 +187,29 @@ def test_dying_host_threads_change_no_token(scheduler: str, device: str) -> None
 def test_rows_that_leave_a_step_between_layers_change_no_token(family: str, device: str) -> None:
     model, reference = model_and_reference(family, device)
     run_histories(model, reference, range(500, 510), reach=("halted", "preemptions"), scheduler=preemptible.NAME)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", slow_except(("llama",), ["llama", "gemma2", "opt"]))
+def test_rows_that_are_deferred_for_a_higher_class_change_no_token(family: str, device: str) -> None:
+    model, reference = model_and_reference(family, device)
+    run_histories(
+        model, reference, range(520, 530), reach=("halted", "preemptions", "host_tokens"),
+        scheduler=preemptible.DEFERRING, has_profile=True, classes=preemptible.CLASSES, defer_classes=True,
+        host_kv_bytes=1 << 20, max_host_requests=16, faults=lambda seed: seed % 3 == 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", slow_except(("llama",), ["llama", "gemma2", "opt", "gpt_neox"]))
+@pytest.mark.parametrize("faults", [False, True])
+def test_host_rows_in_the_first_sub_batch_change_no_token(family: str, faults: bool, device: str) -> None:
+    model, reference = model_and_reference(family, device)
+    run_histories(
+        model, reference, range(540, 543), reach=("hybrid_rows", "preemptions", *(["failures"] if faults else [])),
+        scheduler=hybrid.NAME, has_profile=False, host_kv_bytes=1 << 20, max_host_requests=16, faults=faults,
+        deaths=lambda seed: faults and seed % 3 == 0, kv="tiered",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)

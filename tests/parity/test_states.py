@@ -15,7 +15,7 @@ from omniserve.sched import SCHEDULERS
 from tests.parity.engine_histories import Reference, Tally, run_histories, run_history
 from tests.parity.zoo import tiny
 from tests.quick import slow_except
-from tests.sched import preemptible
+from tests.sched import hybrid, preemptible
 
 # Gated delta rule behind and before attention; Mamba-2 and layers that only have an MLP; Mamba, whose chunks go token
 # by token; short convolutions, with attention first; Mamba-2 beside the attention of each layer.
@@ -74,6 +74,21 @@ def test_rows_do_not_leave_a_step_between_layers(device: str) -> None:
     model, reference = model_and_reference("nemotron_h", device)
     tally = run_histories(model, reference, range(500, 504), reach=("preemptions",), scheduler=preemptible.NAME)
     assert tally.halted == 0
+
+
+def test_rows_cannot_be_deferred() -> None:
+    model, reference = model_and_reference(STRUCTURES[0], "cpu")
+    with pytest.raises(ValueError, match="defer_classes is not for models with recurrent states"):
+        run_history(model, reference, 0, defer_classes=True)
+
+
+@pytest.mark.parametrize("model_type", slow_except(("falcon_h1", "lfm2_moe"), STRUCTURES))
+def test_host_rows_in_the_first_sub_batch_change_no_token(model_type: str) -> None:
+    model, reference = model_and_reference(model_type, "cpu")
+    run_histories(
+        model, reference, range(540, 542), reach=("hybrid_rows",), scheduler=hybrid.NAME, has_profile=False,
+        host_kv_bytes=1 << 20, faults=lambda seed: seed % 2 == 1,
+    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from omniserve.core.plan import (
     PENDING_TOKEN,
-    DeviceChunk,
     HostEvent,
     HostEventKind,
     KVMove,
@@ -46,7 +45,7 @@ class FakeDevice:
 
     Args:
         failure_rate: Chance that a host task or a move fails.
-        halt_rate: Chance that the preemptible rows of a step leave it between two layers.
+        halt_rate: Chance that preemptible rows of a step leave it between two layers.
     """
 
     def __init__(
@@ -61,6 +60,8 @@ class FakeDevice:
         self.halt_rate = halt_rate
         self.halted: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         """Request id -> layer, start and tokens of a chunk that left a step."""
+        self.must_leave: Callable[[], Set[str]] | None = None
+        """Asked then which requests' rows leave; None: those of all preemptible ones do."""
         self.num_halts = 0
         self.is_down = False
         self.kv: dict[tuple[str, int], int] = {}
@@ -74,6 +75,8 @@ class FakeDevice:
         self.sharers: Mapping[int, tuple[str, str]] = {}
         """Of a KV manager that has them: device blocks that two requests hold."""
         self.bound: dict[int, PiggybackEntry] = {}
+        self.on_the_way: dict[int, tuple[int, ...]] = {}
+        """Host slot -> its token, and the drafts that are still with it."""
         self.away: dict[int, int] = {}
         """Host slot -> layer its token is at."""
         self.done: set[int] = set()
@@ -85,12 +88,18 @@ class FakeDevice:
         self.num_drafts = 0
         """Drafts in the chunks, and how many of them were right."""
         self.num_right_drafts = 0
+        self.num_host_drafts = 0
+        """Of all drafts, those that passed the layers on the host tier."""
+        self.num_dropped_drafts = 0
+        """Drafts that found no seat on the way."""
         self.num_joins = 0
         self.num_late_joins = 0
         """Of these, joins whose result came in the course of their step."""
         self.num_missed = 0
         """Joins that did not join."""
         self.num_pipelined = 0
+        self.num_hybrid = 0
+        """Of these, rows of the first sub-batch."""
         self.num_restored = 0
         """Blocks that were copied to the device."""
         self.num_relocated = 0
@@ -175,8 +184,11 @@ class FakeDevice:
         plan = self._with_pending_tokens(plan)
         assert all(PENDING_TOKEN not in chunk.token_ids for chunk in plan.chunks)
         assert plan.num_device_tokens <= self.max_tokens
-        per_layer = Counter(join.layer for join in plan.joins)
-        assert max([len(plan.entries), *per_layer.values()], default=0) <= plan.num_piggyback_seats
+        per_layer: Counter[int] = Counter()
+        for row in (*plan.entries, *plan.joins):
+            per_layer[row.layer if isinstance(row, PiggybackJoin) else -1] += row.num_rows
+        assert max(per_layer.values(), default=0) <= plan.num_piggyback_seats
+        assert not any(row.draft_ids for row in plan.pipelined)
         for copy in plan.relocations:
             self.num_relocated += 1
             for slot in range(copy.begin, copy.end):
@@ -194,11 +206,12 @@ class FakeDevice:
         halted: dict[str, int] = {}
         halt_at = self.rng.randrange(self.num_layers) if plan.preemptible and self.rng.random() < self.halt_rate else 0
         keeps = self.rng.random() < 0.7
+        leaving = plan.preemptible & self.must_leave() if halt_at and self.must_leave else plan.preemptible
         for chunk in plan.chunks:
             before = self.halted.pop(chunk.request_id, None)
             if chunk.from_layer:
                 assert before == (chunk.from_layer, chunk.start, chunk.token_ids), "it goes on with what did not leave"
-            if halt_at and chunk.request_id in plan.preemptible:
+            if halt_at and chunk.request_id in leaving:
                 self.num_halts += 1
                 layer = max(halt_at, chunk.from_layer)
                 halted[chunk.request_id] = layer if keeps or chunk.from_layer else 0
@@ -217,7 +230,7 @@ class FakeDevice:
                 length = chunk.start + len(chunk.token_ids)
                 context = self._context("device", chunk.block_ids, length, is_reversed=chunk.is_reversed)
                 self.states.check(chunk.state_slot, context)
-                tokens[chunk.request_id] = self._verified(chunk, context)
+                tokens[chunk.request_id] = self._verified(chunk.drafts, context)
         missed = self._settle_late_joins(plan)
         for join in plan.joins:
             if join.request_id in missed:
@@ -228,20 +241,30 @@ class FakeDevice:
             self.done.discard(join.slot)
             self.num_joins += 1
             self.states.advance(join.state_slot, join.layer + 1, join.layer + 1, join.position, [entry.token_id])
+            rows = self.on_the_way[join.slot]
+            assert rows[: join.num_rows] == (entry.token_id, *join.draft_ids), "drafts join that did not enter"
+            self.num_dropped_drafts += len(rows) - join.num_rows
+            self.on_the_way[join.slot] = rows[: join.num_rows]
             if join.layer == self.num_layers - 1:
-                context = self._context("host", entry.block_ids, entry.position + 1)
+                context = self._context("host", entry.block_ids, entry.position + join.num_rows)
                 self.states.check(join.state_slot, context)
-                tokens[join.request_id] = (SampledToken(token_id=next_token(context)),)
+                self.num_host_drafts += len(join.draft_ids)
+                tokens[join.request_id] = self._verified(join.draft_ids, context)
                 del self.away[join.slot]
             else:
                 self._send(entry, join.layer + 1)
         for entry in plan.entries:
             assert not busy["host"] & set(entry.block_ids), "a host block is used twice"
             self.bound[entry.slot] = entry
+            self.on_the_way[entry.slot] = (entry.token_id, *entry.draft_ids)
             self.states.advance(entry.state_slot, 0, 0, entry.position, [entry.token_id])
             self._send(entry, 0)
         if tokens:
             self.sampled = tokens
+        begun = {row.request_id for row in plan.pipelined if isinstance(row, PiggybackEntry)}
+        if plan.hybrid:
+            assert plan.hybrid <= begun and plan.chunks and not (plan.entries or plan.joins or plan.preemptible)
+        self.num_hybrid += len(plan.hybrid)
         lost = frozenset(row.request_id for row in plan.pipelined if not self._run_through(row, busy["host"], tokens))
         return StepOutput(missed=frozenset(missed), tokens=tokens, halted=halted, lost=lost)
 
@@ -274,9 +297,8 @@ class FakeDevice:
         tokens[row.request_id] = (SampledToken(token_id=next_token(context)),)
         return True
 
-    def _verified(self, chunk: DeviceChunk, context: tuple[int, ...]) -> tuple[SampledToken, ...]:
-        """Return the tokens of a chunk that samples: those of its drafts' rows as long as the drafts are right."""
-        drafts = chunk.drafts
+    def _verified(self, drafts: tuple[int, ...], context: tuple[int, ...]) -> tuple[SampledToken, ...]:
+        """Return the tokens of rows that sample: those of the drafts' rows as long as the drafts are right."""
         self.num_drafts += len(drafts)
         tokens: list[SampledToken] = []
         for index in range(len(drafts) + 1):
@@ -300,7 +322,8 @@ class FakeDevice:
 
     def _finish(self, event: HostEvent) -> None:
         entry = self.bound[event.slot]
-        self.kv["host", self._slot(entry.block_ids, entry.position)] = entry.token_id
+        for position, token in enumerate(self.on_the_way[event.slot], start=entry.position):
+            self.kv["host", self._slot(entry.block_ids, position)] = token
         self.done.add(event.slot)
 
     def poll(self, chance: float) -> list[HostEvent]:

@@ -34,7 +34,7 @@ class LinearPredictor(Predictor):
     def terms(self, features: BatchFeatures) -> tuple[float, ...]:
         scale = 1e-3 * self.slowdown * (self.shared if features.host_works else 1.0)
         rows = features.rows * features.dense_layers / self.num_layers
-        rows += features.pipelined_rows * features.pipelined_layers / self.num_layers
+        rows += features.second_rows * features.pipelined_layers / self.num_layers
         keys = features.prefill_load + features.decode_load + features.pipelined_load
         return (
             scale * self.base, scale * self.row * rows, scale * self.key * keys,

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from omniserve.sched import SCHEDULERS, Forecast, Scheduler, policy_of
 from omniserve.sched.state import RequestState
 from omniserve.sched.ttft import LARGEST_MARGIN
 from tests.quick import slow_except
-from tests.sched import preemptible
+from tests.sched import hybrid, preemptible
 from tests.sched.fake_device import VOCAB, FakeDevice, expected_tokens
 from tests.sched.limits import BLOCK, make_limits
 from tests.sched.predictor import forecast
@@ -43,10 +43,10 @@ WITH_ADMISSION = ("omniserve", "omniserve-paper", "neo", "apex")
 
 def make(
     scheduler: str, kv_name: str, rng: random.Random, *, failure_rate: float = 0.0, halt_rate: float = 0.0,
-    has_forecast: bool = False, has_states: bool = False,
+    has_forecast: bool = False, has_states: bool = False, is_crowded: bool = False, **settings: Any,
 ):  # fmt: skip
-    num_device_blocks = rng.randint(16, 40)
-    num_host_blocks = rng.choice([0, 12, 30, 80]) if kv_name != "paged" else 0
+    num_device_blocks = rng.randint(16, 40) if not is_crowded else rng.randint(16, 19)
+    num_host_blocks = rng.choice([0, 12, 30, 80] if not is_crowded else [30, 80]) if kv_name != "paged" else 0
     kv = KV_MANAGERS.get(kv_name)(
         num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=BLOCK
     )
@@ -65,10 +65,14 @@ def make(
         "offload_for_time": rng.random() < 0.5,
         "min_residence_s": rng.choice([0.0, 0.1]),
         "late_joins": num_device_blocks % 4 > 1,
+        "hybrid_first_batch": num_device_blocks % 3 > 0,
     }
+    if is_crowded:
+        drawn |= {"num_host_slots": 8, "max_num_batched_tokens": 64, "max_piggyback_rows": None, "ls_reserve_blocks": 3}
+        drawn |= {"max_piggyback_seats": rng.choice([2, 4, 8]), "min_host_per_device": 0}
     if has_states:
         drawn["num_state_slots"] = 2 * drawn["max_num_seqs"] + drawn["num_host_slots"]
-    limits = make_limits(scheduler, **drawn)
+    limits = make_limits(scheduler, **(drawn | settings))
     device = FakeDevice(
         block_size=BLOCK,
         num_layers=limits.num_layers,
@@ -96,25 +100,27 @@ def draw_slo(rng: random.Random) -> SLO:
     return SLO(ttft_s=rng.choice([None, 0.05, 0.5]), tpot_s=rng.choice([None, 0.01, 0.03]))
 
 
-def draw_request(rng: random.Random) -> Request:
+def draw_request(rng: random.Random, classes: Sequence[str] = ("LS", "BE", "BE")) -> Request:
     return Request(
         prompt_token_ids=[rng.randrange(1000) for _ in range(rng.randint(1, 30))],
         sampling=SamplingParams(max_tokens=rng.randint(1, 30), ignore_eos=True),
-        service_class=rng.choice(["LS", "BE", "BE"]),
+        service_class=rng.choice(classes),
     )
 
 
 def run_history(
     scheduler: str, seed: int, *, kv: str = "tiered", failure_rate: float = 0.0, halt_rate: float = 0.0,
     tier_down: bool = False, down_at_return: bool = False, has_forecast: bool = False, overlaps: bool = False,
-    has_states: bool = False, has_drafts: bool = False,
+    has_states: bool = False, has_drafts: bool = False, is_crowded: bool = False, defers: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     rng = random.Random(seed)
     ends = random.Random(-1 - seed)  # of its own: who ends early changes nothing else
     guesses = random.Random(f"{seed} guesses")
     sched, device = make(
         scheduler, kv, rng, failure_rate=failure_rate, halt_rate=halt_rate, has_forecast=has_forecast,
-        has_states=has_states,
+        has_states=has_states, is_crowded=is_crowded,
+        max_host_drafts=guesses.choice([0, 1, 3, 8]) if has_drafts else 0,
+        **({"defer_classes": True, "classes": preemptible.CLASSES} if defers else {}),
     )  # fmt: skip
     num_failed = num_reused = num_reused_tokens = 0
 
@@ -136,7 +142,9 @@ def run_history(
 
     watch_returns(sched, may_check_limit)
     speed = rng.choice([0.01, 0.05, 0.5, 1.0])
-    requests = {f"r{i}": draw_request(rng) for i in range(rng.randint(5, 30))}
+    classes = [spec.name for spec in preemptible.CLASSES] if defers else ["LS", "BE", "BE"]
+    requests = {f"r{i}": draw_request(rng, classes) for i in range(rng.randint(5, 30))}
+    kinds = {spec.name: spec.kind for spec in sched.requests.limits.config.classes}
     if overlaps:
         requests = {request_id: with_stop_tokens(request, ends) for request_id, request in requests.items()}
     if has_drafts:
@@ -148,15 +156,32 @@ def run_history(
     stays: dict[str, list[Stay]] = {request_id: [] for request_id in requests}
     num_accepted = num_rejected_drafts = 0
     now_s = 0.0
-    num_rejected = num_bounded = 0
+    num_rejected = num_bounded = num_deferred = 0
+    slos: dict[str, SLO] = {}
+    announced: list[str] = []
+
+    def slo_of(request_id: str) -> SLO:
+        if request_id not in slos:
+            slos[request_id] = draw_slo(rng) if has_forecast else SLO()
+        return slos[request_id]
+
+    def must_leave() -> frozenset[str]:
+        """Let the next request come while a step runs."""
+        if not arrivals or kinds[requests[arrivals[0]].service_class] is not ServiceClass.LS:
+            return frozenset()
+        announced.append(arrivals[0])
+        slo, came_s = slo_of(arrivals[0]), now_s + rng.choice([0.0, 0.001, 0.01])
+        return sched.policy.to_preempt(requests[arrivals[0]], slo, 0.0, came_s)
+
+    device.must_leave = must_leave if defers else None
     for step in range(20_000):
-        if arrivals and rng.random() < 0.5:
+        if arrivals and (arrivals[0] in announced or rng.random() < 0.5):
             request_id = arrivals.pop(0)
-            slo = draw_slo(rng) if has_forecast else SLO()
+            slo = slo_of(request_id)
             try:
                 sched.add(request_id, requests[request_id], slo, now_s, arrival_s=now_s - rng.choice([0.0, 0.01]))
             except RequestRejected as error:
-                assert requests[request_id].service_class == "LS" and slo.ttft_s is not None
+                assert kinds[requests[request_id].service_class] is ServiceClass.LS and slo.ttft_s is not None
                 assert error.predicted_ttft_s is not None and error.predicted_ttft_s > (1 - LARGEST_MARGIN) * slo.ttft_s
                 num_rejected += 1
                 del requests[request_id]
@@ -184,6 +209,8 @@ def run_history(
         plan = sched.schedule(now_s)
         if may_check_limit():
             assert max(holding(sched).values()) <= sched.requests.limits.config.max_num_seqs, holding(sched)
+        if plan.decision is not None:
+            num_deferred += any(out.bound is Bound.DEFERRED for out in plan.decision.left_out)
         if has_forecast and SCHEDULERS.get(scheduler).predicts:
             num_bounded += check_decision(sched, plan)
         assert not any(chunk.num_drafts for chunk in plan.chunks if chunk.request_id in plan.preemptible)
@@ -203,6 +230,8 @@ def run_history(
         sched.check_integrity()
         for state in sched.requests.states.values():
             held, needed = sched.requests.kv.num_blocks(state.request_id), sched.requests.blocks_for(state)
+            if state.away is not None:  # drafts that are dropped on the way keep their blocks
+                needed = -(-(state.num_tokens + sched.requests.limits.max_host_drafts) // BLOCK)
             assert held <= needed, f"{state.request_id} holds {held} blocks, {needed} would do"
         if step % 8 == 0:
             check_blocks_by_class(sched)
@@ -223,13 +252,15 @@ def run_history(
     shared_blocks = getattr(sched.requests.kv, "_device", None)
     return {"overtaken": getattr(stepping, "num_overtaken", 0), "pending": device.num_pending,
             "stopped": Counter(reasons.values())[FinishReason.STOP], "failed": num_failed, "reused": num_reused,
-            "halts": device.num_halts, "joins": device.num_joins, "late_joins": device.num_late_joins,
-            "missed": device.num_missed, "pipelined": device.num_pipelined,
+            "halts": device.num_halts, "deferred": num_deferred,
+            "joins": device.num_joins, "late_joins": device.num_late_joins,
+            "missed": device.num_missed, "pipelined": device.num_pipelined, "hybrid": device.num_hybrid,
             "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
             "swaps_in": stats.swaps_in, "checkpoints": stats.checkpoints, "rejected": num_rejected,
             "bounded": num_bounded, "resumed": stats.resumed_tokens, "restored": device.num_restored,
             "relocated": device.num_relocated, "shared": getattr(shared_blocks, "num_shared_blocks", 0),
             "overwritten": getattr(shared_blocks, "num_overwritten_tokens", 0),
+            "host_drafts": device.num_host_drafts, "dropped_drafts": device.num_dropped_drafts,
             "failed_returns": device.num_failed_returns, "right_drafts": device.num_right_drafts,
             "wrong_drafts": device.num_drafts - device.num_right_drafts}  # fmt: skip
 
@@ -386,6 +417,22 @@ def test_drafts_change_no_token_over_random_histories(scheduler: str, kv: str) -
         assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 
+@pytest.mark.parametrize("kv", [name for name in KV_MANAGERS.names() if name != "paged"])
+@pytest.mark.parametrize("scheduler", slow_except(("omniserve",), ("omniserve", "llumnix", "apex")))
+def test_drafts_on_the_host_tier_change_no_token_over_random_histories(scheduler: str, kv: str) -> None:
+    totals = [
+        run_history(
+            scheduler, 16_000 + seed, kv=kv, has_drafts=True, is_crowded=True, has_forecast=seed % 2 == 0,
+            overlaps=seed % 4 == 0, failure_rate=0.05 * (seed % 5 == 0), tier_down=seed % 7 == 0,
+        )
+        for seed in range(30)
+    ]  # fmt: skip
+    wanted = ["right_drafts", "wrong_drafts", "host_drafts", "late_joins", "missed", "preemptions"]
+    wanted += ["dropped_drafts"] if scheduler != "apex" else []  # a cohort's seats are the same at every layer
+    for key in wanted:
+        assert sum(t[key] for t in totals) > 10, f"the histories hardly reached {key}: {totals}"
+
+
 @pytest.mark.parametrize("scheduler", [name for name in SCHEDULERS.names() if name not in WITH_ADMISSION])
 def test_a_forecast_and_objectives_lose_nothing(scheduler: str) -> None:
     totals = [run_history(scheduler, 4000 + seed, has_forecast=True) for seed in range(40)]
@@ -401,6 +448,20 @@ def test_bounded_steps_lose_nothing_and_keep_their_bounds(scheduler: str) -> Non
             assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
     if scheduler == "apex":
         assert sum(t["pipelined"] for t in totals) > 0, "the inequality never held"
+        assert sum(t["hybrid"] for t in totals) > 0, "the first sub-batch never had host rows"
+
+
+@pytest.mark.parametrize("has_forecast", [False, True])
+def test_a_hybrid_first_sub_batch_loses_nothing(has_forecast: bool) -> None:
+    totals = [
+        run_history(
+            hybrid.NAME, 7000 + seed, has_forecast=has_forecast, failure_rate=0.1 * (seed % 2), overlaps=seed % 3 == 0,
+            tier_down=seed % 5 == 0,
+        )
+        for seed in range(60)
+    ]  # fmt: skip
+    for key in ("hybrid", "preemptions", "swaps_out"):
+        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 
 @pytest.mark.parametrize("scheduler", [preemptible.NAME, "conserve"])
@@ -410,6 +471,19 @@ def test_rows_that_leave_a_step_between_layers_lose_nothing(scheduler: str) -> N
         for seed in range(60)
     ]
     for key in ("halts", "preemptions"):
+        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
+
+
+@pytest.mark.parametrize("kv", ["tiered", "incremental", "bidirectional"])
+def test_rows_that_are_deferred_for_a_higher_class_lose_nothing(kv: str) -> None:
+    totals = [
+        run_history(
+            preemptible.DEFERRING, 5000 + seed, kv=kv, halt_rate=0.4, has_forecast=True, defers=True,
+            overlaps=seed % 3 == 0, failure_rate=0.1 * (seed % 5 == 0),
+        )
+        for seed in range(60)
+    ]  # fmt: skip
+    for key in ("halts", "deferred", "preemptions", "rejected"):
         assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 

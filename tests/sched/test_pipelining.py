@@ -227,3 +227,52 @@ def test_waiting_for_the_host_is_what_the_first_sub_batch_does_not_hide() -> Non
         BatchFeatures(**features, prefill_requests=1, prefill_tokens=400, prefill_load=80200.0, dense_layers=LAYERS)  # type: ignore[arg-type]
     )
     assert beside[waiting] == 0 and beside[dense] == alone[dense] > 0
+
+
+def test_a_hybrid_first_sub_batch_has_a_share_of_the_rows_that_begin_a_token() -> None:
+    bench = overfull("apex", predict={"host_key": 1e-5}, min_host_per_device=0, hybrid_first_batch=True)
+    plans = [bench.step() for _ in range(6)]
+    assert all(plan.pipelined and plan.chunks for plan in plans)
+    # The host has T_glinear + T_gatt for the first sub-batch, and T_glinear for the second; keys cost little here.
+    assert {(len(plan.pipelined), len(plan.hybrid)) for plan in plans} == {(4, 2)}
+    plain = overfull("apex", predict={"host_key": 1e-5}, min_host_per_device=0)
+    assert not any(plain.step().hybrid for _ in range(6))
+
+
+def test_tokens_on_their_way_are_in_the_second_sub_batch() -> None:
+    bench = overfull("apex", predict={"host_key": 1.0}, min_host_per_device=0, hybrid_first_batch=True)
+    next(plan for plan in bench.steps_until(lambda: False) if plan.entries)
+    bench.scheduler.policy._host = HostWatch(HostSpeed(1e-9, 0.0, 1e-9, 1))  # type: ignore[attr-defined]
+    plan = bench.step()
+    assert plan.pipelined and all(isinstance(row, PiggybackJoin) for row in plan.pipelined) and not plan.hybrid
+    assert bench.step().hybrid
+
+
+def test_without_device_rows_there_is_no_first_sub_batch() -> None:
+    bench = overfull("apex", predict={"host_key": 1e-5}, min_host_per_device=0, hybrid_first_batch=True)
+    assert bench.step().hybrid
+    residents = {state.request_id for state in bench.requests.residents.queue}
+    for request_id in bench.requests.states.keys() - residents:
+        bench.scheduler.abort(request_id, bench.now_s)
+    plan = bench.step()
+    assert not plan.chunks and not plan.hybrid
+
+
+def test_rows_of_a_hybrid_first_sub_batch_and_deferral_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        overfull("apex", hybrid_first_batch=True, defer_classes=True)
+
+
+def test_the_dense_halves_of_hybrid_rows_are_those_of_the_first_sub_batch() -> None:
+    model = OmniServeModel(make_profile())
+    waiting, second = (model.term_names.index(name) for name in ("waiting for the host", "pipelined rows"))
+    beside = dict(decode_requests=8, decode_load=800.0, dense_layers=float(LAYERS), host_works=True)
+    host = dict(pipelined_rows=64, pipelined_load=64e6, pipelined_layers=float(LAYERS))
+    plain, half, whole = (
+        BatchFeatures(**beside, **host, hybrid_rows=rows)  # type: ignore[arg-type]
+        for rows in (0, 32, 64)
+    )
+    assert [f.rows for f in (plain, half, whole)] == [8, 40, 72]
+    assert model.terms(whole)[second] == 0 < model.terms(half)[second] < model.terms(plain)[second]
+    # With half of the rows in either the host attends beside both; with all in one only beside the other's part.
+    assert model.terms(half)[waiting] < model.terms(plain)[waiting] < model.terms(whole)[waiting]

@@ -263,3 +263,33 @@ def test_what_cannot_be_simulated_is_said(change: dict[str, object], said: str) 
     }  # fmt: skip
     with pytest.raises(ValueError, match=said):
         simulate(SimulationConfig(**values))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("defers", [True, False])
+def test_rows_of_a_lower_class_are_deferred_for_a_request_that_would_be_late(defers: bool) -> None:
+    # As above, with a prompt of a lower class instead of best-effort rows. Beside the rest of it the request would be
+    # late: that waits for the step behind it. Without the option the request waits for the end of the running step.
+    classes = (
+        ClassSpec(name="GOLD", kind="LS", slo=SLO(ttft_s=4.0)),
+        ClassSpec(name="SILVER", kind="LS", slo=SLO(ttft_s=60.0)),
+        ClassSpec(name="BE", kind="BE"),
+    )
+    steps: list[StepRecord] = []
+    load = Load(latency_sensitive=[TraceRequest(0.0, 48, 1, "SILVER"), TraceRequest(1.0, 4, 1)])
+    result = simulate(
+        SimulationConfig(
+            machine=machine(base=0.0, row=100.0, key=0.0, sample=0.0), load=load, drain_s=math.inf, check=True,
+            engine=engine(scheduler="omniserve", classes=classes, defer_classes=defers, admission=False),
+        ),
+        on_step=steps.append,
+    )  # fmt: skip
+    assert [step.seconds for step in steps] == pytest.approx([2.4, 0.4, 2.4] if defers else [4.8, 0.4])
+    assert result.classes["GOLD"].attainment == defers and result.classes["SILVER"].attainment == 1.0
+    everything_ended(result)
+
+
+def test_a_request_names_a_class_of_its_kind() -> None:
+    for name, message in (("BE", "is of kind BE"), ("GOLD", "there is no class 'GOLD'")):
+        load = Load(latency_sensitive=[TraceRequest(0.0, 4, 1, name)])
+        with pytest.raises(ValueError, match=message):
+            simulate(SimulationConfig(machine=constant(0.01), engine=engine(), load=load))

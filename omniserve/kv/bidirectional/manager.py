@@ -57,11 +57,12 @@ class BidirectionalKVManager(TieredKVManager):
         self._device.num_tokens[request_id] = num_tokens
         return tuple(held)
 
-    def stretch(self, request_id: str, num_tokens: int) -> tuple[int, ...] | None:
-        is_shared = self._on_device(request_id).blocks[-1] in self._device.sharers
+    def stretch(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
+        table = self._at_rest(request_id)
+        is_shared = table.tier is Tier.DEVICE and table.blocks[-1] in self._device.sharers
         if is_shared and num_tokens > self._device.num_tokens[request_id]:
             return None  # the slots in between are the other's to grow into
-        return super().stretch(request_id, num_tokens)
+        return super().stretch(request_id, num_tokens, reserve_blocks=reserve_blocks)
 
     def trim(self, request_id: str, num_tokens: int) -> None:
         super().trim(request_id, num_tokens)

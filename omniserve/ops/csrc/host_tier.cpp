@@ -116,11 +116,14 @@ void HostTier::submit(int64_t layer, const int64_t* slots, int64_t num_seats, co
     check_free(named.data(), static_cast<int64_t>(named.size()));
     for (size_t i = 0; i < named.size(); ++i) {
       const int64_t num_rows = slots_[static_cast<size_t>(named[i])].num_rows;
-      if (widths[i] != num_rows) {
+      if (widths[i] > num_rows) {
         refuse("slot ", named[i], " has ", widths[i], " seats for ", num_rows, num_rows == 1 ? " token" : " tokens");
       }
     }
-    for (int64_t slot : named) claim(slot, layer, own_rows(slot));
+    for (size_t i = 0; i < named.size(); ++i) {
+      slots_[static_cast<size_t>(named[i])].num_rows = widths[i];
+      claim(named[i], layer, own_rows(named[i]));
+    }
     stats_.tasks_in_hand += static_cast<int64_t>(named.size());
   }
   // The rows of a slot in flight that is not queued yet are this thread's alone.

@@ -136,8 +136,9 @@ class HostTier {
   void begin_token(int64_t slot, int64_t epoch, int64_t position, const int64_t* block_ids, int64_t num_blocks,
                    int64_t num_rows = 1);
 
-  // Queue one task per slot. A slot has a seat for each of its tokens, side by side in their order; -1 is an empty seat.
-  // Copies the rows before it returns; all seats or none.
+  // Queue one task per slot. A slot has a seat for each of its tokens, side by side in their order, or for the first of
+  // them: the slot is then bound to these alone. -1 is an empty seat. Copies the rows before it returns; all seats or
+  // none.
   void submit(int64_t layer, const int64_t* slots, int64_t num_seats, const TokenRow* q, const TokenRow* k,
               const TokenRow* v);
 

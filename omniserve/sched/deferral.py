@@ -1,0 +1,186 @@
+"""Deferral by class: rows of a lower class leave a step for a request of a higher class, and go on later.
+
+Paper: omniserve 6 (multiple priority levels): low-priority work is deferred at a layer and joins the same layer several
+steps later; its objective says how many. Rows leave at safepoints (conserve 4.3), so this layer is any but the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Literal
+
+from omniserve.core.plan import StepPlan
+from omniserve.core.request import Request
+from omniserve.latency import features_of
+from omniserve.sched.batch import Batch
+from omniserve.sched.request_table import RequestTable
+from omniserve.sched.state import BE, LS, RequestState
+from omniserve.sched.step_cost import LS_HEADROOM, MAX_LENT_STEPS, Forecast, tpot_bound, ttft_left_s
+from omniserve.sched.ttft import Prefill, prefill_time
+
+
+class Deferral:
+    """Knows which rows of the running step may leave it for whom, and which of those that left wait on.
+
+    A row of a lower LS class may leave as long as its own next token can still be in time after it: for a prompt by the
+    TTFT, for a decode by the TPOT (``slack`` as in ``CoServingOptions``). Without an objective nothing says how long it
+    may wait, so it stays. Best-effort rows may always leave, but those that left do not wait longer than other
+    best-effort work does.
+    """
+
+    def __init__(self, requests: RequestTable, forecast: Forecast, slack: Literal["step", "deadline"]) -> None:
+        self._requests, self._forecast, self._slack = requests, forecast, slack
+        classes = requests.limits.config.classes
+        self._ranks = {spec.name: rank for rank, spec in enumerate(classes)}
+        self._highest = min(rank for rank, spec in enumerate(classes) if spec.kind == LS)
+        self._running = StepPlan(step_id=-1)
+        """The running step, without the rows that were asked to leave."""
+        self._running_s = 0.0
+        """The seconds that such a step takes."""
+        self._ends_s = 0.0
+        self._host_works = False
+        self._coming: list[tuple[int, Prefill]] = []
+        """The LS prompts that came while the step ran, behind the ranks of their classes; they are added after it."""
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def preemptible(self, batch: Batch) -> frozenset[str]:
+        """Return the requests of a batch for which ``to_preempt`` may say that they must leave."""
+        states = (self._requests.states[chunk.request_id] for chunk in batch.chunks)
+        return frozenset(s.request_id for s in states if self._is_lower(s, self._highest) and self._may_leave(s))
+
+    def note_step(self, plan: StepPlan, begin_s: float, *, host_works: bool) -> None:
+        """Take note of a step that is about to begin; its decision has a prediction."""
+        assert plan.decision is not None and plan.decision.predicted_s is not None
+        self._running, self._running_s, self._host_works = plan, plan.decision.predicted_s, host_works
+        self._ends_s = begin_s + self._running_s
+        self._coming = []
+
+    def to_preempt(self, request: Request, required_s: float, now_s: float) -> frozenset[str]:
+        """Return the requests whose rows must leave the running step for one that has just come.
+
+        They leave if the new request's first token is late otherwise, and in time if they do.
+
+        Args:
+            request: The new request; it is not added yet.
+            required_s: Seconds from now by which it needs its first token; infinite without an objective.
+            now_s: Now.
+        """
+        rank = self._ranks[request.service_class]
+        self._coming.append((rank, Prefill(0, len(request.prompt_token_ids), 1 + request.num_rows_to_score)))
+        coming = [prompt for of_rank, prompt in self._coming if of_rank <= rank]
+        ends = {chunk.request_id: chunk.start + len(chunk.token_ids) for chunk in self._running.chunks}
+        left_s, decodes = max(0.0, self._ends_s - now_s), self._ls_decodes()
+        urgent = [*self._prompts((s for s in self._unfinished() if s.priority_key[0] <= rank), ends), *coming]
+        wait_s = left_s + self._seconds(decodes, urgent, now_s)
+        if wait_s <= required_s:
+            return frozenset()
+        candidates = (state for state in self._in_running_step() if self._is_lower(state, rank))
+        leaving = frozenset(s.request_id for s in candidates if self._can_wait(s, wait_s, decodes, now_s))
+        if not leaving:
+            return leaving
+        staying = tuple(chunk for chunk in self._running.chunks if chunk.request_id not in leaving)
+        rest = dataclasses.replace(self._running, chunks=staying)
+        features = features_of(rest, self._forecast.shape, host_works=self._host_works)
+        rest_s = 0.0 if features.is_empty else self._forecast.predictor.step_s(features)
+        left_s *= min(1.0, rest_s / self._running_s) if self._running_s > 0 else 1.0
+        staying_decodes = [state for state in decodes if state.request_id not in leaving]
+        if left_s + self._seconds(staying_decodes, urgent, now_s) > required_s:
+            return frozenset()  # it is late all the same
+        self._running, self._running_s, self._ends_s = rest, rest_s, now_s + left_s
+        return leaving
+
+    def waiting(self, begin_s: float) -> frozenset[str]:
+        """Return the LS requests whose rows left a step, and stay out of the next one, which begins at ``begin_s``.
+
+        They do if a prompt of a higher class is late with them and in time without, and if they have slack for that.
+        """
+        left = [state for state in self._requests.device[LS] if state.halted is not None]
+        decodes = [state for state in self._ls_decodes() if state.halted is None]
+        waiting: set[str] = set()
+        for rank in {state.priority_key[0] for state in left}:
+            higher = [state for state in self._unfinished() if state.priority_key[0] < rank and state.halted is None]
+            lower = [state for state in left if state.priority_key[0] >= rank]
+            urgent = list(self._prompts(higher))
+            urgent_s = self._seconds(decodes, urgent, begin_s)
+            together_s = self._seconds(decodes, [*urgent, *self._prompts(lower)], begin_s)
+            if any(urgent_s <= ttft_left_s(state, begin_s) < together_s for state in higher):
+                waiting |= {s.request_id for s in lower if self._can_wait(s, urgent_s, decodes, begin_s)}
+        return frozenset(waiting)
+
+    def can_wait_for(self, state: RequestState, step_s: float, begin_s: float) -> bool:
+        """Return whether rows that left a step can wait for another one, of ``step_s``, that begins at ``begin_s``."""
+        return self._can_wait(state, step_s, [other for other in self._ls_decodes() if other.halted is None], begin_s)
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _is_lower(state: RequestState, rank: int) -> bool:
+        return state.kind is BE or state.priority_key[0] > rank
+
+    @staticmethod
+    def _may_leave(state: RequestState) -> bool:
+        """Return whether a request is best-effort, or its objectives say when its next token is due."""
+        objective_s = state.slo.tpot_s if state.num_output_tokens else state.slo.ttft_s
+        return state.kind is BE or objective_s is not None
+
+    def _can_wait(self, state: RequestState, wait_s: float, decodes: Sequence[RequestState], now_s: float) -> bool:
+        """Return whether a row's next token is in time if it goes on after ``wait_s``, beside some decodes."""
+        if state.kind is BE:
+            return True
+        if not self._may_leave(state):
+            return False
+        return wait_s + self._seconds(decodes, list(self._prompts([state])), now_s) <= self._due_in_s(state, now_s)
+
+    def _due_in_s(self, state: RequestState, now_s: float) -> float:
+        """Return the seconds until the next token of a request is due; it has an objective for it."""
+        if state.num_output_tokens == 0:
+            return ttft_left_s(state, now_s)
+        assert state.slo.tpot_s is not None and state.first_token_s is not None and state.last_token_s is not None
+        tpot_s = (1 - LS_HEADROOM) * state.slo.tpot_s
+        if self._slack == "step":
+            return state.last_token_s + tpot_s - now_s
+        due_s = state.first_token_s + state.num_output_tokens * tpot_s
+        return min(due_s, state.last_token_s + MAX_LENT_STEPS * tpot_s) - now_s
+
+    def _in_running_step(self) -> Iterator[RequestState]:
+        """Yield the preemptible requests of the running step that have not ended."""
+        states, preemptible = self._requests.states, self._running.preemptible
+        ids = (chunk.request_id for chunk in self._running.chunks if chunk.request_id in preemptible)
+        return (states[request_id] for request_id in ids if request_id in states)
+
+    def _ls_decodes(self) -> list[RequestState]:
+        return [state for state in self._requests.device[LS] if state.decodes]
+
+    def _unfinished(self) -> list[RequestState]:
+        """Return the LS requests with prompts to compute, by class and arrival."""
+        states = (*self._requests.device[LS], *self._requests.waiting[LS])
+        return sorted((state for state in states if not state.decodes), key=lambda state: state.priority_key)
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _prompts(states: Iterable[RequestState], ends: Mapping[str, int] = MappingProxyType({})) -> Iterator[Prefill]:
+        """Yield what requests have to compute, behind what the running step computes: up to ``ends``, by request."""
+        for state in states:
+            start = max(state.num_computed_tokens, ends.get(state.request_id, 0))
+            if start < state.num_tokens:
+                yield Prefill.of(state, start)
+
+    def _seconds(self, decodes: Sequence[RequestState], prompts: Sequence[Prefill], now_s: float) -> float:
+        """Return how long it takes until the last of some prompts is computed, in steps with some decodes.
+
+        Their shortest TPOT bounds these steps, as it does in ``OmniServePolicy``.
+        """
+        cost, shape = self._forecast.step(host_works=self._requests.residents.is_busy), self._forecast.shape
+        contexts = [state.num_computed_tokens for state in decodes]
+        keys = sum(shape.keys_seen(context, 1) for context in contexts)
+        cost.add_decodes(len(contexts), sum(contexts), keys, samples=len(contexts))
+        if not prompts:
+            return cost.seconds()
+        bound_s = tpot_bound(decodes, now_s, "step", LS_HEADROOM).seconds
+        max_tokens = max(1, self._requests.limits.config.max_num_batched_tokens - len(decodes))
+        seconds, _ = prefill_time(cost, prompts, bound_s, bound_s, max_tokens)
+        return seconds
