@@ -49,6 +49,7 @@ _ATTENTION_FAILED = 1
 _NO_MOVE = -1  # the move_id of an attention event
 _MOVER_POLL_S = 0.0005
 _MOST_ROWS = 16  # kMaxTaskRows in host_tier.h
+_MOST_POSITIONS = 1 << 24  # kMaxResultPosition
 _CLOSE_S = 60.0  # a thread checks whether to end after each piece of work, which takes a few milliseconds
 
 
@@ -114,6 +115,11 @@ class HostTier:
             raise ValueError(f"max_rows must be in [1, {_MOST_ROWS}], got {max_rows}")
         if dtype.itemsize != spec.dtype_bytes:
             raise ValueError(f"dtype {dtype} has {dtype.itemsize} bytes, but the model's has {spec.dtype_bytes}")
+        if mailbox and spec.max_model_len > _MOST_POSITIONS:
+            raise ValueError(
+                f"a mailbox takes positions below {_MOST_POSITIONS}, but the model's max_model_len is "
+                f"{spec.max_model_len}"
+            )
         if len(spec.attention) != spec.num_layers:
             raise ValueError(f"spec.attention needs one entry per layer: {spec.num_layers}, got {len(spec.attention)}")
         block_bytes = spec.host_block_bytes(block_size, kv_dtype)
@@ -141,13 +147,19 @@ class HostTier:
         self.mailbox_SW = torch.empty(num_slots, width, dtype=dtype, pin_memory=pin_memory) if mailbox else None
         """q, k and v of each slot, side by side, as `piggyback_send` writes them. A row belongs to the sender until its
         flag is written, then to the tier until `poll` has returned the task's event. None without a mailbox."""
-        self.flags_S = torch.zeros(num_slots, dtype=torch.int64, pin_memory=pin_memory) if mailbox else None
-        """The number of the step in which `piggyback_send` last sent each slot, 0 at first. None without a mailbox."""
+        flags_3S = torch.zeros(3, num_slots, dtype=torch.int64, pin_memory=pin_memory) if mailbox else None
+        flags: Sequence[Tensor | None] = flags_3S.unbind() if flags_3S is not None else (None, None, None)
+        self.result_flags_S, self.flags_S, self.skips_S = flags
+        """Of each slot, int64, 0 at first; None without a mailbox.
+
+        ``result_flags_S``: `result_flag` of its last result, which the tier writes behind the result. ``flags_S``: the
+        step in which `piggyback_send` last sent its row. ``skips_S``: the step in which `piggyback_receive` last
+        skipped its row."""
         layers = [[layer.scale, layer.window, layer.softcap, layer.chunk] for layer in spec.attention]
         self._handle: int = _host.create(
             self.pool_LBK2SH, self.scales_LBK2S, self.results_SMD, torch.tensor(layers, dtype=torch.float64),
             _per_head(spec), spec.num_heads, num_threads, torch.tensor(cores or (), dtype=torch.int64), not pin_memory,
-            self.mailbox_SW, self.flags_S, mailbox_spin_s, mailbox_sleep_s,
+            self.mailbox_SW, flags_3S, mailbox_spin_s, mailbox_sleep_s,
         )  # fmt: skip
         self._process_id = os.getpid()
         self._device = device if device is not None else torch.device("cuda" if pin_memory else "cpu")
@@ -212,7 +224,7 @@ class HostTier:
         """
         _submit(self._handle, layer, slots, q_PNH, k_PKH, v_PKH)
 
-    def expect(self, step: int, layers_R: Tensor, slots_R: Tensor) -> None:
+    def expect(self, step: int, layers_R: Tensor, slots_R: Tensor, *, may_skip: bool = False) -> None:
         """Begin one attention task per row that `piggyback_send` sends in this step, or has sent.
 
         The mailbox has room for one row of each slot, so its task has one token.
@@ -224,10 +236,16 @@ class HostTier:
         If all worker threads die, an expected task fails when its flag comes, because the sender uses the mailbox until
         then. Only `close` fails it at once: keep the tier until no sender writes to its mailbox.
 
+        With `may_skip` the sender may skip a row, because the result that it waits for at the layer before is not
+        there (`piggyback_receive`); then nothing is left of what was expected, and no event tells of it. So slots may
+        have a task in flight, and several rows that are expected. When a row comes, its task takes the place of the
+        slot's last one: no event tells of that any more if `poll` has not returned it.
+
         Args:
             step: The step's number, ``step_1`` of `piggyback_send`: >= 1, and higher than before for each slot.
             layers_R: The layer of each row, ``[R]`` int64 on the CPU.
             slots_R: The slot of each row, ``[R]`` int64 on the CPU; -1 leaves a row out.
+            may_skip: The step's rows may be skipped.
 
         Raises:
             ValueError: The step is too low, a slot or a layer is out of range, a slot is not bound, is bound to several
@@ -235,15 +253,16 @@ class HostTier:
                 expected.
             RuntimeError: A tensor has the wrong shape, dtype or layout. Nothing is expected.
         """
-        _expect(self._handle, step, layers_R, slots_R)
+        _expect(self._handle, step, layers_R, slots_R, may_skip)
 
     def cancel(self, slot: int) -> bool:
         """Drop the slot's task, if any, and unbind the slot.
 
         Returns:
-            True if `poll` still has to return the task's event. It does so exactly once, as ATTENTION_FAILED with the
-            old epoch, when no thread uses the slot or its blocks any more: keep both until then. An expected task still
-            waits for its flag, because the sender still writes its row. False if there is nothing to wait for.
+            True if `poll` still has to return the slot's event. It does so exactly once, as ATTENTION_FAILED with the
+            old epoch, when no thread uses the slot or its blocks any more: keep both until then. What is expected is
+            waited for, because the sender still writes its row. False if the slot was not bound: there is nothing to
+            wait for.
 
         Raises:
             ValueError: The slot is out of range.
@@ -385,6 +404,11 @@ class HostTier:
         if message not in self._logged:
             self._logged.add(message)
             logger.error("host tier: %s (counted from now on, not logged again)", message)
+
+
+def result_flag(epoch: int, layer: int, position: int) -> int:
+    """Return the number that names a result of a slot, as in ``ops/csrc/host_tier.h``: positive, below 2^63."""
+    return (epoch % (1 << 27)) << 36 | position << 12 | (layer + 1)
 
 
 def _per_head(spec: ModelSpec) -> torch.Tensor | None:

@@ -46,7 +46,15 @@ def _no_result(*_: Any) -> None:
     return None
 
 
-for _name in ("store_kv", "store_host_kv", "residual_store", "residual_fetch", "piggyback_send", "pack_linear"):
+for _name in (
+    "store_kv",
+    "store_host_kv",
+    "residual_store",
+    "residual_fetch",
+    "piggyback_receive",
+    "piggyback_send",
+    "pack_linear",
+):
     torch.library.register_fake(f"omniserve::{_name}", _no_result)
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-ROW_OPERATORS = ("store_kv", "piggyback_concat", "residual_fetch", "piggyback_send")
+ROW_OPERATORS = ("store_kv", "piggyback_concat", "residual_fetch", "piggyback_receive", "piggyback_send")
 """Operators that only move rows (``kernels/rows.py``). `residual_store` has no CUDA form: on a GPU rows leave through
 the mailbox, with `piggyback_send`."""
 

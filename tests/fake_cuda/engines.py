@@ -103,8 +103,8 @@ class FakeGpuEngine:
         expect, flags_S = tier.expect, tier.flags_S
         assert flags_S is not None
 
-        def delivered(step: int, layers_R: Tensor, slots_R: Tensor) -> None:
-            expect(step, layers_R, slots_R)
+        def delivered(step: int, layers_R: Tensor, slots_R: Tensor, **settings: bool) -> None:
+            expect(step, layers_R, slots_R, **settings)
             flags_S[slots_R] = step
 
         tier.expect = delivered  # type: ignore[method-assign]

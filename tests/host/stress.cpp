@@ -183,17 +183,18 @@ struct Pool {
 };
 
 // Writes rows into the mailbox as a device does: in order, some time later, each row before its flag. Some flags hold
-// another step before, while the row is anything.
+// another step before, while the row is anything; but not in steps that may skip rows.
 struct Device {
   struct Row {
     int64_t slot, step;
-    std::vector<char> data;
+    std::vector<char> data;  // empty: the row is skipped
+    bool may_skip;
   };
 
   std::mt19937_64 rng;
   const int64_t row_bytes;
   std::vector<char> mailbox = std::vector<char>(static_cast<size_t>(kSlots * row_bytes), kPoison);
-  std::vector<int64_t> flags = std::vector<int64_t>(kSlots, 0);
+  std::vector<int64_t> flags = std::vector<int64_t>(kSlots, 0), skips = flags, result_flags = flags;
   std::mutex mutex;
   std::condition_variable wake;
   std::deque<Row> queue;
@@ -226,12 +227,12 @@ struct Device {
       queue.pop_front();
       lock.unlock();
       if (rng() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(rng() % 300));
-      int64_t* const flag = &flags[row.slot];
-      if (rng() % 4 == 0) {
+      int64_t* const flag = row.data.empty() ? &skips[row.slot] : &flags[row.slot];
+      if (!row.may_skip && rng() % 4 == 0) {
         __atomic_store_n(flag, row.step + (rng() % 2 ? 1 : -1), __ATOMIC_RELEASE);
         std::this_thread::sleep_for(std::chrono::microseconds(rng() % 200));
       }
-      std::memcpy(poison(row.slot), row.data.data(), row.data.size());
+      if (!row.data.empty()) std::memcpy(poison(row.slot), row.data.data(), row.data.size());
       __atomic_store_n(flag, row.step, __ATOMIC_RELEASE);
       lock.lock();
     }
@@ -251,6 +252,7 @@ struct Request {
   std::vector<char> rows[kLayers][2];  // the history of K and V, row after row
   std::vector<char> expected;
   bool by_mailbox = false;
+  bool was_skipped = false;  // a row of it is expected, for all that is known
 };
 
 struct Stress {
@@ -262,7 +264,7 @@ struct Stress {
   std::vector<AttentionParams> layers{{kHeads, 0.5f, 0, 0.f}, {kHeads, 0.5f, 300, 0.f}};
   std::vector<Request> requests = std::vector<Request>(kSlots);
   std::map<int64_t, int64_t> moves;  // id -> slot
-  int64_t next_move = 0, done = 0, failed = 0, cancelled = 0, moved = 0, sent = 0, num_steps = 0;
+  int64_t next_move = 0, done = 0, failed = 0, cancelled = 0, moved = 0, sent = 0, skipped = 0, num_steps = 0;
   bool closed = false;
   Device gpu;
   HostTier tier;
@@ -272,8 +274,8 @@ struct Stress {
         dtype(dtype),
         gpu(seed, (kHeads + 2 * kKVHeads) * kHeadSize * bytes),
         tier({kBlocks, kBlockSize, kHeads, kKVHeads, kHeadSize, kSlots, dtype, dtype, layers, host.data.data(), nullptr,
-              results.data(), num_threads, {}, true, gpu.mailbox.data(), gpu.flags.data(), 50e-6, 20e-6,
-              kMaxRows}) {}
+              results.data(), num_threads, {}, true, gpu.mailbox.data(), gpu.flags.data(), gpu.skips.data(),
+              gpu.result_flags.data(), 50e-6, 20e-6, kMaxRows}) {}
 
   int64_t below(int64_t n) { return static_cast<int64_t>(rng() % static_cast<uint64_t>(n)); }
 
@@ -328,13 +330,14 @@ struct Stress {
     requests[slot].state = Request::absent;
   }
 
-  void submit(int64_t layer, std::vector<int64_t>& expected_layers, std::vector<int64_t>& expected_slots,
+  void submit(int64_t layer, bool may_skip, std::vector<int64_t>& expected_layers, std::vector<int64_t>& expected_slots,
               std::vector<Device::Row>& sent_rows) {
     const bool by_mailbox = below(2);
     std::vector<int64_t> slots{-1}, seats;
     for (int64_t slot = 0; slot < kSlots; ++slot) {
       const Request& request = requests[slot];
-      const bool can_be_sent = request.state == Request::ready && (!by_mailbox || request.num_rows == 1);
+      const bool can_be_sent = request.state == Request::ready && (!by_mailbox || request.num_rows == 1) &&
+                               (!request.was_skipped || (by_mailbox && may_skip));
       if (can_be_sent && request.layer == layer && below(2)) slots.push_back(slot);
     }
     std::vector<std::vector<char>> rows;
@@ -354,6 +357,18 @@ struct Stress {
       }
       if (slot == -1) continue;
       Request& request = requests[slot];
+      auto send = [&](Device::Row row) {
+        const int64_t place = below(1 + std::count(expected_layers.begin(), expected_layers.end(), layer));
+        sent_rows.insert(sent_rows.end() - place, std::move(row));
+        expected_layers.push_back(layer);
+        expected_slots.push_back(slot);
+      };
+      if (by_mailbox && may_skip && layer > 0 && below(3) == 0) {
+        request.was_skipped = true;
+        ++skipped;
+        send({slot, num_steps, {}, may_skip});
+        continue;
+      }
       request.state = Request::attending;
       for (int part : {0, 1})
         request.rows[layer][part].insert(request.rows[layer][part].end(), parts[part + 1].begin(),
@@ -361,12 +376,9 @@ struct Stress {
       request.expected = serial(layer, request, parts[0]);
       request.by_mailbox = by_mailbox;
       if (!by_mailbox) continue;
-      Device::Row row{slot, num_steps, parts[0]};
+      Device::Row row{slot, num_steps, parts[0], may_skip};
       for (int part : {1, 2}) row.data.insert(row.data.end(), parts[part].begin(), parts[part].end());
-      sent_rows.insert(sent_rows.end() - below(1 + std::count(expected_layers.begin(), expected_layers.end(), layer)),
-                       std::move(row));
-      expected_layers.push_back(layer);
-      expected_slots.push_back(slot);
+      send(std::move(row));
       ++sent;
     }
     if (by_mailbox) return;
@@ -436,6 +448,7 @@ struct Stress {
 
   void finish_task(const HostEvent& event) {
     Request& request = requests[event.slot];
+    request.was_skipped = false;
     if (request.by_mailbox && !closed) gpu.poison(event.slot);  // nobody uses it any more
     CHECK(event.epoch == request.epoch && event.position == request.position, event.slot);
     if (request.state == Request::dying) {
@@ -443,6 +456,7 @@ struct Stress {
       CHECK(event.kind == EventKind::cancelled, event.slot);
       return drop(event.slot);
     }
+    if (closed && request.state == Request::ready) return drop(event.slot);  // it was expected, for all that is known
     CHECK(request.state == Request::attending && event.layer == request.layer, event.slot);
     if (event.kind == EventKind::attention_failed) {
       ++failed;
@@ -450,6 +464,8 @@ struct Stress {
     }
     ++done;
     CHECK(event.kind == EventKind::attention_done, event.slot);
+    const int64_t flag = __atomic_load_n(&gpu.result_flags[event.slot], __ATOMIC_ACQUIRE);
+    CHECK(flag == result_flag(event.epoch, event.layer, event.position), event.slot);
     const char* got = &results[event.slot * kMaxRows * kHeads * kHeadSize * bytes];
     CHECK(std::memcmp(got, request.expected.data(), request.expected.size()) == 0, event.slot);
     request.state = Request::ready;
@@ -475,7 +491,8 @@ struct Stress {
       const bool at_boundary = request.state == Request::ready && request.layer == 0;
       if (request.state == Request::absent && below(3) == 0) {
         start(slot);
-      } else if (request.state == Request::attending && below(12) == 0) {
+      } else if ((request.state == Request::attending || request.was_skipped) && request.state != Request::dying &&
+                 below(12) == 0) {
         CHECK(tier.cancel(slot), slot);
         request.state = Request::dying;
       } else if (at_boundary && request.position > 0 && below(8) == 0) {
@@ -487,10 +504,11 @@ struct Stress {
     ++num_steps;
     std::vector<int64_t> of_layer, slots;
     std::vector<Device::Row> rows;
-    for (int64_t layer = 0; layer < kLayers; ++layer) submit(layer, of_layer, slots, rows);
+    const bool may_skip = below(2);
+    for (int64_t layer = 0; layer < kLayers; ++layer) submit(layer, may_skip, of_layer, slots, rows);
     const bool sends_first = below(2);
     if (sends_first) gpu.send(rows);
-    tier.expect(num_steps, of_layer.data(), slots.data(), static_cast<int64_t>(slots.size()));
+    tier.expect(num_steps, of_layer.data(), slots.data(), static_cast<int64_t>(slots.size()), may_skip);
     if (!sends_first) gpu.send(std::move(rows));
     tier.wait(0.001);
     poll();
@@ -509,7 +527,11 @@ struct Stress {
       tier.wait(1);
       poll();
     }
-    const HostTierStats stats = tier.stats();
+    HostTierStats stats = tier.stats();
+    while (stats.tasks_in_hand > 0) {  // what was skipped is dropped without an event
+      std::this_thread::yield();
+      stats = tier.stats();
+    }
     CHECK(stats.tasks_in_hand == 0 && stats.moves_in_hand == 0 && tier.poll().empty(), -1);
     host.check_poison();
     device.check_poison();
@@ -542,7 +564,8 @@ int main(int argc, char** argv) {
   run.drain();
   CHECK(run.tier.stats().threads_alive == 1, -1);
   while (run.tier.stats().bytes_prefaulted < static_cast<int64_t>(run.host.data.size())) std::this_thread::yield();
-  CHECK(run.done > steps / 2 && run.failed > 0 && run.cancelled > 0 && run.moved > 0 && run.sent > steps / 4, -1);
+  CHECK(run.done > steps / 2 && run.failed > 0 && run.cancelled > 0 && run.moved > 0 && run.sent > steps / 4 &&
+            run.skipped > steps / 40, -1);
   run.tier.inject({0, false, 0, 0, 1});  // the last one dies: from here on everything fails, once
   const int64_t failed = run.failed;
   for (int i = 0; i < 10; ++i) run.step();
@@ -561,7 +584,7 @@ int main(int argc, char** argv) {
     brief.closed = true;
     brief.drain();
   }
-  std::printf("%ld done, %ld failed, %ld cancelled, %ld moved, %ld by the mailbox\n", long(run.done), long(run.failed),
-              long(run.cancelled), long(run.moved), long(run.sent));
+  std::printf("%ld done, %ld failed, %ld cancelled, %ld moved, %ld by the mailbox, %ld skipped\n", long(run.done),
+              long(run.failed), long(run.cancelled), long(run.moved), long(run.sent), long(run.skipped));
   return 0;
 }

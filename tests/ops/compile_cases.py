@@ -53,6 +53,7 @@ QUICK = (
     ("piggyback_concat bf16", 90),
     ("residual_fetch bf16", 90),
     ("gather_rows bf16", 90),
+    *(("piggyback_receive bf16", capability) for capability in DEVICES),
     *(("piggyback_send bf16", capability) for capability in DEVICES),
     *((f"copy_blocks bf16 {way}", 90) for way in ("to host", "to host, reversed", "back", "back, reversed")),
 )
@@ -127,6 +128,7 @@ def _rows() -> Iterator[tuple[str, Launch]]:
             (rows.piggyback_concat, (hidden, store, seats)),
             (rows.residual_fetch, (store, seats, hidden)),
             (rows.gather_rows, (store, seats, store)),
+            (rows.piggyback_receive, (seats, seats, seats[:1], seats[:1], flags, store, store, flags, seats)),
             (rows.piggyback_send, (hidden, q, k, v, seats, store, mailbox, flags, seats[:1])),
         ):
             yield f"{launch.__name__} {name}", _everywhere(functools.partial(launch, *args))

@@ -106,16 +106,18 @@ def print_quick() -> None:
 
 
 def resources() -> Iterator[tuple[str, dict[str, list[int]]]]:
-    """Yield each kernel of each case, and its registers, stack and shared memory for each device."""
+    """Yield each kernel of each case, and its registers, stack and shared memory for each device.
+
+    Of kernels with one label, these are the most that any of them takes.
+    """
     for name, launch in cases().items():
         rows: dict[str, dict[str, list[int]]] = {}
         for capability in DEVICES:
             for kernel in compiled([launch], capability):
                 about = describe(kernel, with_accesses=False)
                 label = name.replace("attend", "combine") if about["kernel"] == "_combine" else name
-                rows.setdefault(label, {})[f"sm_{capability}"] = [
-                    about[key] for key in ("registers", "stack", "shared")
-                ]
+                most = rows.setdefault(label, {}).setdefault(f"sm_{capability}", [0, 0, 0])
+                most[:] = map(max, most, (about[key] for key in ("registers", "stack", "shared")))
         yield from rows.items()
 
 

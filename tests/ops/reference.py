@@ -117,6 +117,29 @@ def residual_fetch(store_SD: Tensor, slots_P: Tensor, hidden_TD: Tensor) -> None
         hidden_TD[first + seat] = store_SD[slot] if slot >= 0 else 0
 
 
+def piggyback_receive(
+    slots_P: Tensor, wanted_P: Tensor, as_one_1: Tensor, step_1: Tensor, result_flags_S: Tensor,
+    host_results_SD: Tensor, results_SD: Tensor, skips_S: Tensor, joined_P: Tensor,
+) -> None:  # fmt: skip
+    """Let the seats join whose results are there, and those that want none; copy the results that are wanted.
+
+    With ``as_one`` all or none. The slots of the others are skipped in this step.
+    """
+    seats = [(seat, slot) for seat, slot in enumerate(slots_P.tolist()) if slot >= 0]
+    wanted, flags = wanted_P.tolist(), result_flags_S.tolist()
+    here = [(seat, slot) for seat, slot in seats if wanted[seat] in (0, flags[slot])]
+    if as_one_1.item() and len(here) < len(seats):
+        here = []
+    joined_P.fill_(-1)
+    for seat, slot in seats:
+        if (seat, slot) not in here:
+            skips_S[slot] = step_1[0]
+            continue
+        joined_P[seat] = slot
+        if wanted[seat]:
+            results_SD[slot] = host_results_SD[slot]
+
+
 def piggyback_send(
     hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, slots_P: Tensor, residuals_SD: Tensor,
     mailbox_SW: Tensor, flags_S: Tensor, step_1: Tensor,

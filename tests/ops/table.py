@@ -252,6 +252,22 @@ def _residual_fetch_samples(device: torch.device, dtype: torch.dtype) -> Iterato
         yield Sample(label=label, args=(store, slots, hidden))
 
 
+def _piggyback_receive_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    there, other = 2**40 + 1, 2**40 + 2
+    for label, seats, wanted, as_one, width in (
+        ("no seat", [], [], 0, 8),
+        ("all seats empty", [-1, -1], [0, there], 1, 8),
+        ("some are there, odd width", [4, -1, 0, 3, 5], [there, there, other, 0, there], 0, 7),
+        ("as one, and one is not there", [4, 0, 3], [there, other, 0], 1, 8),
+        ("as one, and all are there", [4, 3, -1, 5], [there, 0, 0, there], 1, 2049),
+    ):
+        index = [torch.tensor(x, dtype=torch.int64, device=device) for x in (seats, wanted, [as_one], [9])]
+        flags = torch.tensor([1, there, 0, other, there, there], dtype=torch.int64, device=device)
+        host, results = torch.randn(2, 6, width).to(device, dtype)
+        skips, joined = (torch.tensor(x, dtype=torch.int64, device=device) for x in ([7] * 6, [5] * len(seats)))
+        yield Sample(label=label, args=(*index, flags, host, results, skips, joined))
+
+
 def _piggyback_send_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for label, num_rows, (num_heads, kv_heads, head_size), seats in (
         ("no seat", 3, (2, 1, 16), []),
@@ -366,6 +382,7 @@ OPS: dict[str, OpSpec] = {
         (references.piggyback_concat, _piggyback_concat_samples),
         (references.residual_store, _residual_store_samples),
         (references.residual_fetch, _residual_fetch_samples),
+        (references.piggyback_receive, _piggyback_receive_samples),
         (references.piggyback_send, _piggyback_send_samples),
         (references.pack_linear, _pack_linear_samples),
         (references.packed_linear, _packed_linear_samples),

@@ -48,4 +48,4 @@ def test_every_kernel_is_launched_with_its_tensors_device_current(monkeypatch: p
         monkeypatch.setattr(module, name, Recorder(name))
     for launch in cases().values():
         launch(DEVICES[90])
-    assert launched == {name for _, name in KERNELS} and len(launched) == 7 and not current
+    assert launched == {name for _, name in KERNELS} and len(launched) == 8 and not current

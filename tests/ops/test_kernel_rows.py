@@ -102,6 +102,29 @@ def test_gather_writes_the_rows_of_its_slots_and_no_other(seed: int) -> None:
     assert_same((destination,), (expected,), "gather_rows", draw.dtype)
 
 
+@pytest.mark.parametrize("seed", range(16))
+def test_receive_lets_join_what_is_there_and_skips_the_rest(seed: int) -> None:
+    draw = Rows(seed)
+    num_slots, width = 1 + draw.below(70), 1 + draw.below(50) * (1 + 60 * draw.below(2))
+    host, results = draw.rows(num_slots, width).cpu(), draw.rows(num_slots, width)
+    slots = draw.slots(draw.below(num_slots + 1), num_slots)
+    flags = torch.randint(1, 3, (num_slots,), generator=draw.rng) + 2**40
+    wanted = torch.randint(0, 3, (len(slots),), generator=draw.rng)
+    wanted = torch.where(wanted > 0, wanted + 2**40, 0).to(DEVICE)
+    if draw.below(3) == 0 and len(slots):  # all are there
+        wanted = torch.where(wanted > 0, flags.to(DEVICE)[slots], 0)
+    as_one, step = torch.tensor([draw.below(2)], device=DEVICE), torch.tensor([2**40 + draw.below(9)], device=DEVICE)
+    skips, joined = torch.full((num_slots,), 7), torch.full_like(slots, 5)
+    expected = copy_of(results), copy_of(skips), copy_of(joined)
+    reference.piggyback_receive(slots, wanted, as_one, step, flags, host, *expected)
+    if DEVICE.type == "cuda":
+        host, flags, skips = host.pin_memory(), flags.pin_memory(), skips.pin_memory()
+    rows.piggyback_receive(slots, wanted, as_one, step, flags, host, results, skips, joined)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert_same((results, skips, joined), expected, "piggyback_receive", draw.dtype)
+
+
 def send_args(draw: Rows, num_slots: int, seats: int) -> tuple[Tensor, ...]:
     """Return piggyback_send's arguments, q, k and v cut from one tensor."""
     num_heads, kv_heads, head_size = 1 + draw.below(5), 1 + draw.below(2), (1, 5, 16, 24)[draw.below(4)]
@@ -152,6 +175,10 @@ def good(name: str) -> list[Any]:
         "piggyback_concat": [torch.zeros(3, 4), store, seats],
         "residual_fetch": [store, seats, torch.zeros(3, 4)],
         "gather_rows": [torch.zeros(6, 4), seats, store],
+        "piggyback_receive": [
+            seats, seats, torch.tensor([0]), torch.tensor([1]), torch.zeros(6).long(), torch.zeros(6, 4), store,
+            torch.zeros(6).long(), seats.clone(),
+        ],
         "piggyback_send": [
             torch.zeros(3, 4), kv, kv, kv, seats, store, torch.zeros(6, 48), torch.zeros(6).long(), torch.tensor([1]),
         ],
@@ -171,6 +198,10 @@ def good(name: str) -> list[Any]:
         ("residual_fetch", 0, torch.zeros(6, 4).half(), "store must be torch.float32"),
         ("residual_fetch", 1, torch.zeros(4).long(), "there are 4 slots but only 3 rows of hidden"),
         ("gather_rows", 0, torch.zeros(5, 4), r"source must be .*\[6, 4\]"),
+        ("piggyback_receive", 1, torch.tensor([0]), r"wanted must be torch.int64 of shape \[2\]"),
+        ("piggyback_receive", 4, torch.zeros(5).long(), r"result_flags must be .*\[6\]"),
+        ("piggyback_receive", 5, torch.zeros(6, 5), r"host_results must be .*\[6, 4\]"),
+        ("piggyback_receive", 8, torch.zeros(2), "joined must be torch.int64"),
         ("piggyback_send", 1, torch.zeros(2, 2, 8), r"hidden must be .*\[2, 4\]"),
         ("piggyback_send", 6, torch.zeros(6, 40), r"mailbox must be .*\[6, 48\]"),
         ("piggyback_send", 7, torch.zeros(5).long(), r"flags must be .*\[6\]"),
@@ -193,6 +224,7 @@ def test_what_does_not_fit_is_refused(name: str, index: int, value: Tensor, mess
         ("piggyback_concat", 2, [6]),
         ("residual_fetch", 1, [6]),
         ("gather_rows", 1, [6]),
+        ("piggyback_receive", 0, [6, 0]),
         ("piggyback_send", 4, [6, 0]),
     ],
 )

@@ -138,11 +138,11 @@ def _compile_without_waiting(mover: DirectMover, compile: Any = DirectMover._com
 
 
 def _expect_what_is_there(
-    host: HostTier, step: int, layers: Tensor, slots: Tensor, expect: Any = HostTier.expect
+    host: HostTier, step: int, layers: Tensor, slots: Tensor, expect: Any = HostTier.expect, **settings: bool
 ) -> None:
     assert host.flags_S is not None
     host.flags_S[slots] = step
-    expect(host, step, layers, slots)
+    expect(host, step, layers, slots, **settings)
 
 
 def _drain_one_stream(device: torch.device) -> None:

@@ -39,8 +39,11 @@ void HostTier::begin_token(int64_t slot, int64_t epoch, int64_t position, const 
   }
   Lock lock(mutex_);
   Slot& state = checked_slot(slot);
-  if (state.in_flight) refuse("slot ", slot, " has a task in flight: poll its event before the next token begins");
+  if (!is_free(state, slot)) {
+    refuse("slot ", slot, " has a task in flight: poll its event before the next token begins");
+  }
   state.bound = true;
+  state.cancelled = false;
   state.epoch = epoch;
   state.position = position;
   state.num_rows = num_rows;
@@ -51,25 +54,27 @@ void HostTier::check_layer(int64_t layer) const {
   if (layer < 0 || layer >= num_layers()) refuse("layer must be in [0, ", num_layers(), "), got ", layer);
 }
 
-// Whether a task may begin in each of these slots, -1 left out.
-void HostTier::check_free(const int64_t* slots, int64_t num_slots) {
+// Whether a task may begin in each of these slots, -1 left out, or may follow what is in them.
+void HostTier::check_free(const int64_t* slots, int64_t num_slots, bool may_be_busy) {
   if (closing_) refuse("the host tier is closed");
   ++num_calls_;
   for (int64_t i = 0; i < num_slots; ++i) {
     if (slots[i] == -1) continue;
     Slot& task = checked_slot(slots[i]);
     if (!task.bound) refuse("slot ", slots[i], " holds no token: call begin_token first");
-    if (task.in_flight) refuse("slot ", slots[i], " has a task in flight: poll its event before the next one begins");
+    if (!may_be_busy && (task.in_flight || task.num_expected > 0)) {
+      refuse("slot ", slots[i], " has a task in flight: poll its event before the next one begins");
+    }
     if (task.named_in == num_calls_) refuse("slot ", slots[i], " sits in two seats");
     task.named_in = num_calls_;
   }
 }
 
-// The slot has a task from here on; it is queued once its rows are there.
+// The slot has a task from here on, which counts as in hand; it is queued once its rows are there.
 void HostTier::claim(int64_t slot, int64_t layer, const Rows& rows) {
   Slot& task = slots_[static_cast<size_t>(slot)];
   task.in_flight = true;
-  task.cancelled = task.failed = false;
+  task.failed = false;
   task.message.clear();
   task.rows = rows;
   task.layer = layer;
@@ -77,7 +82,6 @@ void HostTier::claim(int64_t slot, int64_t layer, const Rows& rows) {
   task.piece_tokens = decode_piece_tokens(task.position + 1);
   task.begin = lowest / task.piece_tokens * task.piece_tokens;  // cpu_attention cuts here too, so they agree exactly
   task.num_pieces = task.next_piece = task.num_running = 0;
-  ++stats_.tasks_in_hand;
 }
 
 // Its rows are there.
@@ -120,6 +124,7 @@ void HostTier::submit(int64_t layer, const int64_t* slots, int64_t num_seats, co
       slots_[static_cast<size_t>(named[i])].num_rows = widths[i];
       claim(named[i], layer, own_rows(named[i]));
     }
+    stats_.tasks_in_hand += static_cast<int64_t>(named.size());
   }
   // The rows of a slot in flight that is not queued yet are this thread's alone.
   auto copy = [this](char* to, const TokenRow& from, int64_t num_heads) {
@@ -146,14 +151,14 @@ void HostTier::submit(int64_t layer, const int64_t* slots, int64_t num_seats, co
   notify(called);
 }
 
-void HostTier::expect(int64_t step, const int64_t* layers, const int64_t* slots, int64_t num_rows) {
+void HostTier::expect(int64_t step, const int64_t* layers, const int64_t* slots, int64_t num_rows, bool may_skip) {
   if (config_.mailbox == nullptr) refuse("the host tier has no mailbox: make it with mailbox=True");
   if (step < 1) refuse("step must be >= 1 (a flag is 0 at the start), got ", step);
   for (int64_t i = 0; i < num_rows; ++i) {
     if (slots[i] != -1) check_layer(layers[i]);
   }
   Lock lock(mutex_);
-  check_free(slots, num_rows);
+  check_free(slots, num_rows, may_skip);
   for (int64_t i = 0; i < num_rows; ++i) {
     if (slots[i] == -1) continue;
     const Slot& task = slots_[static_cast<size_t>(slots[i])];
@@ -164,9 +169,11 @@ void HostTier::expect(int64_t step, const int64_t* layers, const int64_t* slots,
   }
   for (int64_t i = 0; i < num_rows; ++i) {
     if (slots[i] == -1) continue;
-    claim(slots[i], layers[i], mailbox_rows(slots[i]));
-    slots_[static_cast<size_t>(slots[i])].last_step = step;
-    expected_.push_back({slots[i], layers[i], step});
+    Slot& task = slots_[static_cast<size_t>(slots[i])];
+    task.last_step = step;
+    if (++task.num_expected == 1 && task.failed) task.held = take_back(slots[i]);
+    ++stats_.tasks_in_hand;
+    expected_.push_back({slots[i], layers[i], step, may_skip});
   }
   if (expected_.empty()) return;
   watcher_called_ = true;
@@ -177,12 +184,21 @@ void HostTier::expect(int64_t step, const int64_t* layers, const int64_t* slots,
 bool HostTier::cancel(int64_t slot) {
   Lock lock(mutex_);
   Slot& task = checked_slot(slot);
+  if (!task.bound) return task.in_flight;
   task.bound = false;
-  if (!task.in_flight) return false;
   task.cancelled = true;
+  if (!task.in_flight) {  // there is no task, or its event was polled
+    task.in_flight = true;
+    deliver(task, event_of(task, slot));
+    return true;
+  }
   const bool was_queued = task.next_piece < task.num_pieces;
   withdraw(task, slot);
-  if (was_queued && task.num_running == 0) publish_task(task, slot);
+  if (was_queued && task.num_running == 0) {
+    publish_task(task, slot);
+  } else if (std::unique_ptr<HostEvent> event = take_back(slot)) {
+    deliver(task, std::move(*event));
+  }
   return true;
 }
 

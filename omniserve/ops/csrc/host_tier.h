@@ -9,6 +9,10 @@
 // A task's rows come with submit(), or by the mailbox, which carries one token: the device writes it, then the step's
 // number as a flag, and a thread of the tier watches the flags of what expect() has named (host_tier_mailbox.cpp).
 //
+// A device that is given a whole step at once may be told to join a result that is not there yet. It looks at the slot's
+// result flag as it reaches the layer. If the result is there, the row goes on and is sent at the next layer; if it is
+// not, the device skips the row: it writes the step's number to the slot's skip flag, and what was expected is dropped.
+//
 // Paper: omniserve 3.2.3 (input and output queue), 4 "The implementation of CPU Attention".
 #pragma once
 
@@ -24,6 +28,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -53,6 +58,8 @@ struct HostTierConfig {
   // order at system scope.
   const char* mailbox = nullptr;   // [num_slots, (N + 2 * K) * H]: q, k, v of a slot
   const int64_t* flags = nullptr;  // [num_slots], 0 at the start
+  const int64_t* skips = nullptr;  // [num_slots], 0 at the start: the step that last skipped the slot's row, released
+  int64_t* result_flags = nullptr;  // [num_slots], 0 at the start: result_flag() of the slot's last result, released
   double mailbox_spin_s = 200e-6;  // so long after the last flag, or the last expect(), its thread looks without a rest
   double mailbox_sleep_s = 20e-6;  // and then sleeps so long between two looks
   int64_t max_rows = 1;  // tokens of a task, at most; up to kMaxTaskRows
@@ -69,6 +76,14 @@ struct HostEvent {
   int64_t move_id = -1;
   std::string message;
 };
+
+// Names a slot's result; never 0. The host writes it behind the result, and the device compares it with what it waits
+// for. Positions are below kMaxResultPosition and layers below kMaxResultLayer; epochs are taken modulo 2^27.
+constexpr int64_t kMaxResultPosition = int64_t{1} << 24;
+constexpr int64_t kMaxResultLayer = (int64_t{1} << 12) - 1;
+inline int64_t result_flag(int64_t epoch, int64_t layer, int64_t position) {
+  return (epoch & ((int64_t{1} << 27) - 1)) << 36 | position << 12 | (layer + 1);
+}
 
 // Whole-block copies over all layers, between the pool and a cache in rows, K and V [L, num_blocks, K, S, H] apart.
 struct BlockMove {
@@ -113,7 +128,10 @@ class HostTier {
 
   const HostTierConfig& config() const { return config_; }
 
-  // Bind a slot to the `num_rows` tokens from `position` on. The block ids cover [0, position + num_rows). What the pool
+  // A slot is free if it has no task and no row of it is expected, or, with a mailbox, if nothing is left of its task but
+  // a result that was not polled: the device has used it, and no event tells of it any more.
+
+  // Bind a free slot to the `num_rows` tokens from `position` on. The block ids cover [0, position + num_rows). What the pool
   // holds at these positions and behind is overwritten or not read, so a later call may go back to a lower position.
   void begin_token(int64_t slot, int64_t epoch, int64_t position, const int64_t* block_ids, int64_t num_blocks,
                    int64_t num_rows = 1);
@@ -126,11 +144,15 @@ class HostTier {
 
   // As submit(), for rows that come by the mailbox: the task of slots[i], at layers[i], is queued once its flag is
   // `step`. Rows are named in the order in which they will be sent, as far as that is known: the order of looking.
-  void expect(int64_t step, const int64_t* layers, const int64_t* slots, int64_t num_rows);
+  //
+  // With `may_skip` the device may skip rows, and a slot may have a task, or rows that are expected already: its row
+  // comes only if the device has used the result before. A row that comes takes the place of the slot's task, of which
+  // no event tells any more. A row that is skipped leaves the task as it is.
+  void expect(int64_t step, const int64_t* layers, const int64_t* slots, int64_t num_rows, bool may_skip = false);
 
-  // Drop the slot's task and unbind the slot. True: its event has not been polled yet, and will be exactly once, when
-  // no thread touches the slot or its blocks any more, nor a device the slot's row in the mailbox: what is expected is
-  // waited for. False: there is none to wait for.
+  // Drop the slot's task and unbind the slot. True: one event is still to be polled, which comes when no thread touches
+  // the slot or its blocks any more, nor a device the slot's row in the mailbox: what is expected is waited for. So is
+  // it with an event that a task has failed. False: the slot was not bound, and there is none to wait for.
   bool cancel(int64_t slot);
 
   void start_move(BlockMove move);
@@ -168,11 +190,13 @@ class HostTier {
     int64_t num_rows = 1;
     std::vector<int32_t> block_table;
     int64_t last_step = 0;   // that expect() named
+    int64_t num_expected = 0;  // rows whose flags have not been seen
+    std::unique_ptr<HostEvent> held;  // failed or cancelled: the event comes when nothing is expected any more
     int64_t named_in = 0;    // the last call of submit() or expect() that named it
-    // The task: in flight from submit() or expect() until poll() hands its event out.
+    // The task: in flight from submit() or its flag until poll() hands its event out, or the next row takes its place.
     bool in_flight = false;
     Rows rows;
-    bool cancelled = false;
+    bool cancelled = false;  // until the slot is bound again
     bool failed = false;
     std::string message;
     int64_t layer = -1;
@@ -209,12 +233,14 @@ class HostTier {
     bool must_die = false;
   };
 
-  // A task that is in flight and whose flag has not been seen.
+  // A row whose flag has not been seen.
   struct Expected {
     int64_t slot;
     int64_t layer;
     int64_t step;
+    bool may_skip;
   };
+  enum class Arrival { waited_for, sent, skipped };
 
   struct Worker {
     std::condition_variable wake;
@@ -241,6 +267,10 @@ class HostTier {
   void fail_task(Slot& task, int64_t slot, std::string message);
   void fail_move(Move& move, std::string message);
   void publish_task(Slot& task, int64_t slot);
+  HostEvent event_of(const Slot& task, int64_t slot) const;
+  void deliver(Slot& task, HostEvent event);
+  std::unique_ptr<HostEvent> take_back(int64_t slot);
+  bool is_free(Slot& task, int64_t slot);
   void publish_move(Move& move);
   void push_event(HostEvent event);
   void fail_everything_queued(const std::string& message);
@@ -250,11 +280,14 @@ class HostTier {
   bool has_work() const { return !tasks_.empty() || !moves_.empty(); }
   void prefault();
   void watch();
+  Arrival look_at(const Expected& row) const;
   void take_flagged(bool all);
+  void begin_expected(const Expected& row);
+  void drop_expected(int64_t slot);
   void fail_expected(const std::string& message);
   Slot& checked_slot(int64_t slot);
   void check_layer(int64_t layer) const;
-  void check_free(const int64_t* slots, int64_t num_slots);
+  void check_free(const int64_t* slots, int64_t num_slots, bool may_be_busy = false);
   void claim(int64_t slot, int64_t layer, const Rows& rows);
   void enqueue(int64_t slot);
 
@@ -321,7 +354,7 @@ class HostTier {
 
   std::thread watcher_;
   std::vector<Expected> watched_;  // the watcher's alone while it lives; in the order in which it was expected
-  std::vector<int64_t> flagged_;   // likewise: slots whose flags this look found
+  std::vector<std::pair<Expected, Arrival>> flagged_;  // likewise: what this look found
   std::atomic<bool> watcher_called_{false};  // expected_ has something, or the tier closes
 
   std::thread prefaulter_;

@@ -77,6 +77,12 @@ HostTier::HostTier(HostTierConfig config)
   if ((config_.mailbox != nullptr) != (config_.flags != nullptr)) {
     refuse("a mailbox needs flags, and nothing else does");
   }
+  if (config_.mailbox != nullptr && (config_.skips == nullptr || config_.result_flags == nullptr)) {
+    refuse("a mailbox needs skip flags and result flags");
+  }
+  if (config_.mailbox != nullptr && num_layers() > kMaxResultLayer) {
+    refuse("a host tier with a mailbox has at most ", kMaxResultLayer, " layers, got ", num_layers());
+  }
   if (!(config_.mailbox_spin_s >= 0) || !(config_.mailbox_sleep_s >= 0)) {
     refuse("mailbox_spin_s and mailbox_sleep_s must be >= 0, got ", config_.mailbox_spin_s, " and ",
            config_.mailbox_sleep_s);

@@ -50,7 +50,19 @@ void HostTier::watch() {
   }
 }
 
-// Queue the tasks of rows whose flags are there. Layers are sent in the order in which they are watched, their rows in
+// Without `may_skip` no flag but the step's own is taken. The order of the two loads matters: a step that skips the slot
+// comes after one that has sent its row, so the row's flag is there if a later skip is.
+HostTier::Arrival HostTier::look_at(const Expected& row) const {
+  const bool is_past =
+      row.may_skip && __atomic_load_n(config_.skips + row.slot, __ATOMIC_ACQUIRE) >= row.step;
+  const int64_t flag = __atomic_load_n(config_.flags + row.slot, __ATOMIC_ACQUIRE);
+  if (flag == row.step) return Arrival::sent;
+  // A row that was sent is not sent again before its result is there, which it cannot be unless its flag was seen.
+  if (is_past || (row.may_skip && flag > row.step)) return Arrival::skipped;
+  return Arrival::waited_for;
+}
+
+// Queue the tasks of rows whose flags are there, and drop the rows that were skipped. Layers are sent in the order in which they are watched, their rows in
 // any: behind a layer with nothing new there is nothing, as a rule. `all`: look behind it too, for a device may have
 // another order, or have given a step up, and no row waits for another for ever.
 void HostTier::take_flagged(bool all) {
@@ -62,10 +74,11 @@ void HostTier::take_flagged(bool all) {
            watched_[i].step == watched_[group].step;
          ++i) {
       const Expected row = watched_[i];
-      if (__atomic_load_n(config_.flags + row.slot, __ATOMIC_ACQUIRE) == row.step) {
-        flagged_.push_back(row.slot);
-      } else {
+      const Arrival arrival = look_at(row);
+      if (arrival == Arrival::waited_for) {
         watched_[kept++] = row;
+      } else {
+        flagged_.emplace_back(row, arrival);
       }
     }
     if (!all && flagged_.size() == num_before) break;
@@ -75,10 +88,40 @@ void HostTier::take_flagged(bool all) {
   watched_.erase(begin + static_cast<std::ptrdiff_t>(kept), begin + static_cast<std::ptrdiff_t>(i));
   Called called;
   Lock lock(mutex_);
-  for (int64_t slot : flagged_) enqueue(slot);
+  for (const auto& [row, arrival] : flagged_) {
+    if (arrival == Arrival::sent) {
+      begin_expected(row);
+    } else {
+      drop_expected(row.slot);
+    }
+  }
   call_workers(called);
   lock.unlock();
   notify(called);
+}
+
+// The row takes the place of the slot's task, whose result the device has used. What was expected of the slot before it
+// was skipped, although this look may have come too early to see that.
+void HostTier::begin_expected(const Expected& row) {
+  Slot& task = slots_[static_cast<size_t>(row.slot)];
+  const auto earlier = [&row](const Expected& other) { return other.slot == row.slot && other.step < row.step; };
+  if (task.num_expected > 1) {
+    const auto kept = std::remove_if(watched_.begin(), watched_.end(), earlier);
+    task.num_expected -= watched_.end() - kept;
+    stats_.tasks_in_hand -= watched_.end() - kept;
+    watched_.erase(kept, watched_.end());
+  }
+  --task.num_expected;
+  task.held.reset();
+  take_back(row.slot);
+  claim(row.slot, row.layer, mailbox_rows(row.slot));
+  enqueue(row.slot);
+}
+
+void HostTier::drop_expected(int64_t slot) {
+  Slot& task = slots_[static_cast<size_t>(slot)];
+  --stats_.tasks_in_hand;
+  if (--task.num_expected == 0 && task.held) push_event(std::move(*std::exchange(task.held, nullptr)));
 }
 
 // The mutex is held, and the watcher is gone.
@@ -86,6 +129,12 @@ void HostTier::fail_expected(const std::string& message) {
   for (std::vector<Expected>* rows : {&watched_, &expected_}) {
     for (const Expected& row : *rows) {
       Slot& task = slots_[static_cast<size_t>(row.slot)];
+      if (task.num_expected > 1 || task.held || task.in_flight) {  // the slot has, or will have, another event
+        drop_expected(row.slot);
+        continue;
+      }
+      --task.num_expected;
+      claim(row.slot, row.layer, mailbox_rows(row.slot));
       fail_task(task, row.slot, message);
       publish_task(task, row.slot);
     }

@@ -23,7 +23,7 @@ namespace {
 // A tier and the memory that its threads use; `tier` goes first.
 struct Entry {
   Tensor pool, results;
-  std::optional<Tensor> scales, mailbox, flags, per_head;
+  std::optional<Tensor> scales, mailbox, flags_3S, per_head;
   std::unique_ptr<HostTier> tier;
 };
 
@@ -56,7 +56,7 @@ std::vector<int64_t> to_vector(const Tensor& tensor, const char* name) {
 // layer without sinks has -inf, one without slopes 0. The results are in the model's dtype, the pool too or in i8.
 int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor results_SMD, Tensor layers_L4,
                std::optional<Tensor> per_head_L2N, int64_t num_heads, int64_t num_threads, Tensor cores, bool prefault,
-               std::optional<Tensor> mailbox_SW, std::optional<Tensor> flags_S, double mailbox_spin_s,
+               std::optional<Tensor> mailbox_SW, std::optional<Tensor> flags_3S, double mailbox_spin_s,
                double mailbox_sleep_s) {
   check_dim(pool_LBK2SH, 6, "pool");
   check_contiguous(pool_LBK2SH, "pool");
@@ -117,7 +117,7 @@ int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor re
   config.num_threads = static_cast<int>(num_threads);
   for (int64_t core : to_vector(cores, "cores")) config.cores.push_back(static_cast<int>(core));
   config.prefault = prefault;
-  STD_TORCH_CHECK(mailbox_SW.has_value() == flags_S.has_value(), "a mailbox needs flags, and nothing else does");
+  STD_TORCH_CHECK(mailbox_SW.has_value() == flags_3S.has_value(), "a mailbox needs flags, and nothing else does");
   if (mailbox_SW) {
     const int64_t width = (num_heads + 2 * config.num_kv_heads) * config.head_size;
     check_dim(*mailbox_SW, 2, "mailbox");
@@ -126,16 +126,20 @@ int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor re
     check_type(*mailbox_SW, results_SMD.scalar_type(), "mailbox");
     STD_TORCH_CHECK(mailbox_SW->size(0) == config.num_slots && mailbox_SW->size(1) == width, "mailbox must be [",
                     config.num_slots, ", ", width, "], got ", shape_of(*mailbox_SW));
-    check_index(*flags_S, ScalarType::Long, "flags");
-    check_aligned(*flags_S, "flags");
-    STD_TORCH_CHECK(flags_S->size(0) == config.num_slots, "flags must be [", config.num_slots, "], got ",
-                    shape_of(*flags_S));
+    check_dim(*flags_3S, 2, "flags");
+    check_type(*flags_3S, ScalarType::Long, "flags");
+    check_contiguous(*flags_3S, "flags");
+    check_aligned(*flags_3S, "flags");
+    STD_TORCH_CHECK(flags_3S->size(0) == 3 && flags_3S->size(1) == config.num_slots, "flags must be [3, ",
+                    config.num_slots, "], got ", shape_of(*flags_3S));
     config.mailbox = static_cast<const char*>(mailbox_SW->const_data_ptr());
-    config.flags = static_cast<const int64_t*>(flags_S->const_data_ptr());
+    config.result_flags = static_cast<int64_t*>(flags_3S->mutable_data_ptr());
+    config.flags = config.result_flags + config.num_slots;
+    config.skips = config.flags + config.num_slots;
   }
   config.mailbox_spin_s = mailbox_spin_s;
   config.mailbox_sleep_s = mailbox_sleep_s;
-  auto entry = std::make_shared<Entry>(Entry{pool_LBK2SH, results_SMD, scales_LBK2S, mailbox_SW, flags_S,
+  auto entry = std::make_shared<Entry>(Entry{pool_LBK2SH, results_SMD, scales_LBK2S, mailbox_SW, flags_3S,
                                              per_head_L2N, nullptr});
   entry->tier = std::make_unique<HostTier>(std::move(config));
   std::lock_guard<std::mutex> lock(registry().mutex);
@@ -187,13 +191,13 @@ void submit(int64_t tier, int64_t layer, Tensor slots_P, Tensor q_PNH, Tensor k_
                       v.data());
 }
 
-void expect(int64_t tier, int64_t step, Tensor layers_R, Tensor slots_R) {
+void expect(int64_t tier, int64_t step, Tensor layers_R, Tensor slots_R, bool may_skip) {
   check_index(layers_R, ScalarType::Long, "layers");
   check_index(slots_R, ScalarType::Long, "slots");
   STD_TORCH_CHECK(layers_R.size(0) == slots_R.size(0), "there are ", layers_R.size(0), " layers for ", slots_R.size(0),
                   " slots");
   find(tier)->tier->expect(step, static_cast<const int64_t*>(layers_R.const_data_ptr()),
-                           static_cast<const int64_t*>(slots_R.const_data_ptr()), slots_R.size(0));
+                           static_cast<const int64_t*>(slots_R.const_data_ptr()), slots_R.size(0), may_skip);
 }
 
 bool cancel(int64_t tier, int64_t slot) { return find(tier)->tier->cancel(slot); }
@@ -274,11 +278,11 @@ STABLE_TORCH_LIBRARY(omniserve_host, m) {
   m.def(
       "create(Tensor(a!) pool_LBK2SH, Tensor(b!)? scales_LBK2S, Tensor(c!) results_SMD, Tensor layers_L4, "
       "Tensor? per_head_L2N, int num_heads, int num_threads, Tensor cores, bool prefault, Tensor? mailbox_SW, "
-      "Tensor? flags_S, float mailbox_spin_s, float mailbox_sleep_s) -> int");
+      "Tensor(d!)? flags_3S, float mailbox_spin_s, float mailbox_sleep_s) -> int");
   m.def("interleave(Tensor(a!) memory, Tensor nodes) -> ()");
   m.def("begin_token(int tier, int slot, int epoch, int position, int[] block_ids, int num_rows) -> ()");
   m.def("submit(int tier, int layer, Tensor slots_P, Tensor q_PNH, Tensor k_PKH, Tensor v_PKH) -> ()");
-  m.def("expect(int tier, int step, Tensor layers_R, Tensor slots_R) -> ()");
+  m.def("expect(int tier, int step, Tensor layers_R, Tensor slots_R, bool may_skip=False) -> ()");
   m.def("cancel(int tier, int slot) -> bool");
   m.def(
       "start_move(int tier, int move_id, bool to_host, Tensor(a!) k_LBKSH, Tensor(b!) v_LBKSH, int[] cache_ids, "

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <stdexcept>
 #include <utility>
@@ -271,20 +272,57 @@ void HostTier::publish_task(Slot& task, int64_t slot) {
   --stats_.tasks_in_hand;
   if (task.scratch.data) free_scratch_.push_back(std::move(task.scratch));
   task.scratch = Scratch{};
-  HostEvent event;
-  event.kind = EventKind::attention_done;
+  HostEvent event = event_of(task, slot);
   if (task.failed && !task.cancelled) {
     event.kind = EventKind::attention_failed;
     event.message = std::move(task.message);
     ++stats_.failures;
   } else if (!task.cancelled) {
     ++stats_.tasks_done;
+    if (config_.result_flags != nullptr) {
+      // Whoever sees the flag, or has polled the event, sees the result.
+      const int64_t flag = result_flag(task.epoch, task.layer, task.position);
+      __atomic_store_n(config_.result_flags + slot, flag, __ATOMIC_RELEASE);
+    }
   }
+  deliver(task, std::move(event));
+}
+
+// Of a task that is done or cancelled.
+HostEvent HostTier::event_of(const Slot& task, int64_t slot) const {
+  HostEvent event;
+  event.kind = EventKind::attention_done;
   event.slot = slot;
   event.epoch = task.epoch;
   event.layer = task.layer;
   event.position = task.position;
-  push_event(std::move(event));
+  return event;
+}
+
+// An event behind which the slot is given to others waits until no device writes the slot's row any more.
+void HostTier::deliver(Slot& task, HostEvent event) {
+  const bool ends = task.cancelled || event.kind == EventKind::attention_failed;
+  if (ends && task.num_expected > 0) {
+    task.held = std::make_unique<HostEvent>(std::move(event));
+  } else {
+    push_event(std::move(event));
+  }
+}
+
+// Return the slot's event, which is not polled then; null: there is none. A slot has one at most.
+std::unique_ptr<HostEvent> HostTier::take_back(int64_t slot) {
+  const auto found = std::find_if(events_.begin(), events_.end(), [slot](const auto& e) { return e.slot == slot; });
+  if (found == events_.end()) return nullptr;
+  auto event = std::make_unique<HostEvent>(std::move(*found));
+  events_.erase(found);
+  return event;
+}
+
+bool HostTier::is_free(Slot& task, int64_t slot) {
+  if (task.num_expected > 0) return false;
+  const bool is_used = task.in_flight && config_.mailbox != nullptr && !task.cancelled && !task.failed;
+  if (is_used && take_back(slot)) task.in_flight = false;
+  return !task.in_flight;
 }
 
 void HostTier::publish_move(Move& move) {

@@ -143,6 +143,53 @@ void residual_fetch(Tensor store, Tensor slots, Tensor hidden) {
       [&](int64_t i) { return slot_of_seat[i] < 0 ? nullptr : from + slot_of_seat[i] * from_stride; });
 }
 
+void piggyback_receive(Tensor slots, Tensor wanted, Tensor as_one, Tensor step, Tensor result_flags, Tensor host_results,
+                       Tensor results, Tensor skips, Tensor joined) {
+  check_rows(host_results, "host_results");
+  check_rows(results, "results");
+  check_type(results, host_results.scalar_type(), "results");
+  const int64_t num_seats = slots.size(0), num_slots = results.size(0), width = results.size(1);
+  STD_TORCH_CHECK(host_results.size(0) == num_slots && host_results.size(1) == width, "host_results must be [",
+                  num_slots, ", ", width, "] as results, got ", shape_of(host_results));
+  for (const auto& [tensor, size, name] :
+       {std::tuple<const Tensor&, int64_t, const char*>{slots, num_seats, "slots"}, {wanted, num_seats, "wanted"},
+        {as_one, 1, "as_one"}, {step, 1, "step"}, {result_flags, num_slots, "result_flags"},
+        {skips, num_slots, "skips"}, {joined, num_seats, "joined"}}) {
+    check_index(tensor, ScalarType::Long, name);
+    check_aligned(tensor, name);
+    STD_TORCH_CHECK(tensor.size(0) == size, name, " must be [", size, "], got ", shape_of(tensor));
+  }
+  const auto* slot_of_seat = static_cast<const int64_t*>(slots.const_data_ptr());
+  const auto* wanted_of_seat = static_cast<const int64_t*>(wanted.const_data_ptr());
+  check_rows_in_range(slot_of_seat, num_seats, num_slots, "slots");
+  const auto* flag_of_slot = static_cast<const int64_t*>(result_flags.const_data_ptr());
+  auto* const skip_of_slot = static_cast<int64_t*>(skips.mutable_data_ptr());
+  auto* const joined_seats = static_cast<int64_t*>(joined.mutable_data_ptr());
+  const int64_t number = *static_cast<const int64_t*>(step.const_data_ptr());
+  bool all_here = true;
+  for (int64_t seat = 0; seat < num_seats; ++seat) {
+    const int64_t slot = slot_of_seat[seat], flag = wanted_of_seat[seat];
+    const bool is_here = slot >= 0 && (flag == 0 || __atomic_load_n(flag_of_slot + slot, __ATOMIC_ACQUIRE) == flag);
+    joined_seats[seat] = is_here ? slot : -1;
+    all_here = all_here && (is_here || slot < 0);
+  }
+  const bool none = !all_here && *static_cast<const int64_t*>(as_one.const_data_ptr()) != 0;
+  const auto element = static_cast<int64_t>(results.element_size());
+  const char* const from = static_cast<const char*>(host_results.const_data_ptr());
+  char* const to = static_cast<char*>(results.mutable_data_ptr());
+  for (int64_t seat = 0; seat < num_seats; ++seat) {
+    const int64_t slot = slot_of_seat[seat];
+    if (none) joined_seats[seat] = -1;
+    if (slot < 0) continue;
+    if (joined_seats[seat] < 0) {
+      __atomic_store_n(skip_of_slot + slot, number, __ATOMIC_RELEASE);
+    } else if (wanted_of_seat[seat] != 0 && to != from) {
+      std::memcpy(to + slot * results.stride(0) * element, from + slot * host_results.stride(0) * element,
+                  static_cast<size_t>(width * element));
+    }
+  }
+}
+
 // Puts the heads of one token, [heads, H] with some distance between heads, side by side; returns where they end.
 char* pack_heads(char* to, const char* from, int64_t num_heads, int64_t head_stride, int64_t head_bytes) {
   if (head_stride == head_bytes) {
@@ -229,6 +276,9 @@ STABLE_TORCH_LIBRARY(omniserve, m) {
   m.def("residual_store(Tensor hidden_TD, Tensor(a!) store_SD, Tensor slots_P) -> ()");
   m.def("residual_fetch(Tensor store_SD, Tensor slots_P, Tensor(a!) hidden_TD) -> ()");
   m.def(
+      "piggyback_receive(Tensor slots_P, Tensor wanted_P, Tensor as_one_1, Tensor step_1, Tensor result_flags_S, "
+      "Tensor host_results_SD, Tensor(a!) results_SD, Tensor(b!) skips_S, Tensor(c!) joined_P) -> ()");
+  m.def(
       "piggyback_send(Tensor hidden_TD, Tensor q_TNH, Tensor k_TKH, Tensor v_TKH, Tensor slots_P, "
       "Tensor(a!) residuals_SD, Tensor(b!) mailbox_SW, Tensor(c!) flags_S, Tensor step_1) -> ()");
   m.def("pack_linear(Tensor weight_OI, Tensor(a!) packed) -> ()");
@@ -244,6 +294,7 @@ STABLE_TORCH_LIBRARY_IMPL(omniserve, CPU, m) {
   m.impl("piggyback_concat", TORCH_BOX(&omniserve::piggyback_concat));
   m.impl("residual_store", TORCH_BOX(&omniserve::residual_store));
   m.impl("residual_fetch", TORCH_BOX(&omniserve::residual_fetch));
+  m.impl("piggyback_receive", TORCH_BOX(&omniserve::piggyback_receive));
   m.impl("piggyback_send", TORCH_BOX(&omniserve::piggyback_send));
   m.impl("packed_linear", TORCH_BOX(&omniserve::packed_linear));
   m.impl("pack_linear", TORCH_BOX(&omniserve::pack_linear));

@@ -30,6 +30,16 @@ _RELEASE = tl.constexpr("""{
 """Store $2 to $1 from one thread (all threads of a program execute this), released to the whole system. A plain store:
 atomics on memory across PCIe need not be supported."""
 
+_ACQUIRE = tl.constexpr("ld.acquire.sys.global.b64 $0, [$1];")
+"""Load from $1, and with it all that the processor which released this value has written before."""
+_RELEASE_SOME = tl.constexpr("""{
+    .reg .pred is_meant;
+    setp.ne.s32 is_meant, $3, 0;
+    @is_meant st.release.sys.global.b64 [$1], $2;
+    mov.b32 $0, 0;
+}""")
+"""Store $2 to $1, released to the whole system, where $3 is not 0."""
+
 # Kernels are compiled anew for sizes and addresses that are multiples of 16, but not for what varies between steps.
 
 
@@ -90,20 +100,70 @@ def _concat_kernel(
     tl.store(out + row * out_stride + column, values, mask=inside)
 
 
-@triton.jit(debug=True, do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(
+    debug=True,
+    do_not_specialize=["num_seats", "num_slots"],
+    do_not_specialize_on_alignment=["slots", "wanted", "as_one", "step", "flags", "skips", "joined"],
+)
+def _receive_kernel(
+    slots: tl.tensor,
+    wanted: tl.tensor,
+    as_one: tl.tensor,
+    step: tl.tensor,
+    flags: tl.tensor,
+    skips: tl.tensor,
+    joined: tl.tensor,
+    num_seats: tl.tensor,
+    num_slots: tl.tensor,
+    TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+) -> None:
+    # One program, of which each thread has other seats: so each flag is looked at once, and all that follows from it
+    # reads what is stored here.
+    seat = tl.arange(0, TILE)
+    slot = tl.load(slots + seat, mask=seat < num_seats, other=-1)
+    tl.device_assert(slot < num_slots, "piggyback_receive: slots are out of range")
+    is_planned = slot >= 0
+    flag = tl.load(wanted + seat, mask=seat < num_seats, other=0)
+    places = flags + tl.where(is_planned, slot, 0)
+    if INTERPRETED:
+        found = tl.load(places)
+    else:
+        found = tl.inline_asm_elementwise(_ACQUIRE, "=l,l", [places], tl.int64, is_pure=False, pack=1)
+    is_here = is_planned & ((flag == 0) | (found == flag))
+    num_away = tl.sum((is_planned & (is_here == 0)).to(tl.int32), 0)
+    is_here = is_here & ((num_away == 0) | (tl.load(as_one) == 0))
+    is_skipped = is_planned & (is_here == 0)
+    tl.store(joined + seat, tl.where(is_here, slot, -1), mask=seat < num_seats)
+    skip_places = skips + tl.where(is_planned, slot, 0)
+    number = tl.load(step) + tl.zeros_like(slot)
+    if INTERPRETED:
+        tl.store(skip_places, number, mask=is_skipped)
+    else:
+        tl.inline_asm_elementwise(
+            _RELEASE_SOME, "=r,l,l,r", [skip_places, number, is_skipped.to(tl.int32)], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit(debug=True, do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots", "wanted"])
 def _gather_kernel(
     source: tl.tensor,
     destination: tl.tensor,
     slots: tl.tensor,
+    wanted: tl.tensor,
     num_slots: tl.tensor,
     source_stride: tl.tensor,
     destination_stride: tl.tensor,
     D: tl.constexpr,
     TILE: tl.constexpr,
+    IS_SOME: tl.constexpr,
 ) -> None:
     slot = tl.load(slots + tl.program_id(0))
     tl.device_assert(slot < num_slots, "slots are out of range")
-    if slot >= 0:
+    is_meant = slot >= 0
+    if IS_SOME:
+        is_meant = is_meant & (tl.load(wanted + tl.program_id(0)) != 0)
+    if is_meant:
         column = tl.program_id(1) * TILE + tl.arange(0, TILE)
         inside = column < D
         values = tl.load(source + slot * source_stride + column, mask=inside)
@@ -223,13 +283,40 @@ def gather_rows(source_SD: Tensor, slots_R: Tensor, destination_SD: Tensor) -> N
     _check("source", source_SD, (num_slots, width), destination_SD.dtype)
     _check("destination", destination_SD, (num_slots, width), destination_SD.dtype)
     _check("slots", slots_R, (num_rows,), torch.int64)
-    if num_rows and width:
-        tile, num_tiles, num_warps = _tiling(width, destination_SD)
-        with torch.cuda.device_of(destination_SD):
-            _gather_kernel[num_rows, num_tiles](
-                source_SD, destination_SD, slots_R, num_slots, source_SD.stride(0), destination_SD.stride(0),
-                D=width, TILE=tile, num_warps=num_warps, sanitize_overflow=False,
-            )  # fmt: skip
+    _gather(source_SD, slots_R, None, destination_SD)
+
+
+def piggyback_receive(
+    slots_P: Tensor, wanted_P: Tensor, as_one_1: Tensor, step_1: Tensor, result_flags_S: Tensor,
+    host_results_SD: Tensor, results_SD: Tensor, skips_S: Tensor, joined_P: Tensor,
+) -> None:  # fmt: skip
+    """Find out which late joins of a layer have their results by now, and fetch these.
+
+    A seat with ``wanted`` != 0 is a late join: its result is there if ``result_flags[slot] == wanted``. It is then
+    copied from ``host_results`` to ``results``. With ``as_one`` != 0 a seat whose result is not there keeps all others
+    away, too. ``joined`` becomes the slots of the seats that join, -1 elsewhere, and ``skips[slot] = step`` is written
+    for each other slot that is not -1, with release order at system scope. Each flag is looked at once, with acquire
+    order. ``result_flags``, ``host_results`` and ``skips`` are pinned CPU memory.
+    Paper: omniserve 3.2.3.
+    """
+    (num_slots, width), (num_seats,) = results_SD.shape, slots_P.shape
+    _check("host_results", host_results_SD, (num_slots, width), results_SD.dtype)
+    _check("results", results_SD, (num_slots, width), results_SD.dtype)
+    for name, index, size in (
+        ("slots", slots_P, num_seats), ("wanted", wanted_P, num_seats), ("joined", joined_P, num_seats),
+        ("as_one", as_one_1, 1), ("step", step_1, 1), ("result_flags", result_flags_S, num_slots),
+        ("skips", skips_S, num_slots),
+    ):  # fmt: skip
+        _check(name, index, (size,), torch.int64)
+    if not num_seats:
+        return
+    tile = max(32, triton.next_power_of_2(num_seats))  # a warp, so that no two threads have the same seat
+    with torch.cuda.device_of(results_SD):
+        _receive_kernel[(1,)](
+            slots_P, wanted_P, as_one_1, step_1, result_flags_S, skips_S, joined_P, num_seats, num_slots, TILE=tile,
+            INTERPRETED=triton.knobs.runtime.interpret, num_warps=1, sanitize_overflow=False,
+        )  # fmt: skip
+    _gather(host_results_SD, joined_P, wanted_P, results_SD)
 
 
 def piggyback_send(
@@ -268,6 +355,19 @@ def piggyback_send(
             D_TILE=tiles[0], Q_TILE=tiles[1], KV_TILE=tiles[2], INTERPRETED=triton.knobs.runtime.interpret,
             num_warps=_num_warps(max(tiles), dtype), sanitize_overflow=False,
         )  # fmt: skip
+
+
+def _gather(source_SD: Tensor, slots_R: Tensor, wanted_R: Tensor | None, destination_SD: Tensor) -> None:
+    """Write source[slot] to destination[slot] for each slot but -1, and but those whose ``wanted`` is 0."""
+    (num_slots, width), (num_rows,) = destination_SD.shape, slots_R.shape
+    if num_rows and width:
+        tile, num_tiles, num_warps = _tiling(width, destination_SD)
+        with torch.cuda.device_of(destination_SD):
+            _gather_kernel[num_rows, num_tiles](
+                source_SD, destination_SD, slots_R, slots_R if wanted_R is None else wanted_R, num_slots,
+                source_SD.stride(0), destination_SD.stride(0), D=width, TILE=tile, IS_SOME=wanted_R is not None,
+                num_warps=num_warps, sanitize_overflow=False,
+            )  # fmt: skip
 
 
 def _concat(
