@@ -60,9 +60,9 @@ class APEXPolicy(OmniServePolicy):
     corrects N_C (section 6, online profiling).
 
     What differs from the paper: LS before BE, under the latency control of ``omniserve``; the paper has no limit on the
-    wait of a small cohort; the first sub-batch has host rows only with ``hybrid_first_batch``. Prompts are computed into
-    device memory as a whole; where their KV went to the host layer by layer, they would need less of it (simulated, that
-    would bring up to 4 %: docs/reproduction.md). Without a latency model it overlaps always.
+    wait of a small cohort; the first sub-batch has host rows only with ``hybrid_first_batch``. Prompts are computed
+    into device memory as a whole; where their KV went to the host layer by layer, they would need less of it
+    (simulated, that would bring up to 4 %: docs/reproduction.md). Without a latency model it overlaps always.
     """
 
     options_type = APEXOptions
