@@ -2,8 +2,8 @@
 
     python -m benchmarks.host_drafts --record benchmarks/results/host_drafts.json
 
-Some LS requests decode all the time. The BE requests come at once; the device has memory for a few of them, so nearly
-all decode on the host tier. With a latency profile, as a server has it. The loads: ``continued``, what the built-in
+Some LS requests decode all the time. The BE requests come at once; the device has memory for a few of them, so most
+decode on the host tier. With a latency profile, as a server has it. The loads: ``continued``, what the built-in
 model writes, greedily, behind pages of Python's documentation, which it was trained on; ``rewritten``, the same, with
 that text as the prediction, but every 16th token changed, as when a document is rewritten; ``random``, tokens drawn
 from all of the vocabulary, where no guess is right. Only the BE requests have drafts.
@@ -152,23 +152,16 @@ def compare(serving: Serving, requests: Sequence[Request], load: str, repeats: i
         for name in ("be_tokens_per_s", "ls_tokens_per_s")
     }
     print(load, f"(same output: {len(outputs) == 1})")
-    print(
-        table_of(
-            [
-                {
-                    "": name,
-                    **{key: f"{some[name]:.3g}" for key, some in medians.items()},
-                    "ratio": f"{ratios[name]:.2f}",
-                }
-                if name in ratios
-                else {"": name, **{key: f"{some[name]:.3g}" for key, some in medians.items()}, "ratio": ""}
-                for name in medians["on"]
-            ]
-        )
-    )
+    rows = [
+        {
+            "": name, **{key: f"{some[name]:.3g}" for key, some in medians.items()},
+            "ratio": f"{ratios[name]:.2f}" if name in ratios else "",
+        }
+        for name in medians["on"]
+    ]  # fmt: skip
+    print(table_of(rows))
     return {"medians": medians, "ratios": ratios, "same_output": len(outputs) == 1, "raw": figures}
 
 
 if __name__ == "__main__":
-    torch.set_grad_enabled(False)
     main()

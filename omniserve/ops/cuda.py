@@ -10,9 +10,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-ROW_OPERATORS = ("store_kv", "piggyback_concat", "residual_fetch", "piggyback_receive", "piggyback_send")
-"""Operators that only move rows (``kernels/rows.py``). `residual_store` has no CUDA form: on a GPU rows leave through
-the mailbox, with `piggyback_send`."""
+ROW_OPERATORS = {
+    "store_kv": "rows", "piggyback_concat": "rows", "residual_fetch": "rows", "piggyback_receive": "mailbox",
+    "piggyback_send": "mailbox",
+}  # fmt: skip
+"""Operators that only move rows, and the modules of their kernels. `residual_store` has no CUDA form: on a GPU rows
+leave through the mailbox, with `piggyback_send`."""
 
 
 @functools.cache
@@ -32,13 +35,13 @@ def kernels(name: str) -> ModuleType:
     return import_module(f"omniserve.ops.kernels.{name}")
 
 
-def _row_operator(name: str) -> Callable[..., Tensor | None]:
+def _row_operator(name: str, module: str) -> Callable[..., Tensor | None]:
     def call(*args: Tensor) -> Tensor | None:
-        result: Tensor | None = getattr(kernels("rows"), name)(*args)
+        result: Tensor | None = getattr(kernels(module), name)(*args)
         return result
 
     return call
 
 
-for _name in ROW_OPERATORS:
-    torch.library.impl(f"omniserve::{_name}", "CUDA", _row_operator(_name))
+for _name, _module in ROW_OPERATORS.items():
+    torch.library.impl(f"omniserve::{_name}", "CUDA", _row_operator(_name, _module))

@@ -20,10 +20,11 @@ from omniserve.core.plan import (
 )
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import Tier
-from omniserve.sched.draft_rows import HostSeats, num_seats, with_drafts, with_host_drafts
+from omniserve.sched.draft_rows import with_drafts
+from omniserve.sched.host_draft_rows import HostSeats, with_host_drafts
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
-from omniserve.sched.step_cost import StepCost
+from omniserve.sched.step_cost import StepCost, num_seats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,9 +110,16 @@ class Deferral:
                 waiting |= {s.request_id for s in lower if self._can_wait(s, urgent_s, decodes, begin_s)}
         return frozenset(waiting)
 
-    def can_wait_for(self, state: RequestState, step_s: float, begin_s: float) -> bool:
-        """Return whether rows that left a step can wait for another one, of ``step_s``, that begins at ``begin_s``."""
-        return self._can_wait(state, step_s, [other for other in self._ls_decodes() if other.halted is None], begin_s)
+    def waits_for_time(self, batch: Batch, state: RequestState, bound_s: float, begin_s: float) -> bool:
+        """Return whether a chunk that left a step, for which this one has no time, waits rather than begin anew."""
+        halted = state.halted
+        if batch.cost is None or halted is None or not batch.chunks:
+            return False
+        samples = state.num_logits(halted.start, halted.num_tokens)
+        if batch.cost.seconds_with(halted.start, halted.num_tokens, samples=samples) <= bound_s:
+            return False
+        decodes = [other for other in self._ls_decodes() if other.halted is None]
+        return self._can_wait(state, batch.cost.seconds(), decodes, begin_s)
 
     # -- requests --------------------------------------------------------------------------------------------------
 

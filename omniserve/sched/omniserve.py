@@ -189,7 +189,7 @@ class OmniServePolicy(Policy):
         self, batch: Batch, state: RequestState, bound_s: float, min_tokens: int, begin_s: float
     ) -> Bound | None:
         if state.phase is Phase.DEVICE:
-            if state.halted is not None and self._waits_for_time(batch, state, bound_s, begin_s):
+            if self._deferral is not None and self._deferral.waits_for_time(batch, state, bound_s, begin_s):
                 return Bound.TIME
             return batch.run_or_preempt(state, (BE, LS), bound_s=bound_s, min_tokens=min_tokens)
         _, refused_by = batch.chunk_size(state, bound_s=bound_s, min_tokens=min_tokens)
@@ -197,16 +197,6 @@ class OmniServePolicy(Policy):
             return refused_by
         self._moves.make_room_for_ls(batch, state)
         return batch.admit(state, bound_s=bound_s, min_tokens=min_tokens)
-
-    def _waits_for_time(self, batch: Batch, state: RequestState, bound_s: float, begin_s: float) -> bool:
-        """Return whether a chunk that left a step, for which this one has no time, waits rather than begin anew."""
-        halted = state.halted
-        if self._deferral is None or batch.cost is None or halted is None or not batch.chunks:
-            return False
-        samples = state.num_logits(halted.start, halted.num_tokens)
-        if batch.cost.seconds_with(halted.start, halted.num_tokens, samples=samples) <= bound_s:
-            return False
-        return self._deferral.can_wait_for(state, batch.cost.seconds(), begin_s)
 
     def _go_on(self, batch: Batch, deferred: Set[str]) -> None:
         """Schedule what was deferred for prompts that are not in the step: there is no memory for them."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from omniserve.core.plan import Bound, Decision, LeftOut
+from omniserve.core.plan import Bound, Decision, LeftOut, PiggybackEntry, PiggybackJoin
 from omniserve.latency import BatchFeatures, HostSpeed, ModelShape, Predictor, StepRows
 from omniserve.latency.profile import Profile
 from omniserve.sched.state import RequestState
@@ -186,6 +187,14 @@ def decision_of(
 def seat_bucket(count: int, largest: int) -> int:
     """Return P for ``count`` rows: 0, or the smallest power of two that holds them, at most ``largest``."""
     return min(1 << (count - 1).bit_length(), largest) if count else 0
+
+
+def num_seats(rows: Sequence[PiggybackEntry | PiggybackJoin], most: int) -> int:
+    """Return P, the bucket of seats that holds a step's host rows in each layer; at most ``most``."""
+    per_layer: Counter[int] = Counter()
+    for row in rows:
+        per_layer[row.layer if isinstance(row, PiggybackJoin) else -1] += row.num_rows
+    return seat_bucket(max(per_layer.values(), default=0), most)
 
 
 @dataclass(frozen=True, slots=True)

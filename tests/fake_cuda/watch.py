@@ -151,7 +151,7 @@ class FakeCuda(TorchDispatchMode):
         if name not in ROW_OPERATORS:
             self.runtime.broken(f"{func} has no kernel for CUDA")
         with self:
-            return getattr(kernels("rows"), name)(*args)
+            return getattr(kernels(ROW_OPERATORS[name]), name)(*args)
 
 
 class _Functions(TorchFunctionMode):

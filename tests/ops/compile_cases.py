@@ -113,6 +113,7 @@ def _attend(
 
 def _rows() -> Iterator[tuple[str, Launch]]:
     """Yield launches with the shapes of an 8B model: D 4096, N 32, K 8, H 128."""
+    from omniserve.ops.kernels import mailbox as post
     from omniserve.ops.kernels import rows
 
     tokens, seats = torch.zeros(9, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
@@ -128,8 +129,8 @@ def _rows() -> Iterator[tuple[str, Launch]]:
             (rows.piggyback_concat, (hidden, store, seats)),
             (rows.residual_fetch, (store, seats, hidden)),
             (rows.gather_rows, (store, seats, store)),
-            (rows.piggyback_receive, (seats, seats, seats[:1], seats[:1], flags, store, store, flags, seats)),
-            (rows.piggyback_send, (hidden, q, k, v, seats, store, mailbox, flags, seats[:1])),
+            (post.piggyback_receive, (seats, seats, seats[:1], seats[:1], flags, store, store, flags, seats)),
+            (post.piggyback_send, (hidden, q, k, v, seats, store, mailbox, flags, seats[:1])),
         ):
             yield f"{launch.__name__} {name}", _everywhere(functools.partial(launch, *args))
 

@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from omniserve.ops.kernels import attention, blocks, rows
+from omniserve.ops.kernels import attention, blocks, mailbox, rows
 from tests.ops.compile_cases import DEVICES, cases
 
 KERNELS = [
     (module, name)
-    for module in (attention, blocks, rows)
+    for module in (attention, blocks, mailbox, rows)
     for name, value in vars(module).items()
     if hasattr(value, "run") and hasattr(value, "fn")  # what triton.jit makes
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from omniserve.ops import cuda
+from omniserve.ops.kernels import mailbox as post
 from omniserve.ops.kernels import rows
 from tests.ops import reference
 from tests.ops.checks import CPU, DTYPES, assert_same, check_against_reference, op_named
@@ -20,11 +22,17 @@ from tests.ops.tolerances import EXACT
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def kernel(name: str) -> Callable[..., Any]:
+    """Return what launches the kernel of a name."""
+    launch: Callable[..., Any] = getattr(post if hasattr(post, name) else rows, name)
+    return launch
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", cuda.ROW_OPERATORS)
 def test_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None:
     for sample in OPS[name].samples(DEVICE, dtype):
-        check_against_reference(getattr(rows, name), name, sample, dtype)
+        check_against_reference(kernel(name), name, sample, dtype)
 
 
 class Rows:
@@ -74,13 +82,13 @@ def test_a_history_of_steps_leaves_what_the_references_leave(seed: int) -> None:
         k, v = draw.rows(num_rows, kv_heads, head_size), draw.rows(num_rows, kv_heads, head_size)
         mapping = draw.slots(num_rows, 4 * block_size) if num_rows <= 4 * block_size else None
         there = copy_of(hidden)
-        for module, (*cache, residuals, letters, flags), rows_TD in (
-            (rows, state, hidden),
-            (reference, wanted, there),
+        for module, sender, (*cache, residuals, letters, flags), rows_TD in (
+            (rows, post, state, hidden),
+            (reference, reference, wanted, there),
         ):
             if mapping is not None:
                 module.store_kv(k, v, *cache, mapping)
-            module.piggyback_send(rows_TD, v, k, v, slots, residuals, letters, flags, number)
+            sender.piggyback_send(rows_TD, v, k, v, slots, residuals, letters, flags, number)
             module.residual_fetch(residuals, slots.flip(0), rows_TD)
         got, expected = (module.piggyback_concat(hidden, results, slots) for module in (rows, reference))
         assert_same((got, hidden, *state), (expected, there, *wanted), "store_kv", draw.dtype)
@@ -119,7 +127,7 @@ def test_receive_lets_join_what_is_there_and_skips_the_rest(seed: int) -> None:
     reference.piggyback_receive(slots, wanted, as_one, step, flags, host, *expected)
     if DEVICE.type == "cuda":
         host, flags, skips = host.pin_memory(), flags.pin_memory(), skips.pin_memory()
-    rows.piggyback_receive(slots, wanted, as_one, step, flags, host, results, skips, joined)
+    post.piggyback_receive(slots, wanted, as_one, step, flags, host, results, skips, joined)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     assert_same((results, skips, joined), expected, "piggyback_receive", draw.dtype)
@@ -160,7 +168,7 @@ def test_send_leaves_residual_letter_and_flag_of_each_seat(seed: int) -> None:
             expected[0][slot] = hidden[row]
             expected[1][slot] = torch.cat([part[row].flatten() for part in (q, k, v)])
             expected[2][slot] = step[0]
-    rows.piggyback_send(*args)
+    post.piggyback_send(*args)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     assert_same((residuals, mailbox, flags), expected, "piggyback_send", draw.dtype)
@@ -210,10 +218,10 @@ def good(name: str) -> list[Any]:
 )
 def test_what_does_not_fit_is_refused(name: str, index: int, value: Tensor, message: str) -> None:
     args = good(name)
-    getattr(rows, name)(*args)
+    kernel(name)(*args)
     args[index] = value
     with pytest.raises(ValueError, match=message):
-        getattr(rows, name)(*args)
+        kernel(name)(*args)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a device-side assertion ends the process's use of CUDA")
@@ -232,7 +240,7 @@ def test_an_index_out_of_range_fails_an_assertion(name: str, index: int, value: 
     args = good(name)
     args[index] = torch.tensor(value)
     with pytest.raises(Exception, match="out of range"):
-        getattr(rows, name)(*args)
+        kernel(name)(*args)
 
 
 def test_without_triton_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +313,7 @@ def test_a_cpu_thread_that_sees_a_flag_sees_the_letter() -> None:
     for step in range(1, steps + 1):
         number.fill_(step)
         qkv = letter.fill_(step).view(torch.bfloat16).split([num_heads, kv_heads, kv_heads], 1)
-        rows.piggyback_send(hidden, *qkv, slots, residuals, mailbox, flags, number)
+        post.piggyback_send(hidden, *qkv, slots, residuals, mailbox, flags, number)
         assert read.wait(60), f"step {step} has not come: {flags}"
         read.clear()
     thread.join(60)

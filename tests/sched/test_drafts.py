@@ -10,16 +10,12 @@ from omniserve.core.plan import DeviceChunk, MoveDirection, PiggybackEntry, Pigg
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.kv import KV_MANAGERS, Tier
 from omniserve.sched import Scheduler, policy_of
-from omniserve.sched.draft_rows import (
-    MAX_DRAFTS_WITHOUT_FORECAST,
-    HostSeats,
-    num_seats,
-    with_drafts,
-    with_host_drafts,
-)
+from omniserve.sched.draft_rows import MAX_DRAFTS_WITHOUT_FORECAST, with_drafts
 from omniserve.sched.drafter import Drafter, PromptLookup
+from omniserve.sched.host_draft_rows import HostSeats, with_host_drafts
 from omniserve.sched.speculation import MAX_DRAFTS, Speculation
 from omniserve.sched.state import AwayToken, RequestState
+from omniserve.sched.step_cost import num_seats
 from tests.sched.limits import BLOCK, make_limits
 from tests.sched.predictor import forecast
 

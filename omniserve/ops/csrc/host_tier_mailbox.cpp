@@ -62,9 +62,9 @@ HostTier::Arrival HostTier::look_at(const Expected& row) const {
   return Arrival::waited_for;
 }
 
-// Queue the tasks of rows whose flags are there, and drop the rows that were skipped. Layers are sent in the order in which they are watched, their rows in
-// any: behind a layer with nothing new there is nothing, as a rule. `all`: look behind it too, for a device may have
-// another order, or have given a step up, and no row waits for another for ever.
+// Queue the tasks of rows whose flags are there, and drop the rows that were skipped. Layers are sent in the order in
+// which they are watched, their rows in any: behind a layer with nothing new there is nothing, as a rule. `all`: look
+// behind it too, for a device may have another order, or have given a step up, and no row waits for another for ever.
 void HostTier::take_flagged(bool all) {
   flagged_.clear();
   size_t kept = 0, i = 0;

@@ -1,0 +1,162 @@
+"""Which tokens on the host tier take drafts along, and how many: several tokens a trip, under any policy.
+
+A token and its drafts enter, leave and join as one, a seat for each. After the last layer the sampler tells how many
+were right. As on the device (``draft_rows.py``) drafts are added to a step that is complete otherwise, from what it
+leaves: seats, time within the bound, free host blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, PiggybackEntry, PiggybackJoin
+from omniserve.kv.base import KVManager
+from omniserve.sched.draft_rows import most_drafts, work_of
+from omniserve.sched.state import RequestState
+from omniserve.sched.step_cost import StepCost, num_seats
+
+
+@dataclass(frozen=True, slots=True)
+class HostSeats:
+    """What a step has for host rows."""
+
+    taken: int
+    """Seats that it has without drafts."""
+    most: int
+    """Most seats."""
+    most_rows: int
+    """Most rows over all layers."""
+    most_drafts: int
+    """Most drafts of a token; 0: none has any."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """A host row of the step, and the drafts that may be beside it."""
+
+    row: PiggybackEntry | PiggybackJoin
+    drafts: Sequence[int]
+    chance: float
+
+    @property
+    def layer(self) -> int:
+        """Where it needs its seats; -1: where tokens enter."""
+        return self.row.layer if isinstance(self.row, PiggybackJoin) else -1
+
+
+def with_host_drafts(
+    entries: Sequence[PiggybackEntry], joins: Sequence[PiggybackJoin], states: Mapping[str, RequestState],
+    kv: KVManager, seats: HostSeats, *, cost: StepCost | None, bound_s: float, chunks: Sequence[DeviceChunk],
+    max_model_len: int, reserve_blocks: int,
+) -> tuple[list[PiggybackEntry], list[PiggybackJoin]]:  # fmt: skip
+    """Return a step's entries and joins with the drafts that they take along, and add these to the cost.
+
+    A token that enters may get drafts; those that entered with it join with it, as long as they find seats. Certain
+    rows have theirs first, then the drafts that are likeliest right.
+
+    Args:
+        entries: Tokens that enter, without drafts.
+        joins: Tokens that join, without drafts.
+        states: By request.
+        seats: What the step has for them.
+        cost: The step with these rows; None: nothing predicts what drafts cost.
+        bound_s: Most seconds of the step; drafts do not lengthen one beyond it.
+        chunks: The step's device rows.
+        reserve_blocks: Host blocks that stay free for tokens that are certain.
+    """
+    request_ids = [entry.request_id for entry in entries] + [join.request_id for join in joins]
+    if all(states[request_id].speculation is None for request_id in request_ids):
+        return list(entries), list(joins)
+    units = [_entering(entry, states[entry.request_id], seats, max_model_len, cost) for entry in entries]
+    units += [_joining(join, states[join.request_id]) for join in joins]
+    if not any(unit.drafts for unit in units):
+        return list(entries), list(joins)
+    counts = _num_taken(units, seats, cost=cost, bound_s=bound_s, work=work_of(cost, chunks))
+    rows: list[PiggybackEntry | PiggybackJoin] = []
+    for unit, count in zip(units, counts, strict=True):
+        row, state = unit.row, states[unit.row.request_id]
+        if isinstance(row, PiggybackEntry) and count:
+            count, block_ids = _stretched(row, state, count, kv, reserve_blocks)
+            row = dataclasses.replace(row, block_ids=block_ids)
+        rows.append(dataclasses.replace(row, draft_ids=tuple(unit.drafts[:count])))
+    if cost is not None:
+        drafts = [(unit.layer, len(row.draft_ids)) for unit, row in zip(units, rows, strict=True)]
+        last = cost.shape.num_layers - 1
+        cost.add_host_drafts(
+            num_seats(rows, seats.most), sum(n for _, n in drafts), sum(n for layer, n in drafts if layer == last)
+        )
+    return (
+        [row for row in rows if isinstance(row, PiggybackEntry)],
+        [row for row in rows if isinstance(row, PiggybackJoin)],
+    )
+
+
+def _entering(
+    entry: PiggybackEntry, state: RequestState, seats: HostSeats, max_model_len: int, cost: StepCost | None
+) -> _Unit:
+    speculation = state.speculation
+    if speculation is None or entry.token_id == PENDING_TOKEN or not seats.most_drafts:
+        return _Unit(entry, (), 0.0)
+    most = min(seats.most_drafts, most_drafts(state, speculation, max_model_len, has_forecast=cost is not None))
+    return _Unit(entry, speculation.draft(state.token_ids, state.num_tokens, most), speculation.chance)
+
+
+def _joining(join: PiggybackJoin, state: RequestState) -> _Unit:
+    assert state.away is not None
+    if state.speculation is None:
+        return _Unit(join, (), 0.0)
+    return _Unit(join, state.away.draft_ids, state.speculation.chance)
+
+
+def _num_taken(
+    units: Sequence[_Unit], seats: HostSeats, *, cost: StepCost | None, bound_s: float, work: float
+) -> list[int]:
+    """Return how many drafts each unit takes, with as many seats as let the step bring most tokens a second."""
+    if cost is None:
+        return _within(units, seats.most, seats.most_rows)[0]
+    last = cost.shape.num_layers - 1
+    best, best_rate = [0] * len(units), work / cost.seconds()
+    count = seats.taken
+    while True:
+        counts, value = _within(units, count, seats.most_rows)
+        trial = cost.copy()
+        num_sampled = sum(number for unit, number in zip(units, counts, strict=True) if unit.layer == last)
+        trial.add_host_drafts(count, sum(counts), num_sampled)
+        seconds = trial.seconds()
+        rate = (work + value / cost.shape.num_layers) / seconds
+        if seconds <= bound_s and rate > best_rate:
+            best, best_rate = counts, rate
+        if count >= seats.most:
+            return best
+        count = min(2 * count, seats.most)
+
+
+def _within(units: Sequence[_Unit], most_seats: int, most_rows: int) -> tuple[list[int], float]:
+    """Return how many drafts each unit takes, the likeliest first, and how many of all are right on average."""
+    # The second draft counts if the first one was right, and so on.
+    values = [(unit.chance ** (i + 1), number) for number, unit in enumerate(units) for i in range(len(unit.drafts))]
+    values.sort(key=lambda value: -value[0])
+    seats_left = Counter(dict.fromkeys((unit.layer for unit in units), most_seats))
+    seats_left.subtract(unit.layer for unit in units)
+    counts, expected, rows_left = [0] * len(units), 0.0, most_rows - len(units)
+    for value, number in values:
+        layer = units[number].layer
+        if rows_left > 0 and seats_left[layer] > 0:
+            counts[number] += 1
+            seats_left[layer] -= 1
+            rows_left -= 1
+            expected += value
+    return counts, expected
+
+
+def _stretched(
+    entry: PiggybackEntry, state: RequestState, count: int, kv: KVManager, reserve_blocks: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return how many of up to ``count`` drafts there are host blocks for, and the request's blocks."""
+    block_ids = kv.stretch(state.request_id, state.num_tokens + count, reserve_blocks=reserve_blocks)
+    if block_ids is not None:
+        return count, block_ids
+    return min(count, -state.num_tokens % kv.block_size), entry.block_ids
