@@ -216,7 +216,7 @@ def fake_gpu() -> Iterator[FakeRuntime]:
     runtime = FakeRuntime()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         runtime.install(patch)
-        for name in ("rows", "blocks", "attention"):
+        for name in ("rows", "mailbox", "blocks", "attention"):
             replace_kernels(kernels(name), runtime, patch)
         # torch's own reads the elements one by one.
         patch.setattr(FakeTensor, "tolist", lambda tensor: tensor.to("cpu").tolist())
