@@ -226,6 +226,15 @@ class StepPlan:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
     @property
+    def doubtful(self) -> frozenset[str]:
+        """Requests of ``joins`` that may miss the step: late ones, and with ``joins_as_one`` all at their layers."""
+        late = [join for join in self.joins if not join.is_ready]
+        if not (late and self.joins_as_one):
+            return frozenset(join.request_id for join in late)
+        layers = {join.layer for join in late}
+        return frozenset(join.request_id for join in self.joins if join.layer in layers)
+
+    @property
     def is_empty(self) -> bool:
         """True when no row is computed (moves may still start)."""
         return not (self.chunks or self.entries or self.joins or self.pipelined)

@@ -32,7 +32,7 @@ from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
 from omniserve.latency.profile import Profile
 from omniserve.latency.trace import StepTracer
-from omniserve.layers.patching import patched_model
+from omniserve.layers.patching import PatchedModel, patched_model
 from omniserve.ops.streams import drain
 from omniserve.runner.runner import ModelRunner
 from omniserve.sampling.grammar import GrammarCompiler
@@ -129,8 +129,7 @@ class Engine:
             forecast = Forecast.of_profile(profile, self._latency)
         limits = SchedulerLimits.of(
             config, options, self.spec, self.kv, max_model_len=self.max_model_len,
-            # A device with a mailbox is given all layers of a step before it has run the first one.
-            late_joins=self.host_tier is not None and self.host_tier.mailbox_SW is None,
+            late_layers=self._late_layers(patched),
             max_host_drafts=self.host_tier.max_rows - 1 if self.host_tier is not None else 0,
         )  # fmt: skip
         if limits.num_state_slots:
@@ -177,6 +176,16 @@ class Engine:
             else patched.device.type == "cuda",
             keeps_names=tracer is not None,
         )
+
+    def _late_layers(self, patched: PatchedModel) -> int:
+        """Return the number of layers at which a step can take results that come while it runs."""
+        if self.host_tier is None:
+            return 0
+        if self.host_tier.mailbox_SW is None:
+            return self.spec.num_layers
+        # The device finds out what came, and all layers are launched before that. It is known too late for layers that
+        # the host plans row by row (recurrent states), and for the tokens behind the last one.
+        return 0 if patched.has_between else self.spec.num_layers - 1
 
     # -- requests ------------------------------------------------------------------------------------------------
 

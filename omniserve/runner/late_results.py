@@ -1,5 +1,8 @@
 """LateResults: results of the host tier that come while a step runs, and which rows of it they let join.
 
+Where the device is given all layers of a step at once, it looks for them itself (``PiggybackRows.receive``), and
+``MissedJoins`` tells the scheduler later what it has found.
+
 Paper: omniserve 3.2.3; apex 3.4 (the device asks before a layer's post-attention whether the results are there).
 """
 
@@ -7,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from omniserve.core.plan import HostEvent, HostEventKind, PiggybackJoin
 from omniserve.host.tier import HostTier
+from omniserve.ops.streams import AsyncHostCopy
 
 
 class LateResults:
@@ -46,3 +52,23 @@ class LateResults:
         used = {id(result) for result in results if result is not None}
         self._events = [event for event in self._events if id(event) not in used]
         return came
+
+
+class MissedJoins:
+    """Which of a step's joins did not join, while the device still tells the host.
+
+    ``request_ids`` has the request of each seat of each layer with late joins, "" for a seat that is empty, in the
+    order of ``joined``: int64 on the device, -1 where the seat's row did not join.
+    """
+
+    def __init__(self, request_ids: Sequence[str], joined: Tensor) -> None:
+        self._request_ids = request_ids
+        self._copy = AsyncHostCopy([joined])
+
+    def result(self) -> frozenset[str]:
+        """Wait for the step, and return the requests whose joins did not join."""
+        (joined,) = self._copy.wait()
+        slots = joined.flatten().tolist()
+        return frozenset(
+            request_id for request_id, slot in zip(self._request_ids, slots, strict=True) if request_id and slot < 0
+        )

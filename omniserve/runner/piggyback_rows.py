@@ -28,6 +28,7 @@ _piggyback_concat = torch.ops.omniserve.piggyback_concat.default
 _residual_fetch = torch.ops.omniserve.residual_fetch.default
 _residual_store = torch.ops.omniserve.residual_store.default
 _piggyback_send = torch.ops.omniserve.piggyback_send.default
+_piggyback_receive = torch.ops.omniserve.piggyback_receive.default
 
 
 class PiggybackRows:
@@ -58,9 +59,10 @@ class PiggybackRows:
 
     def bring(self, plan: StepPlan) -> None:
         """Copy the results that join a step to the device; the step's stream waits for the copy, the host does not."""
-        if self._stream is None or not plan.joins:
+        slots = [join.slot for join in plan.joins if join.is_ready]
+        if self._stream is None or not slots:
             return
-        self._gather(torch.tensor([join.slot for join in plan.joins]))
+        self._gather(torch.tensor(slots))
         torch.cuda.current_stream(self._model.device).wait_stream(self._stream)
 
     def _gather(self, slots: Tensor) -> None:
@@ -82,7 +84,8 @@ class PiggybackRows:
         if plan.entries or joins:
             layers = [0] * len(plan.entries) + [join.layer + 1 for join in joins]
             slots = [entry.slot for entry in plan.entries] + [join.slot for join in joins]
-            self._tier.expect(self._step, torch.tensor(layers), torch.tensor(slots))
+            # A row is skipped where its result of the layer before is not there.
+            self._tier.expect(self._step, torch.tensor(layers), torch.tensor(slots), may_skip=True)
 
     def leave(
         self, layer: int, seats: SeatRows, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor
@@ -96,6 +99,23 @@ class PiggybackRows:
         first = hidden_TD.shape[0] - seats.rows_P.shape[0]
         q_PNH, k_PKH, v_PKH = (rows[first:].contiguous() for rows in (q_TNH, k_TKH, v_TKH))
         self._tier.submit(layer, seats.slots_P, q_PNH, k_PKH, v_PKH)
+
+    @property
+    def are_received(self) -> bool:
+        """The device itself looks for results that come in the course of a step; else the host does, between layers."""
+        return self._tier is not None and self._tier.mailbox_SW is not None
+
+    def receive(self, slots_P: Tensor, wanted_P: Tensor, as_one_1: Tensor, joined_P: Tensor) -> None:
+        """Find out which joins of a layer have their results by now, and write the slots of these to ``joined``.
+
+        Arguments as of ``piggyback_receive``; on a GPU the results of late joins come into ``results_SD``.
+        """
+        tier = self._tier
+        assert tier is not None and tier.result_flags_S is not None and tier.skips_S is not None
+        _piggyback_receive(
+            slots_P, wanted_P, as_one_1, self._step_1, tier.result_flags_S, tier.results_SD, self.results_SD,
+            tier.skips_S, joined_P,
+        )  # fmt: skip
 
     def post(self, slots_P: Tensor, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
         """Do the same through the mailbox, for the slots that ``announce`` has named."""

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import BetweenHook, PatchedModel, Rotary
 from omniserve.ops.attention import DeviceAttention, resolve_attention
 from omniserve.ops.attention.native import attend_triton
-from omniserve.ops.streams import StreamEvent
+from omniserve.ops.streams import StreamEvent, upload
 from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner, wants_graphs
-from omniserve.runner.late_results import LateResults
+from omniserve.runner.late_results import LateResults, MissedJoins
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.pipelining import AwaitedResults, HybridRows, SecondBatch, hybrid_entries, with_seats
 from omniserve.runner.safepoint import HaltedRows, Safepoints
@@ -40,7 +40,9 @@ from omniserve.runner.step_inputs import (
     PendingTokens,
     SeatRows,
     StepInputs,
+    joins_by_layer,
     make_step_inputs,
+    requests_in_seats,
     sampled_rows,
     stops_between_layers,
 )
@@ -62,6 +64,8 @@ class LaunchedStep:
     """The tokens; None: the step samples nothing."""
     end: StreamEvent | None = None
     """The end of a step that computes something but samples nothing."""
+    doubtful: MissedJoins | None = None
+    """Joins of which the device tells whether they have joined."""
 
 
 class ModelRunner:
@@ -133,14 +137,17 @@ class ModelRunner:
         """
         if step.end is not None:
             step.end.wait("a step")
+        output = step.output
+        if step.doubtful is not None:
+            output = dataclasses.replace(output, missed=output.missed | step.doubtful.result())
         if step.sample is None:
-            return step.output
+            return output
         sampled, failed = step.sample.result()
         tokens = {request_id: some for request_id, some in sampled.items() if some}
         return dataclasses.replace(
-            step.output,
+            output,
             tokens=tokens,
-            failed={**step.output.failed, **failed},
+            failed={**output.failed, **failed},
             unverified=frozenset(sampled.keys() - tokens.keys()),
         )
 
@@ -177,7 +184,7 @@ class ModelRunner:
             prompt_logprobs=scores, failed=failed, halted=layers.halted, lost=lost | layers.lost, missed=layers.missed
         )
         if not request_ids:
-            return LaunchedStep(output, None, end=StreamEvent(self._model.device))
+            return LaunchedStep(output, None, end=StreamEvent(self._model.device), doubtful=layers.doubtful)
         drafts = {chunk.request_id: chunk.drafts for chunk in plan.chunks if chunk.num_drafts}
         last = self._model.num_layers - 1
         drafts |= {
@@ -187,7 +194,7 @@ class ModelRunner:
         }
         sample = self._sampler.launch(self._model.logits(hidden_TD), request_ids, drafts)
         self._pending.note(request_ids, sample.tokens_R)
-        return LaunchedStep(output, sample)
+        return LaunchedStep(output, sample, doubtful=layers.doubtful)
 
     def _run_layers(self, plan: StepPlan, second: SecondBatch | None, hybrid: HybridRows | None) -> LayersOutput:
         if self.graphs is not None and (shape := self.graphs.shape_for(plan)) is not None:
@@ -276,11 +283,11 @@ class LayerLoop:
             hidden_TD = safepoints.before_layer(layer, hidden_TD)
             if safepoints.present is not present:
                 present, before = safepoints.present, inputs
-                inputs = self._inputs(present)
+                # The seats are the same as before, and so is what is known of late joins.
+                inputs = dataclasses.replace(
+                    self._inputs(present), joining=before.joining, missed=before.missed, found=before.found
+                )
                 rotary = islice(self._rotary(inputs), layer, None)
-                for settled in [each for each, seats in inputs.joining.items() if each < layer and seats.late]:
-                    joins = inputs.joining[settled].late
-                    inputs.settle(settled, [join.request_id not in before.missed for join in joins])
                 between = self.states.of_plan(present, inputs.missed)
             if second is not None:
                 second.begin_layer(layer)
@@ -320,7 +327,12 @@ class LayerLoop:
                 plan, num_layers=self.model.num_layers, first_seat=inputs.num_device_rows, device=self.model.device,
                 missed=missed,
             )  # fmt: skip
-        return LayersOutput(hidden_TD, sampled, halted or {}, missed)
+        doubtful: MissedJoins | None = None
+        if inputs.found:
+            joining = joins_by_layer(plan)
+            seats = [requests_in_seats(joining[layer], inputs.num_seats) for layer in inputs.found]
+            doubtful = MissedJoins(list(chain.from_iterable(seats)), torch.stack([*inputs.found.values()]))
+        return LayersOutput(hidden_TD, sampled, halted or {}, missed, doubtful)
 
     def _begin(self, plan: StepPlan) -> tuple[StepInputs, Iterator[Rotary], Tensor]:
         """Return the inputs of a plan, the rotary tables of its layers, and what the first layer is given."""
@@ -373,10 +385,22 @@ class LayerLoop:
     def _joining(self, inputs: StepInputs, layer: int) -> SeatRows | None:
         """Return the seats into which results come at a layer; None if all stay empty. Late joins are settled here."""
         seats = inputs.joining.get(layer)
-        if seats is not None and seats.late:
+        if seats is None or not seats.late:
+            return seats
+        if self.rows.are_received:
+            inputs.joining[layer] = self._receive(inputs, layer, seats)
+        else:
             inputs.settle(layer, self.late_results.settle(seats.late, as_one=inputs.joins_as_one))
-            seats = inputs.joining.get(layer)
-        return seats
+        return inputs.joining.get(layer)
+
+    def _receive(self, inputs: StepInputs, layer: int, seats: SeatRows) -> SeatRows:
+        """Let the device find out which joins of a layer have their results; no row of others is sent on."""
+        assert seats.wanted_P is not None
+        joined_P = torch.empty_like(seats.wanted_P)
+        as_one_1 = upload(torch.tensor([int(inputs.joins_as_one)]), joined_P.device)
+        self.rows.receive(seats.rows_P, seats.wanted_P, as_one_1, joined_P)
+        inputs.found[layer] = joined_P
+        return SeatRows(rows_P=joined_P, slots_P=seats.slots_P, positions=seats.positions)
 
     def _run_seats(
         self, layers: range, inputs: StepInputs, rotary: Iterator[Rotary], between: BetweenHook | None,

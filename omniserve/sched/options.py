@@ -48,7 +48,7 @@ class HostTierOptions(PolicyOptions):
     min_residence_s: float = 5.0
     """Seconds that a BE request's KV stays where it is after a move, unless an LS request needs the memory."""
     late_joins: bool = True
-    """A step looks for host results as it reaches their layer, if the device is a CPU; False: only before it begins."""
+    """A step looks for host results as it reaches their layer; False: only before it begins."""
 
     def most_rows(self, limits: SchedulerLimits) -> int:
         """Return the most piggyback rows of a step, over all layers."""
@@ -146,15 +146,16 @@ class SchedulerLimits:
     """Most blocks of BE requests to checkpoint a step; 0: none."""
     num_state_slots: int = 0
     """Most requests with recurrent states; 0: the model has none."""
-    late_joins: bool = False
-    """A step looks for host results as it reaches their layer, not only before it begins."""
+    late_layers: int = 0
+    """So many layers, from the first one on, in which a step looks for host results as it reaches them, not only before
+    it begins."""
     max_host_drafts: int = 0
     """Most drafts that a token takes with it through the host tier."""
 
     @classmethod
     def of(
         cls, config: EngineConfig, options: PolicyOptions, spec: ModelSpec, kv: KVManager, *, max_model_len: int,
-        late_joins: bool, max_host_drafts: int = 0,
+        late_layers: int, max_host_drafts: int = 0,
     ) -> Self:  # fmt: skip
         """Return the limits of an engine; ``options`` are its policy's, the others say what its device can."""
         has_checkpoints = options.checkpoint_kv or isinstance(kv, CanEvict)
@@ -167,6 +168,6 @@ class SchedulerLimits:
             ls_reserve_blocks=int(options.ls_reserve_fraction * kv.num_device_blocks),
             checkpoint_blocks=-(-config.max_num_batched_tokens // config.block_size) if has_checkpoints else 0,
             num_state_slots=num_state_slots(config, spec, has_host_tier=kv.num_host_blocks > 0),
-            late_joins=late_joins and isinstance(options, HostTierOptions) and options.late_joins,
+            late_layers=late_layers if isinstance(options, HostTierOptions) and options.late_joins else 0,
             max_host_drafts=max_host_drafts,
         )

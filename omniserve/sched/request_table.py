@@ -34,7 +34,7 @@ class RequestTable:
         self.waiting = {c: RequestQueue() for c in ServiceClass}
         self.device = {c: RequestQueue() for c in ServiceClass}
         self.residents = HostResidents(
-            num_slots=limits.num_host_slots, num_layers=limits.num_layers, late_joins=limits.late_joins
+            num_slots=limits.num_host_slots, num_layers=limits.num_layers, late_layers=limits.late_layers
         )
         self.moving: dict[int, tuple[RequestState, KVMove]] = {}
         self.abandoned_moves: set[int] = set()
@@ -84,7 +84,7 @@ class RequestTable:
             state.phase = Phase.DRAINING
         elif phase is Phase.HOST:
             self.residents.queue.remove(state)
-            if state.away is not None and not state.away.ready:
+            if state.away is not None and (not state.away.ready or state.away.may_be_expected):
                 state.phase = Phase.DRAINING
                 self._draining[state.slot] = state
                 self._cancels.append(state.slot)
@@ -224,6 +224,8 @@ class RequestTable:
     def _finish_attention(self, event: HostEvent) -> None:
         ended = self._draining.get(event.slot)
         if ended is not None and ended.epoch == event.epoch:
+            if not self.residents.is_last(event, ended):
+                return
             del self._draining[event.slot]
             ended.phase = Phase.FINISHED
             self._leave_host(ended)

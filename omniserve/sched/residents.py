@@ -8,22 +8,36 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, PiggybackJoin
 from omniserve.sched.late_joins import ResultOdds
-from omniserve.sched.state import AwayToken, RequestQueue, RequestState
+from omniserve.sched.state import AwayToken, Phase, RequestQueue, RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class AssumedJoin:
+    """A token that is assumed to join a step in flight."""
+
+    state: RequestState
+    away: AwayToken
+    """Where it is then."""
+    age: int | None
+    """Steps since its row was sent; None: its result was there when the step was planned."""
+    has_device_rows: bool
+    """The step has some."""
 
 
 class HostResidents:
     """Slots of the host tier and the tokens that are away.
 
-    With ``late_joins`` a step looks for results as it reaches their layer, so rows whose result is only expected may be
-    planned, too.
+    In the first ``late_layers`` layers a step looks for results as it reaches them, so rows whose result is only
+    expected may be planned there, too.
     """
 
-    def __init__(self, *, num_slots: int, num_layers: int, late_joins: bool) -> None:
+    def __init__(self, *, num_slots: int, num_layers: int, late_layers: int) -> None:
         self.num_layers = num_layers
-        self._late_joins = late_joins
+        self._late_layers = late_layers
         self._odds = ResultOdds()
         self._num_steps = 0
         self.num_token_steps = 0
@@ -70,12 +84,20 @@ class HostResidents:
     def on_event(self, event: HostEvent) -> RequestState | None:
         """Book an attention event; return its request, or None if the event is stale or a duplicate."""
         state = self._by_slot.get(event.slot)
-        if state is None or state.epoch != event.epoch or state.away is None or state.away.ready:
+        if state is None or state.epoch != event.epoch or state.away is None:
             return None
-        if (state.away.layer, state.away.position) != (event.layer, event.position):
+        away: AwayToken | None = state.away
+        while away is not None and away.layer > event.layer:
+            away = away.before
+        if away is None and state.away.position == event.position and event.kind is HostEventKind.ATTENTION_DONE:
+            return state  # a late join has used the result, and the event was on its way
+        if away is None or away.ready or (away.layer, away.position) != (event.layer, event.position):
             return None
         if event.kind is HostEventKind.ATTENTION_DONE:
-            self._set_ready(state, state.away)
+            if away is state.away:
+                self._set_ready(state, away)
+            else:
+                away.ready = True  # if it misses the step that it is assumed to join, it can join the next one
         return state
 
     def _set_ready(self, state: RequestState, away: AwayToken) -> None:
@@ -84,6 +106,13 @@ class HostResidents:
         if away.was_passed_over:
             # It came in the course of a step with device rows: a seat would have been of use, if not surely so.
             self._odds.note(self._num_steps - away.sent, has_device_rows=True, in_time=True)
+
+    def is_last(self, event: HostEvent, state: RequestState) -> bool:
+        """Return whether an event of a cancelled slot is the last one, behind which nothing uses the slot any more."""
+        away = state.away
+        if event.kind is HostEventKind.ATTENTION_FAILED or away is None:
+            return True
+        return away.before is None and not away.may_be_expected and away.layer == event.layer
 
     @property
     def is_busy(self) -> bool:
@@ -107,11 +136,11 @@ class HostResidents:
     def expected(self, *, has_device_rows: bool) -> list[list[RequestState]]:
         """Return, by layer, the residents whose result is not there but is expected in time; the first sent first."""
         expected: list[list[RequestState]] = [[] for _ in range(self.num_layers)]
-        if not self._late_joins:
+        if not self._late_layers:
             return expected
         for state in self.queue:
             away = state.away
-            if away is None or away.ready:
+            if away is None or away.ready or away.layer >= self._late_layers:
                 continue
             if self._odds.are_good(self._num_steps + 1 - away.sent, has_device_rows=has_device_rows):
                 expected[away.layer].append(state)
@@ -180,12 +209,12 @@ class HostResidents:
     def count_step(self, joins: Sequence[PiggybackJoin], *, has_device_rows: bool) -> None:
         """Count a step that computes something, and its joins; what is booked from here on belongs to it."""
         self._num_steps += 1
-        if not (self._late_joins and has_device_rows):
+        if not (self._late_layers and has_device_rows):
             return
         joining = {join.request_id for join in joins}
         for state in self.queue:
             away = state.away
-            if away is None or away.ready or state.request_id in joining:
+            if away is None or away.ready or away.layer >= self._late_layers or state.request_id in joining:
                 continue
             if away.was_passed_over:
                 self._odds.note(self._num_steps - 1 - away.sent, has_device_rows=True, in_time=False)
@@ -206,7 +235,6 @@ class HostResidents:
         """Book that a token joined at its layer, with these drafts; return True if that was the last one."""
         away = state.away
         assert away is not None
-        away.draft_ids = draft_ids
         if away.ready:
             self._ready[away.layer].remove(state)
         else:
@@ -215,10 +243,53 @@ class HostResidents:
             self.num_token_steps += self._num_steps - away.entered
             state.away = None
             return True
-        away.layer += 1
-        away.ready = away.was_passed_over = False
-        away.sent = self._num_steps
+        state.away = self._at_next_layer(away, draft_ids)
         return False
+
+    def assume(self, state: RequestState, *, has_device_rows: bool) -> AssumedJoin:
+        """Book that a token without drafts joins a step in flight at its layer, which is not the last one.
+
+        Whether it does is told by ``settle``. Until then a later step may be planned as if it did: if it did not, the
+        token misses that step, too.
+        """
+        before = state.away
+        assert before is not None and before.layer < self.num_layers - 1
+        if before.ready:
+            self._ready[before.layer].remove(state)
+        state.away = away = self._at_next_layer(before, ())
+        away.before = before
+        age = None if before.ready else self._num_steps - before.sent
+        return AssumedJoin(state, away, age, has_device_rows)
+
+    def settle(self, join: AssumedJoin, *, joined: bool) -> None:
+        """Book whether a token has joined a step that it was assumed to join; in the order of the steps."""
+        state, away = join.state, join.away
+        now, before = state.away, away.before
+        if state.phase is not Phase.HOST or now is None or before is None or away not in (now, now.before):
+            return  # it has left the tier, has not joined the step before, or had its next result before this
+        if join.age is not None:
+            self._odds.note(join.age, has_device_rows=join.has_device_rows, in_time=joined)
+        away.before = None
+        if joined:
+            return
+        assert not now.ready, f"{state.request_id} has a result of a layer that it has not come to"
+        state.away = before
+        before.may_be_expected = True
+        if before.ready:
+            self._ready[before.layer].add(state)
+
+    def is_at(self, join: PiggybackJoin) -> bool:
+        """Return whether a token stands where a join has it."""
+        state = self._by_slot.get(join.slot)
+        if state is None or state.epoch != join.epoch or state.away is None:
+            return False
+        return (state.away.layer, state.away.position) == (join.layer, join.position)
+
+    def _at_next_layer(self, away: AwayToken, draft_ids: tuple[int, ...]) -> AwayToken:
+        return AwayToken(
+            position=away.position, layer=away.layer + 1, entered=away.entered, sent=self._num_steps,
+            draft_ids=draft_ids,
+        )  # fmt: skip
 
     def miss(self, state: RequestState, *, has_device_rows: bool) -> None:
         """Book that a token did not join at its layer: it stays away."""

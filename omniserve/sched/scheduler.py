@@ -33,6 +33,7 @@ from omniserve.sched.drafter import PromptLookup
 from omniserve.sched.options import PolicyOptions, SchedulerLimits
 from omniserve.sched.policy import Policy
 from omniserve.sched.request_table import RequestTable
+from omniserve.sched.residents import AssumedJoin
 from omniserve.sched.speculation import Speculation
 from omniserve.sched.state import HaltedChunk, Phase, RequestState
 from omniserve.sched.step_cost import Forecast
@@ -49,6 +50,14 @@ class _Settled:
     chunk: DeviceChunk | None
     """Its device rows; None: its token has passed the last layer on the host tier."""
     num_drafts: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Advanced:
+    """A step that was advanced and is not settled."""
+
+    rows: Sequence[_Settled]
+    joins: Sequence[AssumedJoin]
 
 
 class Scheduler:
@@ -75,7 +84,7 @@ class Scheduler:
         self._limits = limits
         self._kv = kv
         self._classes = {spec.name: (rank, ServiceClass(spec.kind)) for rank, spec in enumerate(limits.config.classes)}
-        self._in_flight: dict[int, list[_Settled]] = {}
+        self._in_flight: dict[int, _Advanced] = {}
         """Step id -> what ``settle`` has to look at."""
         self._orders = itertools.count()
         self._output_tokens: Counter[str] = Counter()
@@ -173,8 +182,15 @@ class Scheduler:
         )
 
     def is_certain(self, plan: StepPlan) -> bool:
-        """Return whether all that ``advance`` books of a plan is known before it has run."""
-        if plan.preemptible or plan.pipelined or not all(join.is_ready for join in plan.joins):
+        """Return whether all that ``advance`` books of a plan is known before it has run.
+
+        Not known is whether a late join will join, but it may be assumed: only who passes the last layer has a token.
+        """
+        if plan.preemptible or plan.pipelined:
+            return False
+        if (doubtful := plan.doubtful) and any(
+            join.request_id in doubtful and (self._is_last(join) or join.draft_ids) for join in plan.joins
+        ):
             return False
         if any(chunk.from_layer or chunk.scores is not None or chunk.num_drafts for chunk in plan.chunks):
             return False
@@ -191,13 +207,15 @@ class Scheduler:
         """Book what is known of a step without its tokens: which KV there is, where requests are, which get a token.
 
         Each new token is PENDING_TOKEN until ``settle``. A request that gets its last one is not scheduled any more.
-        If there is no ``output`` yet, the plan is certain.
+        If there is no ``output`` yet, the plan is certain, and its late joins are assumed to join.
         """
+        assumed = plan.doubtful if output is None else frozenset()
         output, requests = output or StepOutput(), self.requests
         residents, has_device_rows = requests.residents, bool(plan.chunks)
         if not plan.is_empty:
             residents.count_step(plan.joins, has_device_rows=has_device_rows)
         rows: list[_Settled] = []
+        assumed_joins: list[AssumedJoin] = []
         for chunk in plan.chunks:
             state = requests.states[chunk.request_id]
             state.halted = None
@@ -227,6 +245,8 @@ class Scheduler:
             state = requests.states[join.request_id]
             if join.request_id in output.missed:
                 residents.miss(state, has_device_rows=has_device_rows)
+            elif join.request_id in assumed:
+                assumed_joins.append(residents.assume(state, has_device_rows=has_device_rows))
             elif residents.advance(state, join.draft_ids, has_device_rows=has_device_rows):
                 rows += self._arrived(state, len(join.draft_ids), output)
         for row in plan.pipelined:
@@ -236,7 +256,7 @@ class Scheduler:
                 requests.preempt(state)
             else:
                 rows += self._arrived(state, 0, output)
-        self._in_flight[plan.step_id] = rows
+        self._in_flight[plan.step_id] = _Advanced(rows, assumed_joins)
 
     def _arrived(self, state: RequestState, num_drafts: int, output: StepOutput) -> list[_Settled]:
         """Book that a token has passed its last layer on the host tier, with so many drafts."""
@@ -264,7 +284,10 @@ class Scheduler:
         """
         self.policy.on_step_end(plan, now_s)
         outputs: list[RequestOutput] = []
-        for settled in self._in_flight.pop(plan.step_id):
+        advanced = self._in_flight.pop(plan.step_id)
+        for join in advanced.joins:
+            self.requests.residents.settle(join, joined=join.state.request_id not in output.missed)
+        for settled in advanced.rows:
             state, chunk = settled.state, settled.chunk
             request_id = state.request_id
             if self.requests.states.get(request_id) is not state:
@@ -277,7 +300,9 @@ class Scheduler:
         return outputs
 
     def refresh(self, plan: StepPlan) -> StepPlan:
-        """Return a plan that was made before the last ``settle``, without ended requests and with the tokens that came.
+        """Return a plan that was made before the last ``settle``, with the tokens that came.
+
+        Without the requests that have ended, and without joins of tokens that have not come to their layer.
 
         Only of a plan that is neither launched nor advanced.
         """
@@ -300,6 +325,7 @@ class Scheduler:
             plan,
             chunks=chunks,
             entries=tuple(token(entry) for entry in plan.entries if entry.request_id in states),
+            joins=tuple(join for join in plan.joins if self.requests.residents.is_at(join)),
             pipelined=tuple(
                 token(row) if isinstance(row, PiggybackEntry) else row
                 for row in plan.pipelined

@@ -39,7 +39,7 @@ class Phase(enum.StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class AwayToken:
     """The one token of a HOST request that is on its way through the layers, with drafts of those behind it."""
 
@@ -54,6 +54,10 @@ class AwayToken:
     was_passed_over: bool = False
     """The last step had no seat for it, as its result was not expected in time."""
     draft_ids: tuple[int, ...] = ()
+    before: AwayToken | None = None
+    """Where the token still is if it misses a step in flight that it is assumed to join; None: that is certain."""
+    may_be_expected: bool = False
+    """The host tier may still expect its row of a step in flight, which will not send it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from omniserve.latency.base import AlphaBeta
 from omniserve.latency.omniserve import pipeline_wait_s
 from omniserve.simulate.hardware import DeviceSpec, HostSpec
 from omniserve.simulate.host_tier import Copies, HostNode
-from omniserve.simulate.machine import Machine, host_speed_of
+from omniserve.simulate.machine import Machine, engine_late_layers, host_speed_of
 from omniserve.simulate.models import ModelDims
 
 _BYTES = 2  # of an element
@@ -179,7 +179,7 @@ class AnalyticDevice(Predictor):
 
 def analytic_machine(
     model: ModelDims, device: DeviceSpec, count: int = 1, *, hosts: tuple[HostSpec, ...] = (),
-    host_share: float = HOST_SHARE, late_joins: bool = False,
+    host_share: float = HOST_SHARE, late_layers: int | None = None,
 ) -> Machine:  # fmt: skip
     """Return a machine of data sheets.
 
@@ -189,7 +189,7 @@ def analytic_machine(
         count: How many, tensor parallel.
         hosts: Hosts that attend for best-effort requests: the device's own first, then remote ones. None: no host tier.
         host_share: See HOST_SHARE.
-        late_joins: As in ``Machine``: steps are those of the paper, and not those of the engine on a GPU.
+        late_layers: As in ``Machine``; None: as the engine has them on a GPU. In the paper's steps it is all layers.
 
     Raises:
         ValueError: The model does not fit the devices.
@@ -210,7 +210,7 @@ def analytic_machine(
         forecast=predictor,
         hosts=nodes,
         copies=Copies(to_host=link, to_device=link),
-        late_joins=late_joins,
+        late_layers=engine_late_layers(model.spec, on_gpu=True) if late_layers is None else late_layers,
         device_kv_bytes=int(free_bytes),
         host_kv_bytes=int(sum(0.8 * host.memory_bytes for host in hosts)),
     )

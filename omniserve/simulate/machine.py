@@ -29,9 +29,9 @@ class Machine:
     copies: Copies
     host_has_own_cores: bool = True
     """A host tier at work takes nothing from the device tier, a GPU. Else both are one CPU."""
-    late_joins: bool = False
-    """A step sends rows layer by layer as it runs, and looks for results as it reaches their layer (omniserve 3.2.3).
-    False: it sends all at its end, and only results that are there before it begins join it."""
+    late_layers: int = 0
+    """In so many layers, from the first one on, a step looks for results as it reaches them, and it sends rows layer by
+    layer as it runs (omniserve 3.2.3). 0: it sends all at its end, and only results from before its beginning join."""
     device_kv_bytes: int | None = None
     """Memory for KV, all devices together; None: not known, the engine's settings say it."""
     host_kv_bytes: int | None = None
@@ -40,6 +40,14 @@ class Machine:
     @property
     def shape(self) -> ModelShape:
         return ModelShape.of(self.spec)
+
+
+def engine_late_layers(spec: ModelSpec, *, on_gpu: bool) -> int:
+    """Return the number of layers at which the engine's steps take results that come while they run."""
+    if not on_gpu:
+        return spec.num_layers
+    # See ``Engine._late_layers``.
+    return 0 if spec.state_bytes else spec.num_layers - 1
 
 
 def host_speed_of(hosts: Sequence[HostNode]) -> HostSpeed | None:
@@ -91,5 +99,5 @@ def machine_of_profile(profile: Profile, spec: ModelSpec, *, latency_model: str 
             to_host=profile.copy_to_host, to_device=profile.copy_to_device, by_host_threads=not own_cores
         ),
         host_has_own_cores=own_cores,
-        late_joins=not own_cores,  # the engine on a GPU has none yet
+        late_layers=engine_late_layers(spec, on_gpu=own_cores),
     )  # fmt: skip

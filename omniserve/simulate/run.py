@@ -123,7 +123,7 @@ class _Run:
                 held=lambda request_id: kv.num_held(request_id, Tier.HOST),
             )  # fmt: skip
         limits = SchedulerLimits.of(
-            settings, options, spec, kv, max_model_len=max_model_len(settings, spec), late_joins=machine.late_joins
+            settings, options, spec, kv, max_model_len=max_model_len(settings, spec), late_layers=machine.late_layers
         )
         # With perfect predictions there is nothing to correct, and correcting costs as much as predicting.
         is_exact = config.noise == 0 and machine.spread is None and machine.forecast is machine.device

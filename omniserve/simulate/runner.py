@@ -84,7 +84,7 @@ class SimulatedRunner:
             self.features = features_of(plan, self._shape, host_works=self.host_works)
             self.seconds, halted = self._take(plan)
         if self._tier is not None:
-            self._tier.submit(plan, start_s, self.seconds, during_step=self._machine.late_joins)
+            self._tier.submit(plan, start_s, self.seconds, during_step=self._machine.late_layers > 0)
         self.now_s = start_s + self.seconds
         last_layer = self._machine.spec.num_layers - 1
         tokens = {c.request_id: _TOKENS for c in plan.chunks if c.samples and c.request_id not in halted}

@@ -25,10 +25,11 @@ from omniserve import (
     SamplingParams,
     TokenLogprob,
 )
-from omniserve.core.plan import HostEvent, PiggybackJoin, StepPlan
+from omniserve.core.plan import HostEvent, PiggybackJoin, StepOutput, StepPlan
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.kv import BidirectionalKVManager, Tier
 from omniserve.latency import ModelShape, Profile
+from omniserve.runner.runner import LaunchedStep
 from tests.engine_settings import flat_config
 from tests.latency.samples import make_profile
 from tests.parity.models import VOCAB_SIZE
@@ -263,6 +264,28 @@ def watch_late_joins(engine: Engine, tally: Tally, rng: random.Random) -> None:
     late_results.settle = watched  # type: ignore[method-assign]
 
 
+def watch_received_joins(engine: Engine, tally: Tally) -> None:
+    """Count the late joins that the device itself looks for, as it does with a mailbox."""
+    runner = engine.runner
+    launch, collect = runner.launch, runner.collect
+    doubtful: dict[int, int] = {}
+
+    def launch_and_note(plan: StepPlan) -> LaunchedStep:
+        step = launch(plan)
+        if step.doubtful is not None:
+            doubtful[id(step)] = len(plan.doubtful)
+        return step
+
+    def collect_and_count(step: LaunchedStep) -> StepOutput:
+        output = collect(step)
+        if (count := doubtful.pop(id(step), 0)) > 0:
+            tally.missed_joins += len(output.missed)
+            tally.late_joins += count - len(output.missed)
+        return output
+
+    runner.launch, runner.collect = launch_and_note, collect_and_count  # type: ignore[method-assign]
+
+
 def watch_plans(engine: Engine, tally: Tally) -> None:
     """Count drafts on the host tier by whether they come to its last layer, and rows of hybrid sub-batches."""
     last = engine.spec.num_layers - 1
@@ -315,6 +338,7 @@ def run_history(
         if faults and tier is not None:
             tier.inject(delay_s=rng.choice([0.0, 0.0005, 0.003]), shuffle_seed=rng.choice([None, seed]))
         watch_late_joins(engine, tally, random.Random(-2 - seed))
+        watch_received_joins(engine, tally)
         watch_plans(engine, tally)
         deaths_left = engine.config.host_threads if deaths else 0
         arrivals = [rng.randrange(len(reference.prompts)) for _ in range(rng.randint(4, 16))]

@@ -50,6 +50,21 @@ def test_results_that_join_late_or_miss_their_layer_change_no_token(scheduler: s
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheduler", ["omniserve", "apex", "llumnix"])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_results_that_the_device_looks_for_change_no_token(scheduler: str, overlaps: bool, device: str) -> None:
+    """In steps of constant shape and in others; with ``overlaps`` the next is planned before it is known who came."""
+    model, reference = model_and_reference("llama", device)
+    run_histories(
+        model, reference, range(320, 323), reach=("late_joins", "missed_joins", "constant_decodes"),
+        scheduler=scheduler, step_graphs="on", async_steps=overlaps, faults=lambda seed: seed % 2 == 0,
+        deaths=lambda seed: seed % 3 == 0, kv=lambda seed: ("tiered", "bidirectional")[seed % 2],
+        device_kv_bytes=9 * model.omniserve.spec.kv_block_bytes(8), host_kv_bytes=1 << 20, max_host_requests=16,
+        max_num_batched_tokens=lambda seed: (16, 64)[seed % 2], max_piggyback_seats=8,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scheduler", slow_except(_HOST_TIER_USERS, SCHEDULERS.names()))
 def test_every_scheduler_with_every_kv_manager_over_random_histories(scheduler: str, device: str) -> None:
     """The fuzzer goes on where this ends."""

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from omniserve.core.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.host.tier import result_flag
 from omniserve.runner.cuda_graphs.inputs import InputMemory, StaticInputs
 from omniserve.runner.cuda_graphs.shapes import StepShape
 from omniserve.runner.step_inputs import make_device_rows
@@ -40,11 +41,13 @@ def test_decodes_entries_and_joins_are_in_their_places() -> None:
         joins=(
             PiggybackJoin(request_id="d", position=20, slot=4, epoch=1, layer=0),
             PiggybackJoin(request_id="e", position=21, slot=5, epoch=1, layer=2),
-            PiggybackJoin(request_id="f", position=22, slot=6, epoch=1, layer=2),
+            PiggybackJoin(request_id="f", position=22, slot=6, epoch=1, layer=2, is_ready=False),
         ),
         num_piggyback_seats=2,
     )
     fill(inputs, plan)
+    assert [inputs.wanted(layer).tolist() for layer in range(LAYERS)] == [[0, 0], [0, 0], [0, result_flag(1, 2, 22)]]
+    assert inputs.as_one_1.tolist() == [0]
     assert inputs.token_ids_T.tolist() == [5, 9, 0, 0, 8, 0]
     assert inputs.positions_T.tolist() == [6, 0, 0, 0, 11, 0]
     assert inputs.slot_mapping_T.tolist() == [1 * BLOCK + 2, 2 * BLOCK, -1, -1]
@@ -53,9 +56,10 @@ def test_decodes_entries_and_joins_are_in_their_places() -> None:
     assert inputs.attention.block_table_RM[2:, 0].tolist() == [0, 0], "padding names a block that exists"
     assert (inputs.attention.block_table_RM[:, 2:] == 77).all(), "no wider than the longest request of the step"
     assert inputs.attention.query_start_loc_R1.tolist() == [0, 1, 2, 3, 4]
-    leaving = [inputs.slots_leaving(layer).tolist() for layer in range(LAYERS)]
+    assert inputs.slots_leaving(0).tolist() == [7, -1]
+    inputs.joined_LP[0, 1] = 9  # as the step writes it
+    assert inputs.slots_leaving(1).tolist() == [-1, 9], "who has joined leaves again"
     joining = [inputs.slots_joining(layer).tolist() for layer in range(LAYERS)]
-    assert leaving == [[7, -1], [4, -1], [-1, -1]]
     assert joining == [[4, -1], [-1, -1], [5, 6]]
     assert inputs.seat_positions.view(LAYERS, 2).tolist() == [[11, 0], [20, 0], [0, 0]]
 
@@ -63,13 +67,17 @@ def test_decodes_entries_and_joins_are_in_their_places() -> None:
 def test_a_step_leaves_nothing_of_the_one_before() -> None:
     inputs = StaticInputs(StepShape(4, 2), memory())
     full = tuple(chunk(str(i), (i + 1,), 9, (0, 1, 2)) for i in range(4))
-    joins = tuple(PiggybackJoin(request_id=f"j{i}", position=3, slot=i, epoch=1, layer=1) for i in range(2))
-    fill(inputs, StepPlan(step_id=0, chunks=full, joins=joins, num_piggyback_seats=2))
+    joins = tuple(
+        PiggybackJoin(request_id=f"j{i}", position=3, slot=i, epoch=1, layer=1, is_ready=False) for i in range(2)
+    )
+    fill(inputs, StepPlan(step_id=0, chunks=full, joins=joins, joins_as_one=True, num_piggyback_seats=2))
+    assert inputs.as_one_1.tolist() == [1]
     fill(inputs, StepPlan(step_id=1, chunks=(chunk("x", (3,), 1, (4,)),)))
     assert inputs.token_ids_T.tolist() == [3, 0, 0, 0, 0, 0]
     assert inputs.slot_mapping_T.tolist() == [4 * BLOCK + 1, -1, -1, -1]
     assert inputs.attention.seq_lens_R.tolist() == [2, 0, 0, 0]
-    assert all((inputs.slots_leaving(layer) == -1).all() for layer in range(LAYERS))
+    assert (inputs.slots_leaving(0) == -1).all()
+    assert all((inputs.wanted(layer) == 0).all() for layer in range(LAYERS))
     assert all((inputs.slots_joining(layer) == -1).all() for layer in range(LAYERS))
 
 

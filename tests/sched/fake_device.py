@@ -67,6 +67,8 @@ class FakeDevice:
         self.kv: dict[tuple[str, int], int] = {}
         """(tier, token slot) -> token id."""
         self.running: list[HostEvent] = []
+        self.cancelled: list[HostEvent] = []
+        """Events of slots that were cancelled when they had no task."""
         self.moves: dict[int, KVMove] = {}
         self._seen: dict[int, list[int | None]] = {}
         """Move id -> what its source held when it began."""
@@ -97,6 +99,8 @@ class FakeDevice:
         """Of these, joins whose result came in the course of their step."""
         self.num_missed = 0
         """Joins that did not join."""
+        self.num_doomed = 0
+        """Of these, joins of tokens that had missed the step before."""
         self.num_pipelined = 0
         self.num_hybrid = 0
         """Of these, rows of the first sub-batch."""
@@ -164,9 +168,14 @@ class FakeDevice:
             for join in here:
                 if join.is_ready:
                     continue
-                event = next(event for event in self.running if event.slot == join.slot)
-                assert (event.epoch, event.layer, event.position) == (join.epoch, layer, join.position)
-                if self.rng.random() < 0.6 and self.rng.random() >= self.failure_rate and not self.is_down:
+                at = join.slot, join.epoch, layer, join.position
+                event = next((e for e in self.running if (e.slot, e.epoch, e.layer, e.position) == at), None)
+                if event is None and self._is_done(join):
+                    continue  # the event came when the plan was made
+                if event is None:  # it was assumed to join the step before, and did not
+                    self.num_doomed += 1
+                    absent.add(join.request_id)
+                elif self.rng.random() < 0.6 and self.rng.random() >= self.failure_rate and not self.is_down:
                     came.append(event)
                 else:
                     absent.add(join.request_id)
@@ -179,6 +188,11 @@ class FakeDevice:
                 self.num_late_joins += 1
         self.num_missed += len(missed)
         return missed
+
+    def _is_done(self, join: PiggybackJoin) -> bool:
+        entry = self.bound[join.slot]
+        at = self.away.get(join.slot), entry.epoch, entry.position
+        return join.slot in self.done and at == (join.layer, join.epoch, join.position)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         plan = self._with_pending_tokens(plan)
@@ -196,6 +210,8 @@ class FakeDevice:
                 self.kv.pop(("device", new), None)
                 if (token := self.kv.get(("device", old))) is not None:
                     self.kv["device", new] = token
+        for slot in plan.cancels:
+            self._cancel(slot)
         busy = self._busy_slots()
         for move in plan.moves:
             self.moves[move.move_id] = move
@@ -320,6 +336,18 @@ class FakeDevice:
             )
         )
 
+    def _cancel(self, slot: int) -> None:
+        """Let the slot's task end as one that has failed; also if its event is out already."""
+        entry, task = self.bound[slot], next((event for event in self.running if event.slot == slot), None)
+        failed = HostEvent(
+            kind=HostEventKind.ATTENTION_FAILED, slot=slot, epoch=entry.epoch, layer=self.away.get(slot, 0),
+            position=entry.position,
+        )  # fmt: skip
+        if task is None:
+            self.cancelled.append(failed)
+        else:
+            self.running[self.running.index(task)] = failed
+
     def _finish(self, event: HostEvent) -> None:
         entry = self.bound[event.slot]
         for position, token in enumerate(self.on_the_way[event.slot], start=entry.position):
@@ -328,11 +356,12 @@ class FakeDevice:
 
     def poll(self, chance: float) -> list[HostEvent]:
         """Let each running task and move end with this chance; return the events in any order."""
-        events: list[HostEvent] = []
+        events, self.cancelled = self.cancelled, []
         for event in list(self.running):
             if self.rng.random() < chance or self.is_down:
                 self.running.remove(event)
-                failed = self.is_down or self.rng.random() < self.failure_rate
+                is_cancelled = event.kind is HostEventKind.ATTENTION_FAILED
+                failed = is_cancelled or self.is_down or self.rng.random() < self.failure_rate
                 if not failed:
                     self._finish(event)
                 kind = HostEventKind.ATTENTION_FAILED if failed else HostEventKind.ATTENTION_DONE

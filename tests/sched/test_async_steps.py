@@ -40,6 +40,20 @@ def test_overlapping_steps_lose_nothing_with_a_forecast_and_a_failing_host(sched
         assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 
+@pytest.mark.parametrize("kv", ["tiered", "bidirectional"])
+@pytest.mark.parametrize("scheduler", ["omniserve", "omniserve-paper", "llumnix", "apex"])
+def test_steps_that_assume_late_joins_lose_nothing(scheduler: str, kv: str) -> None:
+    totals = [
+        run_history(
+            scheduler, 18_000 + seed, kv=kv, overlaps=True, is_crowded=True, num_layers=5, late_layers=4,
+            failure_rate=0.05 * (seed % 3 == 0), tier_down=seed % 5 == 0, has_forecast=seed % 4 == 0,
+        )
+        for seed in range(15)
+    ]  # fmt: skip
+    for key in ("overtaken", "late_joins", "missed", "doomed"):
+        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
+
+
 @pytest.mark.parametrize("policy", ["omniserve", "bros"])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_step_that_is_planned_ahead_keeps_the_objectives_it_will_meet(policy: str, overlaps: bool) -> None:

@@ -64,9 +64,10 @@ def make(
         "swap_in_delay_s": rng.choice([0.0, 0.02]),
         "offload_for_time": rng.random() < 0.5,
         "min_residence_s": rng.choice([0.0, 0.1]),
-        "late_joins": num_device_blocks % 4 > 1,
         "hybrid_first_batch": num_device_blocks % 3 > 0,
     }
+    if num_device_blocks % 4 > 1:
+        drawn["late_layers"] = drawn["num_layers"] - num_device_blocks % 2  # a GPU looks at all layers but the last one
     if is_crowded:
         drawn |= {"num_host_slots": 8, "max_num_batched_tokens": 64, "max_piggyback_rows": None, "ls_reserve_blocks": 3}
         drawn |= {"max_piggyback_seats": rng.choice([2, 4, 8]), "min_host_per_device": 0}
@@ -112,6 +113,7 @@ def run_history(
     scheduler: str, seed: int, *, kv: str = "tiered", failure_rate: float = 0.0, halt_rate: float = 0.0,
     tier_down: bool = False, down_at_return: bool = False, has_forecast: bool = False, overlaps: bool = False,
     has_states: bool = False, has_drafts: bool = False, is_crowded: bool = False, defers: bool = False,
+    **settings: Any,
 ) -> dict[str, int]:  # fmt: skip
     rng = random.Random(seed)
     ends = random.Random(-1 - seed)  # of its own: who ends early changes nothing else
@@ -120,7 +122,7 @@ def run_history(
         scheduler, kv, rng, failure_rate=failure_rate, halt_rate=halt_rate, has_forecast=has_forecast,
         has_states=has_states, is_crowded=is_crowded,
         max_host_drafts=guesses.choice([0, 1, 3, 8]) if has_drafts else 0,
-        **({"defer_classes": True, "classes": preemptible.CLASSES} if defers else {}),
+        **({"defer_classes": True, "classes": preemptible.CLASSES} if defers else {}), **settings,
     )  # fmt: skip
     num_failed = num_reused = num_reused_tokens = 0
 
@@ -253,7 +255,7 @@ def run_history(
     return {"overtaken": getattr(stepping, "num_overtaken", 0), "pending": device.num_pending,
             "stopped": Counter(reasons.values())[FinishReason.STOP], "failed": num_failed, "reused": num_reused,
             "halts": device.num_halts, "deferred": num_deferred,
-            "joins": device.num_joins, "late_joins": device.num_late_joins,
+            "joins": device.num_joins, "late_joins": device.num_late_joins, "doomed": device.num_doomed,
             "missed": device.num_missed, "pipelined": device.num_pipelined, "hybrid": device.num_hybrid,
             "preemptions": stats.preemptions, "swaps_out": stats.swaps_out,
             "swaps_in": stats.swaps_in, "checkpoints": stats.checkpoints, "rejected": num_rejected,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from omniserve.core.plan import HostEvent, HostEventKind
 from omniserve.core.request import SLO, Request, ServiceClass
 from omniserve.sched.late_joins import ResultOdds
-from omniserve.sched.residents import HostResidents
-from omniserve.sched.state import RequestState
+from omniserve.sched.residents import AssumedJoin, HostResidents
+from omniserve.sched.state import Phase, RequestState
 
 
 def test_odds_of_an_age_follow_what_came_and_leave_other_ages_alone():
@@ -26,7 +26,7 @@ def resident(residents: HostResidents, name: str) -> RequestState:
     request = Request(prompt_token_ids=[1, 2], service_class="BE")
     state = RequestState(
         request_id=name, request=request, slo=SLO(), kind=ServiceClass.BE, priority_key=(1, ord(name)), arrival_s=0.0,
-        token_ids=[1, 2, 3], num_computed_tokens=2,
+        token_ids=[1, 2, 3], num_computed_tokens=2, phase=Phase.HOST,
     )  # fmt: skip
     residents.take_slot(state)
     residents.queue.add(state)
@@ -46,7 +46,7 @@ def done(state: RequestState, layer: int) -> HostEvent:
 
 
 def test_results_that_wait_have_the_first_seats_and_expected_ones_the_others():
-    residents = HostResidents(num_slots=4, num_layers=2, late_joins=True)
+    residents = HostResidents(num_slots=4, num_layers=2, late_layers=2)
     a, b, c = (resident(residents, name) for name in "abc")
     enter(residents, a, b, c)
     residents.on_event(done(c, 0))
@@ -60,7 +60,7 @@ def test_results_that_wait_have_the_first_seats_and_expected_ones_the_others():
 
 
 def test_a_token_that_misses_its_layer_stays_there_and_takes_a_step_more():
-    residents = HostResidents(num_slots=1, num_layers=1, late_joins=True)
+    residents = HostResidents(num_slots=1, num_layers=1, late_layers=1)
     a = resident(residents, "a")
     enter(residents, a)
     for joins_in in (2, 3):
@@ -75,14 +75,14 @@ def test_a_token_that_misses_its_layer_stays_there_and_takes_a_step_more():
 
 
 def test_without_late_joins_nothing_is_expected():
-    residents = HostResidents(num_slots=1, num_layers=1, late_joins=False)
+    residents = HostResidents(num_slots=1, num_layers=1, late_layers=0)
     enter(residents, resident(residents, "a"))
     assert residents.num_joinable(residents.expected(has_device_rows=True)) == [0]
     assert residents.plan_joins(1, 1, residents.expected(has_device_rows=True)) == []
 
 
 def test_rows_that_get_no_seat_show_whether_one_would_have_been_of_use():
-    residents = HostResidents(num_slots=1, num_layers=1, late_joins=True)
+    residents = HostResidents(num_slots=1, num_layers=1, late_layers=1)
     a = resident(residents, "a")
     for _ in range(10):  # results always come at the third step
         enter(residents, a)
@@ -94,3 +94,95 @@ def test_rows_that_get_no_seat_show_whether_one_would_have_been_of_use():
         assert residents.advance(a, has_device_rows=True)
     enter(residents, a)
     assert not residents.expected(has_device_rows=True)[0], "none has come after one step"
+
+
+def assumed(residents: HostResidents, *states: RequestState) -> list[AssumedJoin]:
+    """Let tokens be assumed to join a step in flight."""
+    joins = [residents.join_of(state) for state in states]
+    residents.count_step(joins, has_device_rows=True)
+    return [residents.assume(state, has_device_rows=True) for state in states]
+
+
+def test_a_token_that_was_assumed_to_join_goes_back_if_it_did_not() -> None:
+    residents = HostResidents(num_slots=2, num_layers=3, late_layers=2)
+    a, b = (resident(residents, name) for name in "ab")
+    enter(residents, a, b)
+    of_a, of_b = assumed(residents, a, b)
+    next_of_a, next_of_b = assumed(residents, a, b)  # the next step is planned before it is known
+    assert a.away is not None and a.away.layer == 2
+    residents.settle(of_a, joined=False)
+    residents.settle(of_b, joined=True)
+    assert (a.away.layer, a.away.ready, a.away.sent) == (0, False, 1)
+    assert residents.expected(has_device_rows=True) == [[a], [], []]
+    residents.settle(next_of_a, joined=False)
+    residents.settle(next_of_b, joined=True)
+    assert a.away.layer == 0 and b.away is not None and b.away.layer == 2 and b.away.before is None
+
+
+def test_a_result_that_comes_too_late_for_the_step_it_was_assumed_in_joins_the_next_one() -> None:
+    residents = HostResidents(num_slots=1, num_layers=2, late_layers=1)
+    a = resident(residents, "a")
+    enter(residents, a)
+    (join,) = assumed(residents, a)
+    assert residents.on_event(done(a, 0)) is a, "it is known, and changes nothing yet"
+    assert residents.num_ready == [0, 0]
+    residents.settle(join, joined=False)
+    assert residents.num_ready == [1, 0]
+    assert [each.is_ready for each in residents.plan_joins(1, 1)] == [True]
+
+
+def test_the_event_of_a_result_that_joined_late_is_no_news() -> None:
+    residents = HostResidents(num_slots=1, num_layers=2, late_layers=1)
+    a = resident(residents, "a")
+    enter(residents, a)
+    (join,) = assumed(residents, a)
+    residents.settle(join, joined=True)
+    assert residents.on_event(done(a, 0)) is a and residents.num_ready == [0, 0]
+    assert residents.on_event(done(a, 1)) is a and residents.num_ready == [0, 1]
+    assert residents.on_event(done(a, 1)) is None
+
+
+def test_a_next_result_tells_that_a_token_has_joined() -> None:
+    residents = HostResidents(num_slots=1, num_layers=3, late_layers=2)
+    a = resident(residents, "a")
+    enter(residents, a)
+    (join,) = assumed(residents, a)
+    residents.on_event(done(a, 1))
+    assert residents.num_ready == [0, 1, 0]
+    residents.count_step([residents.join_of(a)], has_device_rows=True)
+    residents.advance(a, has_device_rows=True)
+    residents.settle(join, joined=True)
+    assert a.away is not None and a.away.layer == 2
+
+
+def test_a_request_that_has_left_the_host_tier_does_not_come_back() -> None:
+    residents = HostResidents(num_slots=1, num_layers=2, late_layers=1)
+    a = resident(residents, "a")
+    enter(residents, a)
+    (join,) = assumed(residents, a)
+    residents.on_event(done(a, 0))
+    a.phase = Phase.DRAINING
+    residents.settle(join, joined=False)
+    assert residents.num_ready == [0, 0]
+    assert not residents.is_last(done(a, 0), a), "the step may have sent its row on"
+    failed = HostEvent(kind=HostEventKind.ATTENTION_FAILED, slot=a.slot, epoch=a.epoch, layer=1, position=2)
+    assert residents.is_last(failed, a)
+
+
+def test_what_missed_a_step_is_waited_for_when_its_request_ends() -> None:
+    residents = HostResidents(num_slots=1, num_layers=2, late_layers=1)
+    a = resident(residents, "a")
+    enter(residents, a)
+    (join,) = assumed(residents, a)
+    residents.settle(join, joined=False)
+    residents.on_event(done(a, 0))
+    assert a.away is not None and a.away.ready and not residents.is_last(done(a, 0), a)
+
+
+def test_no_result_is_expected_at_the_last_layer_of_a_device_that_looks_itself() -> None:
+    residents = HostResidents(num_slots=1, num_layers=2, late_layers=1)
+    a = resident(residents, "a")
+    enter(residents, a)
+    (join,) = assumed(residents, a)
+    residents.settle(join, joined=True)
+    assert residents.expected(has_device_rows=True) == [[], []]

@@ -129,8 +129,14 @@ def test_a_host_token_takes_one_step_a_layer_with_late_joins_and_two_without() -
         load=mixed_load(3, backlog=20),
     )  # fmt: skip
     before = simulate(config)
-    late = simulate(dataclasses.replace(config, machine=dataclasses.replace(config.machine, late_joins=True)))
-    assert 1.0 <= late.host_steps_per_layer < 1.06
+    num_layers = config.machine.spec.num_layers
+
+    def steps_a_layer(late_layers: int) -> float:
+        changed = dataclasses.replace(config.machine, late_layers=late_layers)
+        return simulate(dataclasses.replace(config, machine=changed)).host_steps_per_layer
+
+    assert 1.0 <= steps_a_layer(num_layers) < 1.06
+    assert 1.0 <= steps_a_layer(num_layers - 1) < 1.06, "the next step is planned when this one has ended"
     assert before.host_steps_per_layer > 1.9
 
 

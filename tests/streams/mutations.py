@@ -23,6 +23,7 @@ from omniserve.host.tier import HostTier
 from omniserve.ops.streams import AsyncHostCopy, StreamEvent, wait_for
 from omniserve.runner.cuda_graphs.capture import CudaGraphCapture
 from omniserve.runner.cuda_graphs.inputs import StaticInputs
+from omniserve.runner.late_results import MissedJoins
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.runner import LaunchedStep, ModelRunner
 from omniserve.runner.safepoint import LayerThrottle
@@ -53,8 +54,9 @@ def _replace(owner: Any, name: str, value: Any) -> Change:
 
 
 def _bring_without_waiting(rows: PiggybackRows, plan: Any) -> None:
-    if rows._stream is not None and plan.joins:
-        rows._gather(torch.tensor([join.slot for join in plan.joins]))
+    slots = [join.slot for join in plan.joins if join.is_ready]
+    if rows._stream is not None and slots:
+        rows._gather(torch.tensor(slots))
 
 
 def _follow_nothing(mover: Mover, device: torch.device) -> None:
@@ -81,6 +83,12 @@ def _wait_for_nothing(copy: AsyncHostCopy) -> list[Tensor]:
     return _wait(copy)
 
 
+def _tell_without_waiting(misses: MissedJoins) -> frozenset[str]:
+    misses._copy._done = types.SimpleNamespace(wait=lambda what: None)  # type: ignore[assignment]
+    return _tell(misses)
+
+
+_tell = MissedJoins.result
 _wait = AsyncHostCopy.wait
 _start_copy = AsyncHostCopy.__init__
 
@@ -173,6 +181,12 @@ MUTATIONS: Mapping[str, Mutation] = {
     "tokens are read before their copy is over": Mutation("device", _replace(AsyncHostCopy, "wait", _wait_for_nothing)),
     "the event of the tokens is recorded before their copy": Mutation(
         "device", _replace(AsyncHostCopy, "__init__", _record_first)
+    ),
+    "who joined is told before the device has found out": Mutation(
+        "late results", _replace(MissedJoins, "result", _tell_without_waiting)
+    ),
+    "who joined a captured step is told before the device has found out": Mutation(
+        "late results, graphs", _replace(MissedJoins, "result", _tell_without_waiting)
     ),
     "the tokens of all steps come into one buffer": Mutation("device", _one_copy_buffer, first_seed=1),
     "the inputs of all steps leave from one page-locked buffer": Mutation("device, graphs", _one_input_buffer),

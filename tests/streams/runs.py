@@ -20,7 +20,7 @@ from omniserve.host.mover import StagedMover
 from omniserve.host.moves import HostMoves
 from omniserve.layers import TracedFamily, family_of, patching
 from tests.engine_settings import flat_config
-from tests.parity.engine_histories import BLOCK, Reference, poison
+from tests.parity.engine_histories import BLOCK, Reference, Tally, poison, watch_received_joins
 from tests.parity.models import tiny_model
 from tests.sched import preemptible
 from tests.streams.cuda import FakeCuda
@@ -48,6 +48,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "device": {**_SHARED, "scheduler": "sarathi", "kv": "paged", "device_blocks": 12, "host_blocks": 0},
     "host": _HOST,
     "staged moves": {**_HOST, "is_staged": True},
+    "late results": {**_HOST, "host_delay_s": 0.01},
     "failing moves": {**_HOST, "is_staged": True, "moves_fail": True},
     "checkpoints": {**_HOST, "kv": "incremental", "checkpoint_kv": True},
     "conserve": {**_HOST, "scheduler": "conserve", "kv": "incremental", "checkpoint_kv": True},
@@ -58,7 +59,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "llumnix": {**_HOST, "scheduler": "llumnix"},
 }
 """What a history is about: settings of the engine, sizes of the pools in blocks, and which mover moves."""
-for _name in ("device", "host", "staged moves", "checkpoints", "shared blocks"):
+for _name in ("device", "host", "late results", "staged moves", "checkpoints", "shared blocks"):
     CASES = {**CASES, f"{_name}, graphs": {**CASES[_name], "step_graphs": "on"}}
 
 REACH: Mapping[str, tuple[str, ...]] = {
@@ -66,6 +67,7 @@ REACH: Mapping[str, tuple[str, ...]] = {
     "conserve": ("checkpoints",),
     "safepoints": ("layer_preemptions",),
     "llumnix": ("swaps_out",),
+    "late results": ("late_joins", "missed_joins", "host_output_tokens"),
     "failing moves": ("host_failures", "host_output_tokens"),
     "checkpoints": ("checkpoints", "swaps_out", "host_output_tokens"),
 }
@@ -137,6 +139,7 @@ class Bench:
             stack.enter_context(self.cuda.mode)
             self.cuda.device.forget()
             model = self._model(family)
+            settings.pop("host_delay_s", None)
             if settings.pop("is_staged", False):
                 stack.enter_context(_staged())
             if settings.pop("moves_fail", False):
@@ -185,6 +188,7 @@ class Bench:
         """
         rng = random.Random(seed)
         with self.engine(case, order, **more) as (make, reference), change():
+            joins = Tally()
             which: dict[str, tuple[int, int]] = {}
             got: dict[str, list[int]] = {}
             ended: dict[str, FinishReason] = {}
@@ -193,6 +197,9 @@ class Bench:
                 engine.on_safepoint = lambda: engine.arriving(_ARRIVING) if rng.random() < 0.2 else None
                 if faults:
                     engine.host_tier.inject(delay_s=rng.choice((0.0, 0.001)), shuffle_seed=seed)
+                if delay_s := CASES[case].get("host_delay_s"):
+                    engine.host_tier.inject(delay_s=delay_s)
+                watch_received_joins(engine, joins)
                 num_empty = 0
                 for step in itertools.count():
                     while arrivals and rng.random() < 0.5:
@@ -218,6 +225,7 @@ class Bench:
                     if engine.last_plan_was_empty:
                         engine.wait(0.01)
                 tally = dataclasses.asdict(engine.stats())
+                tally |= {"late_joins": joins.late_joins, "missed_joins": joins.missed_joins}
                 if (constant := engine.runner.graphs) is not None:
                     tally |= {"decode_graphs": constant.num_decode_steps, "chunk_graphs": constant.num_chunk_steps}
             late = [work for work in self.cuda.device.works() if isinstance(work, HostWork)]

@@ -19,7 +19,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 _TRIES = 20
-_USUAL = {"device, graphs", "host", "host, graphs", "staged moves", "checkpoints", "shared blocks", "safepoints", "neo"}
+_USUAL = {
+    "device, graphs", "host", "host, graphs", "late results", "late results, graphs", "staged moves", "checkpoints",
+    "shared blocks", "safepoints", "neo",
+}  # fmt: skip
 """Cases of the default run."""
 
 

@@ -27,8 +27,14 @@ _RELEASE = tl.constexpr("""{
 """Store $2 to $1 from one thread (all threads of a program execute this), released to the whole system. A plain store:
 atomics on memory across PCIe need not be supported."""
 
-_ACQUIRE = tl.constexpr("ld.acquire.sys.global.b64 $0, [$1];")
-"""Load from $1, and with it all that the processor which released this value has written before."""
+_ACQUIRE_SOME = tl.constexpr("""{
+    .reg .pred is_meant;
+    setp.ne.s32 is_meant, $2, 0;
+    @is_meant ld.acquire.sys.global.b64 $0, [$1];
+    @!is_meant mov.b64 $0, 0;
+}""")
+"""Where $2 is not 0, load from $1, and with it all that the processor which released this value has written before."""
+
 _RELEASE_SOME = tl.constexpr("""{
     .reg .pred is_meant;
     setp.ne.s32 is_meant, $3, 0;
@@ -64,10 +70,13 @@ def _receive_kernel(
     is_planned = slot >= 0
     flag = tl.load(wanted + seat, mask=seat < num_seats, other=0)
     places = flags + tl.where(is_planned, slot, 0)
+    is_late = is_planned & (flag != 0)  # a seat whose result is there need not wait for the bus
     if INTERPRETED:
-        found = tl.load(places)
+        found = tl.load(places, mask=is_late, other=0)
     else:
-        found = tl.inline_asm_elementwise(_ACQUIRE, "=l,l", [places], tl.int64, is_pure=False, pack=1)
+        found = tl.inline_asm_elementwise(
+            _ACQUIRE_SOME, "=l,l,r", [places, is_late.to(tl.int32)], tl.int64, is_pure=False, pack=1
+        )
     is_here = is_planned & ((flag == 0) | (found == flag))
     num_away = tl.sum((is_planned & (is_here == 0)).to(tl.int32), 0)
     is_here = is_here & ((num_away == 0) | (tl.load(as_one) == 0))

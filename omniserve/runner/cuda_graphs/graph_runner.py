@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -37,11 +37,14 @@ from omniserve.runner.cuda_graphs.shapes import (
     size,
     smallest_fitting,
 )
+from omniserve.runner.late_results import MissedJoins
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.step_inputs import (
     LayersOutput,
     PendingTokens,
+    joins_by_layer,
     make_device_rows,
+    requests_in_seats,
     sampled_rows,
     stops_between_layers,
 )
@@ -150,9 +153,14 @@ class CudaGraphRunner:
             metadata, num_rows = rows.attention_metadata(self._memory.device), len(rows.token_ids)
             hidden_TD = replay_with(lambda layer, q_TNH: self._layers.attend_padded(layer, q_TNH, metadata, num_rows))
         num_layers, device = self._memory.num_layers, self._memory.device
-        return LayersOutput(
-            hidden_TD, sampled_rows(plan, num_layers=num_layers, first_seat=shape.rows, device=device)
-        )  # fmt: skip
+        doubtful: MissedJoins | None = None
+        if plan.doubtful:
+            joining = joins_by_layer(plan)
+            seats = [requests_in_seats(joining.get(layer, ()), shape.seats) for layer in range(num_layers - 1)]
+            # The next step writes to the same memory.
+            doubtful = MissedJoins(list(chain.from_iterable(seats)), inputs.joined_LP[:-1].clone())
+        sampled = sampled_rows(plan, num_layers=num_layers, first_seat=shape.rows, device=device)
+        return LayersOutput(hidden_TD, sampled, doubtful=doubtful)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +193,25 @@ class PaddedLayers:
                 _store_kv(k_TKH[:num_rows], v_TKH[:num_rows], k_cache, v_cache, inputs.slot_mapping_T)
                 attn_TD = attend(layer, q_TNH[:num_rows])
             if num_seats:
-                attn_TD = self.rows.join(inputs.slots_joining(layer), attn_TD, hidden_TD)
+                attn_TD = self.rows.join(self._slots_joined(inputs, layer), attn_TD, hidden_TD)
             return attn_TD
 
         hidden_TD = model.embed(inputs.token_ids_T, inputs.positions_T)
         rotary = self._rotary_per_layer(inputs)
         return model.run_layers(range(model.num_layers), hidden_TD, rotary, attend_with_seats, fused=True)
+
+    def _slots_joined(self, inputs: StaticInputs, layer: int) -> Tensor:
+        """Find out which rows join at a layer, and return their slots ``[P]``.
+
+        At the last layer those that are planned do: a row from there has a token, so no step that is launched meanwhile
+        may assume that it has joined, and it would win nothing by coming late.
+        """
+        slots_P = inputs.slots_joining(layer)
+        if layer == self.model.num_layers - 1:
+            return slots_P
+        joined_P = inputs.joined_LP[layer]
+        self.rows.receive(slots_P, inputs.wanted(layer), inputs.as_one_1, joined_P)
+        return joined_P
 
     def attend(self, layer: int, q_TNH: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Return attention rows ``[T, N * H]``."""

@@ -13,7 +13,7 @@ from omniserve.core.plan import StepPlan
 from omniserve.ops.attention import AttentionMetadata
 from omniserve.ops.streams import upload
 from omniserve.runner.cuda_graphs.shapes import StepShape
-from omniserve.runner.step_inputs import DeviceRows, joins_by_layer
+from omniserve.runner.step_inputs import DeviceRows, joins_by_layer, wanted_flag
 
 
 class InputMemory:
@@ -28,6 +28,7 @@ class InputMemory:
     ) -> None:
         self.num_layers, self.device = num_layers, device
         self.longs = torch.zeros(sum(_long_sizes(largest, num_layers)), dtype=torch.int64, device=device)
+        self.joined = torch.full((num_layers * largest.seats,), -1, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(largest.rows, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(largest.rows, max_blocks, dtype=torch.int32, device=device)
         self.reversed_blocks: Tensor | None = None
@@ -48,7 +49,9 @@ class StaticInputs:
         self.shape = shape
         self._memory = memory
         self._longs = memory.longs[: sum(_long_sizes(shape, num_layers))]
-        token_ids, positions, slots, seat_slots, seat_positions = self._longs.split(_long_sizes(shape, num_layers))
+        token_ids, positions, slots, seat_slots, seat_positions, wanted, as_one = self._longs.split(
+            _long_sizes(shape, num_layers)
+        )
         self.token_ids_T: Tensor = token_ids
         """``[T + P]``; the seats hold the tokens that enter."""
         self.positions_T: Tensor = positions
@@ -56,6 +59,11 @@ class StaticInputs:
         self._seat_slots = seat_slots.view(num_layers + 1, seats)
         self.seat_positions: Tensor = seat_positions
         """``[L * P]``: positions of the tokens in the seats before the attention of each layer."""
+        self._wanted_LP = wanted.view(num_layers, seats)
+        self.as_one_1: Tensor = as_one
+        """Not 0: a late join that misses its layer keeps all others of the layer away, too."""
+        self.joined_LP: Tensor = memory.joined[: num_layers * seats].view(num_layers, seats)
+        """The step writes here the slots of the rows that have joined at each layer but the last; -1: none has."""
         self.attention = AttentionMetadata(
             block_table_RM=memory.block_table[:rows],
             query_start_loc_R1=memory.query_start_loc[: rows + 1],
@@ -66,12 +74,16 @@ class StaticInputs:
         """The metadata of a step of decodes. If blocks may run from the right it always has a direction table."""
 
     def slots_leaving(self, layer: int) -> Tensor:
-        """Return the slots ``[P]`` of the rows that leave for the host tier at a layer."""
-        return self._seat_slots[layer]
+        """Return the slots ``[P]`` of the rows that leave for the host tier at a layer: those that joined before it."""
+        return self.joined_LP[layer - 1] if layer else self._seat_slots[0]
 
     def slots_joining(self, layer: int) -> Tensor:
-        """Return the slots ``[P]`` of the rows that join at a layer."""
+        """Return the slots ``[P]`` of the rows that join at a layer, if the results of late ones are there."""
         return self._seat_slots[layer + 1]
+
+    def wanted(self, layer: int) -> Tensor:
+        """Return the flags ``[P]`` of the results that late joins of a layer wait for; 0 in other seats."""
+        return self._wanted_LP[layer]
 
     def fill(self, plan: StepPlan, rows: DeviceRows, *, decodes: bool) -> None:
         """Write the inputs of a plan that fits the shape; the copies are queued on the current stream.
@@ -81,21 +93,24 @@ class StaticInputs:
         """
         num_rows, seats = len(rows.token_ids), self.shape.seats
         longs = self._host_buffer(self._longs)
-        token_ids, positions, slots, seat_slots, seat_positions = (
+        token_ids, positions, slots, seat_slots, seat_positions, wanted, as_one = (
             part.numpy() for part in longs.split(_long_sizes(self.shape, self._memory.num_layers))
         )
         token_ids[:] = positions[:] = 0
-        seat_positions[:] = 0
+        seat_positions[:] = wanted[:] = 0
+        as_one[:] = plan.joins_as_one
         slots[:] = seat_slots[:] = -1
         token_ids[:num_rows], positions[:num_rows], slots[:num_rows] = rows.token_ids, rows.positions, rows.slot_mapping
         if seats:
             first = self.shape.rows
             slots_LP, positions_LP = seat_slots.reshape(-1, seats), seat_positions.reshape(-1, seats)
+            wanted_LP = wanted.reshape(-1, seats)
             for seat, entry in enumerate(plan.entries):
                 token_ids[first + seat], positions[first + seat] = entry.token_id, entry.position
                 slots_LP[0, seat], positions_LP[0, seat] = entry.slot, entry.position
             for layer, joins in joins_by_layer(plan).items():
                 slots_LP[layer + 1, : len(joins)] = [join.slot for join in joins]
+                wanted_LP[layer, : len(joins)] = [wanted_flag(join) for join in joins]
                 if layer + 1 < self._memory.num_layers:
                     positions_LP[layer + 1, : len(joins)] = [join.position for join in joins]
         self._longs.copy_(longs, non_blocking=True)
@@ -124,6 +139,8 @@ class StaticInputs:
 
 
 def _long_sizes(shape: StepShape, num_layers: int) -> list[int]:
-    """Return the lengths of: token ids, positions, slots of rows, slots of seats, positions of seats."""
+    """Return the lengths of: token ids, positions, slots of rows, slots of seats, positions of seats, flags that late
+    joins wait for, whether they join as one.
+    """
     rows, seats = shape.rows, shape.seats
-    return [rows + seats, rows + seats, rows, (num_layers + 1) * seats, num_layers * seats]
+    return [rows + seats, rows + seats, rows, (num_layers + 1) * seats, num_layers * seats, num_layers * seats, 1]
