@@ -179,3 +179,16 @@ def test_the_flag_is_released_to_the_system_behind_everything_by_one_thread(
     assert any(code.startswith("@") for code in (*others, flag)), "every thread stores the flag"
     assert fence == "MEMBAR.ALL.SYS" and flag.endswith("STG.E.64.STRONG.SYS")
     assert not any("ST" in code or "ATOM" in code or "RED" in code for code in others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", DEVICES)
+def test_a_result_is_acquired_from_the_system_and_a_skip_is_released_to_it(
+    capability: int, kernels: dict[tuple[str, int], list[dict[str, Any]]]
+) -> None:
+    receive, gather = kernels["piggyback_receive bf16", capability]
+    shared = [access for access in receive["ptx"] if ".sys." in access]
+    assert shared == ["ld.acquire.sys.global.b64", "st.release.sys.global.b64"]
+    *_, fence, skip = receive["sass"]
+    assert fence == "MEMBAR.ALL.SYS" and skip.endswith("STG.E.64.STRONG.SYS")
+    assert not any(".sys." in access for access in gather["ptx"]), "the results are read by a launch behind it"
