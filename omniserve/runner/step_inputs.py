@@ -10,7 +10,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 
 import numpy as np
 import torch
@@ -211,24 +211,27 @@ def sampled_rows(
 
     ``missed`` are the requests whose joins did not join; their seats are empty.
     """
-    sampling: list[tuple[int, str]] = []
+    sampled: list[int] = []
+    request_ids: list[str] = []
     scores: list[tuple[str, int, PromptScores]] = []
     first_row = 0
     for chunk in plan.chunks:
         if chunk.scores is not None:
             scores.append((chunk.request_id, first_row + chunk.scores.first_row, chunk.scores))
         first_row += len(chunk.token_ids)
-        first_sampled = first_row - chunk.num_sampled_rows
-        sampling += ((row, chunk.request_id) for row in range(first_sampled, first_row))
+        if chunk.samples:
+            sampled += range(first_row - 1 - chunk.num_drafts, first_row)
+            request_ids += repeat(chunk.request_id, 1 + chunk.num_drafts)
     seat = first_seat
     for join in plan.joins:
         if join.layer != num_layers - 1:
             continue
         if join.request_id not in missed:
-            sampling += ((row, join.request_id) for row in range(seat, seat + join.num_rows))
+            sampled += range(seat, seat + join.num_rows)
+            request_ids += repeat(join.request_id, join.num_rows)
         seat += join.num_rows
-    rows = upload(torch.tensor([row for row, _ in sampling], dtype=torch.int64), device)
-    return SampledRows(rows, tuple(request_id for _, request_id in sampling), tuple(scores))
+    rows = upload(torch.tensor(sampled, dtype=torch.int64), device)
+    return SampledRows(rows, tuple(request_ids), tuple(scores))
 
 
 def make_step_inputs(

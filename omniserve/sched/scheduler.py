@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from omniserve.core.errors import RequestRejected
 from omniserve.core.plan import (
@@ -41,8 +41,7 @@ from omniserve.sched.step_cost import Forecast
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Settled:
+class _Settled(NamedTuple):
     """A request that a step has told something, when its tokens are known."""
 
     state: RequestState
@@ -228,15 +227,11 @@ class Scheduler:
                 state.speculation = None  # the next step tells whether it was the drafts
                 self._kv.trim(state.request_id, state.num_tokens)
                 continue
-            # Without drafts one token is certain; with them the output is there. One that has failed has none.
-            num_new = max(1, len(output.tokens.get(chunk.request_id, ())))
-            num_rejected = chunk.num_drafts - (num_new - 1)
-            state.num_computed_tokens = chunk.start + len(chunk.token_ids) - num_rejected
+            state.num_computed_tokens = chunk.start + len(chunk.token_ids)
+            if chunk.num_drafts:
+                self._verify_drafts(state, chunk, output)
             if chunk.samples:
-                for _ in range(num_new):
-                    self._expect_token(state)
-            if num_rejected and state.phase is Phase.DEVICE:
-                self._kv.trim(state.request_id, state.num_computed_tokens)
+                self._expect_token(state)
             if chunk.samples or chunk.scores is not None:
                 rows.append(_Settled(state, chunk, chunk.num_drafts))
         for entry in plan.entries:
@@ -257,6 +252,15 @@ class Scheduler:
             else:
                 rows += self._arrived(state, 0, output)
         self._in_flight[plan.step_id] = _Advanced(rows, assumed_joins)
+
+    def _verify_drafts(self, state: RequestState, chunk: DeviceChunk, output: StepOutput) -> None:
+        """Book which drafts of a chunk were right, and take back the rows of the others; without tokens none was."""
+        num_right = max(0, len(output.tokens.get(chunk.request_id, ())) - 1)
+        state.num_computed_tokens -= chunk.num_drafts - num_right
+        for _ in range(num_right):
+            self._expect_token(state)
+        if num_right < chunk.num_drafts and state.phase is Phase.DEVICE:
+            self._kv.trim(state.request_id, state.num_computed_tokens)
 
     def _arrived(self, state: RequestState, num_drafts: int, output: StepOutput) -> list[_Settled]:
         """Book that a token has passed its last layer on the host tier, with so many drafts."""
@@ -356,21 +360,26 @@ class Scheduler:
                 self.requests.end(state)
                 return state.output(prompt_logprobs=prompt_logprobs, reason=FinishReason.LENGTH, now_s=now_s)
         sampled, reason, stop_reason = output.tokens[state.request_id], None, None
-        for number, token in enumerate(sampled, start=1):
+        token_ids, logprobs = [], []
+        for token in sampled:
             state.put_token(token.token_id)
+            token_ids.append(token.token_id)
+            if token.logprob is not None:
+                logprobs.append(token.logprob)
             reason, stop_reason = state.finish_reason(
                 token.token_id, self._limits.eos_token_ids, self._limits.max_model_len
             )
             if reason is not None:
-                sampled = sampled[:number]  # what drafts have brought behind the end is dropped
-                break
-        self._output_tokens[state.service_class] += len(sampled)
+                break  # what drafts have brought behind the end is dropped
+        num_new = len(token_ids)
+        self._output_tokens[state.service_class] += num_new
         if settled.chunk is None:
-            state.num_host_tokens += len(sampled)
-            self.requests.counters["host_output_tokens"] += len(sampled)
-        num_right = len(output.tokens[state.request_id]) - 1
-        num_accepted = min(num_right, len(sampled))
+            state.num_host_tokens += num_new
+            self.requests.counters["host_output_tokens"] += num_new
+        num_accepted = 0
         if num_drafts:
+            num_right = len(sampled) - 1
+            num_accepted = min(num_right, num_new)
             assert state.speculation is not None, f"{state.request_id} had drafts, but nothing that makes them"
             state.speculation.learn(num_drafts, num_right)
             self.requests.counters["accepted_drafts"] += num_accepted
@@ -380,8 +389,7 @@ class Scheduler:
             self.policy.on_end(state)
             self.requests.end(state)
         return state.output(
-            tuple([token.token_id for token in sampled]),
-            tuple([token.logprob for token in sampled if token.logprob is not None]),
+            tuple(token_ids), tuple(logprobs),
             num_accepted_drafts=num_accepted, num_rejected_drafts=num_drafts - num_accepted,
             prompt_logprobs=prompt_logprobs, reason=reason, stop_reason=stop_reason, now_s=now_s,
         )  # fmt: skip

@@ -237,7 +237,9 @@ class RequestState:
         """
         if reason is not None and now_s is not None and self.host_since_s is not None:
             self._end_stay(now_s)
-        host_stays, self.host_stays = tuple(self.host_stays), []
+        host_stays: tuple[Stay, ...] = ()
+        if self.host_stays:
+            host_stays, self.host_stays = tuple(self.host_stays), []
         return RequestOutput(
             request_id=self.request_id,
             service_class=self.service_class,
