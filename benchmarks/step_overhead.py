@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import omniserve.runner.runner
+import omniserve.runner.layer_loop
 from benchmarks.common.engine_run import request
 from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
@@ -49,11 +49,11 @@ def measure(num_requests: int, num_steps: int) -> dict[str, float]:
             engine.add(request(f"ls{i}", 16, num_steps + 20))
         for _ in range(10):  # prefill, compilation
             engine.step()
-        original = omniserve.runner.runner.make_step_inputs
+        original = omniserve.runner.layer_loop.make_step_inputs
         try:
             timed(engine.scheduler, "schedule", samples["schedule"])
             timed(engine.scheduler, "update", samples["update"])
-            timed(omniserve.runner.runner, "make_step_inputs", samples["step inputs"])
+            timed(omniserve.runner.layer_loop, "make_step_inputs", samples["step inputs"])
             timed(engine.runner, "_run_layers", samples["layers"])
             timed(engine.runner._sampler, "launch", samples["sample"])
             timed(engine.runner, "collect", samples["collect"])
@@ -61,7 +61,7 @@ def measure(num_requests: int, num_steps: int) -> dict[str, float]:
             for _ in range(num_steps):
                 engine.step()
         finally:
-            omniserve.runner.runner.make_step_inputs = original
+            omniserve.runner.layer_loop.make_step_inputs = original
     return {part: 1e6 * statistics.median(times) for part, times in samples.items()}
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Set
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from omniserve.core.request import TokenLogprob
@@ -275,6 +276,14 @@ def without_missed(plan: StepPlan, missed: Set[str]) -> StepPlan:
     if not missed:
         return plan
     return dataclasses.replace(plan, joins=tuple(join for join in plan.joins if join.request_id not in missed))
+
+
+def joins_by_layer(plan: StepPlan) -> Mapping[int, Sequence[PiggybackJoin]]:
+    """Return the joins of a plan by layer, in the order of their seats."""
+    joining: defaultdict[int, list[PiggybackJoin]] = defaultdict(list)
+    for join in plan.joins:
+        joining[join.layer].append(join)
+    return joining
 
 
 def is_whole(plan: StepPlan, halted: Mapping[str, int]) -> bool:

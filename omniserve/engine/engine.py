@@ -32,12 +32,13 @@ from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
 from omniserve.latency.profile import Profile
 from omniserve.latency.trace import StepTracer
-from omniserve.layers.patching import PatchedModel, patched_model
+from omniserve.layers.patching import patched_model
 from omniserve.ops.streams import drain
 from omniserve.runner.runner import ModelRunner
 from omniserve.sampling.grammar import GrammarCompiler
 from omniserve.sampling.sampler import Sampler
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
+from omniserve.sched.late_joins import late_layers
 from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
 from omniserve.sched.speculation import MAX_DRAFTS
 
@@ -107,8 +108,12 @@ class Engine:
         )
         host_threads = config.host_threads or default_host_threads(patched.device)
         self.host_tier: HostTier | None = None
+        num_late_layers = 0
         if num_host_blocks > 0:
             has_mailbox = patched.device.type == "cuda" or config.execution.step_graphs == "on"
+            num_late_layers = late_layers(
+                self.spec.num_layers, device_looks=has_mailbox, has_between=patched.has_between
+            )
             # The mailbox carries one row of a task. Recurrent states cannot go back to the last right token.
             takes_drafts = not has_mailbox and not self.spec.state_bytes
             self.host_tier = HostTier.of(
@@ -129,7 +134,7 @@ class Engine:
             forecast = Forecast.of_profile(profile, self._latency)
         limits = SchedulerLimits.of(
             config, options, self.spec, self.kv, max_model_len=self.max_model_len,
-            late_layers=self._late_layers(patched),
+            late_layers=num_late_layers,
             max_host_drafts=self.host_tier.max_rows - 1 if self.host_tier is not None else 0,
         )  # fmt: skip
         if limits.num_state_slots:
@@ -176,16 +181,6 @@ class Engine:
             else patched.device.type == "cuda",
             keeps_names=tracer is not None,
         )
-
-    def _late_layers(self, patched: PatchedModel) -> int:
-        """Return the number of layers at which a step can take results that come while it runs."""
-        if self.host_tier is None:
-            return 0
-        if self.host_tier.mailbox_SW is None:
-            return self.spec.num_layers
-        # The device finds out what came, and all layers are launched before that. It is known too late for layers that
-        # the host plans row by row (recurrent states), and for the tokens behind the last one.
-        return 0 if patched.has_between else self.spec.num_layers - 1
 
     # -- requests ------------------------------------------------------------------------------------------------
 

@@ -1,18 +1,18 @@
 """LateResults: results of the host tier that come while a step runs, and which rows of it they let join.
 
-Where the device is given all layers of a step at once, it looks for them itself (``PiggybackRows.receive``), and
-``MissedJoins`` tells the scheduler later what it has found.
+A GPU is given all layers of a step at once and looks for the results itself (``PiggybackRows.receive``).
+``MissedJoins`` tells the host which joins found none.
 
 Paper: omniserve 3.2.3; apex 3.4 (the device asks before a layer's post-attention whether the results are there).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from omniserve.core.plan import HostEvent, HostEventKind, PiggybackJoin
+from omniserve.core.plan import HostEvent, HostEventKind, PiggybackJoin, StepPlan, joins_by_layer
 from omniserve.host.tier import HostTier
 from omniserve.ops.streams import AsyncHostCopy
 
@@ -55,20 +55,26 @@ class LateResults:
 
 
 class MissedJoins:
-    """Which of a step's joins did not join, while the device still tells the host.
+    """Copies to the host which of a step's joins did not join, as the device has found out.
 
-    ``request_ids`` has the request of each seat of each layer with late joins, "" for a seat that is empty, in the
-    order of ``joined``: int64 on the device, -1 where the seat's row did not join.
+    ``joined_LP`` is int64 on the device, a row for each of ``layers``: the slot of each seat's row, -1 if it did not
+    join. On a CPU nothing may write to it later. Each join has one row.
     """
 
-    def __init__(self, request_ids: Sequence[str], joined: Tensor) -> None:
-        self._request_ids = request_ids
-        self._copy = AsyncHostCopy([joined])
+    def __init__(self, plan: StepPlan, layers: Iterable[int], joined_LP: Tensor) -> None:
+        by_layer = joins_by_layer(plan)
+        self._joins = [by_layer.get(layer, ()) for layer in layers]
+        self._copy = AsyncHostCopy([joined_LP])
 
     def result(self) -> frozenset[str]:
-        """Wait for the step, and return the requests whose joins did not join."""
-        (joined,) = self._copy.wait()
-        slots = joined.flatten().tolist()
+        """Wait for the copy, and return the requests whose joins did not join.
+
+        Raises:
+            Stalled: The device did not finish the step in time.
+        """
+        (joined_LP,) = self._copy.wait()
+        layers = zip(self._joins, joined_LP.tolist(), strict=True)
+        # The seats behind a layer's joins are empty.
         return frozenset(
-            request_id for request_id, slot in zip(self._request_ids, slots, strict=True) if request_id and slot < 0
+            join.request_id for joins, slots in layers for join, slot in zip(joins, slots, strict=False) if slot < 0
         )

@@ -101,8 +101,8 @@ class PiggybackRows:
         self._tier.submit(layer, seats.slots_P, q_PNH, k_PKH, v_PKH)
 
     @property
-    def are_received(self) -> bool:
-        """The device itself looks for results that come in the course of a step; else the host does, between layers."""
+    def device_looks(self) -> bool:
+        """True if the device looks for results that come while a step runs; else the host does, between layers."""
         return self._tier is not None and self._tier.mailbox_SW is not None
 
     def receive(self, slots_P: Tensor, wanted_P: Tensor, as_one_1: Tensor, joined_P: Tensor) -> None:

@@ -7,7 +7,6 @@ D hidden.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import PENDING_TOKEN, PiggybackEntry, PiggybackJoin, PromptScores, StepPlan
+from omniserve.core.plan import PENDING_TOKEN, PiggybackEntry, PiggybackJoin, PromptScores, StepPlan, joins_by_layer
 from omniserve.host.tier import result_flag
 from omniserve.ops.attention import AttentionMetadata, HostLengths
 from omniserve.ops.streams import upload
@@ -35,8 +34,6 @@ class SeatRows:
     """Positions of the seats that were planned, which are the first ones."""
     late: tuple[PiggybackJoin, ...] = ()
     """All joins of the layer, in the order of their seats, if some are late and it is not settled yet which join."""
-    wanted_P: Tensor | None = None
-    """``result_flag`` of what late joins wait for, int64 on the device, 0 in other seats; None: no join is late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +121,8 @@ class StepInputs:
     missed: set[str] = field(default_factory=set)
     """Requests whose joins did not join, as far as that is settled."""
     found: dict[int, Tensor] = field(default_factory=dict)
-    """Layer with late joins -> the slots that joined there, ``[P]`` int64, as the device has found out; -1: none."""
+    """If the device looks for results: layer with late joins -> the slots of the rows that joined there, ``[P]`` int64
+    on the device; -1 in other seats."""
 
     def leaving(self, layer: int) -> SeatRows | None:
         """Return the seats whose rows go to the host tier at a layer; None if all are empty."""
@@ -134,7 +132,7 @@ class StepInputs:
         """Empty the seats of a layer with late joins that did not join; ``joined`` is by join."""
         seats = self.joining.pop(layer)
         if all(joined):
-            self.joining[layer] = dataclasses.replace(seats, late=(), wanted_P=None)
+            self.joining[layer] = dataclasses.replace(seats, late=())
             return
         self.missed.update(join.request_id for join, here in zip(seats.late, joined, strict=True) if not here)
         if any(joined):
@@ -146,12 +144,6 @@ class StepInputs:
                 slots_P=seats.slots_P.masked_fill(is_empty_P, -1),
                 positions=seats.positions,
             )
-
-
-def requests_in_seats(joins: Sequence[PiggybackJoin], num_seats: int) -> list[str]:
-    """Return the request of each seat of a layer, "" for a seat that is empty."""
-    taken = [join.request_id for join in joins for _ in range(join.num_rows)]
-    return taken + [""] * (num_seats - len(taken))
 
 
 def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
@@ -194,14 +186,6 @@ def stops_between_layers(plan: StepPlan) -> bool:
 def wanted_flag(join: PiggybackJoin) -> int:
     """Return the flag that the result of a late join has; 0 for a join whose result is there."""
     return 0 if join.is_ready else result_flag(join.epoch, join.layer, join.position)
-
-
-def joins_by_layer(plan: StepPlan) -> Mapping[int, Sequence[PiggybackJoin]]:
-    """Return the joins of a plan by layer."""
-    joining: defaultdict[int, list[PiggybackJoin]] = defaultdict(list)
-    for join in plan.joins:
-        joining[join.layer].append(join)
-    return joining
 
 
 def sampled_rows(
@@ -325,17 +309,11 @@ def _seat_rows(
     slots[: len(taken)] = [token.slot for token, _ in taken]
     rows[: len(taken)] = [token.slot * max_host_rows + offset for token, offset in taken]
     joins = tuple(token for token in tokens if isinstance(token, PiggybackJoin))
-    wanted_P: Tensor | None = None
-    if any(not join.is_ready for join in joins):
-        wanted = np.zeros(num_seats, np.int64)
-        wanted[: len(taken)] = [wanted_flag(join) for join in joins for _ in range(join.num_rows)]
-        wanted_P = _on(device, wanted)
     return SeatRows(
         rows_P=_on(device, rows),
         slots_P=torch.from_numpy(slots),
         positions=tuple(token.position + offset for token, offset in taken),
-        late=joins if wanted_P is not None else (),
-        wanted_P=wanted_P,
+        late=() if all(join.is_ready for join in joins) else joins,
     )
 
 

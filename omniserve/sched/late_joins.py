@@ -1,4 +1,4 @@
-"""ResultOdds: whether a result of the host tier will be there by the time a step reaches its layer, as seen lately.
+"""Late joins: at which layers a step takes results that come while it runs, and which results are expected in time.
 
 A seat is planned for a row before its result is there. A seat that stays empty costs a row of the dense halves; a
 result without a seat waits for a whole step. Paper: omniserve 3.2.3 (results join when the device reaches the layer).
@@ -12,6 +12,21 @@ _RATE = 0.1
 """Of what each new case weighs."""
 _LIKELY = 0.5
 """The share of results in time from which on a seat is planned."""
+
+
+def late_layers(num_layers: int, *, device_looks: bool, has_between: bool) -> int:
+    """Return the number of layers, from the first one on, at which a step can take results that come while it runs.
+
+    Args:
+        num_layers: Layers of the model that attend.
+        device_looks: The device itself looks for results, because it is given all layers of a step at once (a GPU). The
+            scheduler learns the outcome after it has planned the next step. That is too late for the last layer, which
+            yields tokens.
+        has_between: Some layers do not attend or have recurrent states. The host plans their rows before the step runs.
+    """
+    if not device_looks:
+        return num_layers
+    return 0 if has_between else num_layers - 1
 
 
 class ResultOdds:

@@ -183,7 +183,8 @@ class Scheduler:
     def is_certain(self, plan: StepPlan) -> bool:
         """Return whether all that ``advance`` books of a plan is known before it has run.
 
-        Not known is whether a late join will join, but it may be assumed: only who passes the last layer has a token.
+        The exception is whether late joins before the last layer join: ``advance`` assumes that they do, and ``settle``
+        corrects it.
         """
         if plan.preemptible or plan.pipelined:
             return False

@@ -15,9 +15,10 @@ from omniserve.core.config import EngineConfig
 from omniserve.latency import BatchFeatures, Predictor
 from omniserve.latency.base import AlphaBeta
 from omniserve.latency.omniserve import pipeline_wait_s
+from omniserve.sched import late_joins
 from omniserve.simulate.hardware import DeviceSpec, HostSpec
 from omniserve.simulate.host_tier import Copies, HostNode
-from omniserve.simulate.machine import Machine, engine_late_layers, host_speed_of
+from omniserve.simulate.machine import Machine, host_speed_of
 from omniserve.simulate.models import ModelDims
 
 _BYTES = 2  # of an element
@@ -202,6 +203,7 @@ def analytic_machine(
         )
     link = AlphaBeta(50e-6, 1 / (count * device.pcie_bytes_per_s))
     nodes = tuple(_node(model, host, host_share, link, is_local=number == 0) for number, host in enumerate(hosts))
+    of_engine = late_joins.late_layers(model.spec.num_layers, device_looks=True, has_between=model.spec.state_bytes > 0)
     predictor = AnalyticDevice(model, device, count, hosts=nodes)
     return Machine(
         name=f"{count}x{device.name}" + (f" and {len(hosts)} x {hosts[0].name}" if hosts else ""),
@@ -210,7 +212,7 @@ def analytic_machine(
         forecast=predictor,
         hosts=nodes,
         copies=Copies(to_host=link, to_device=link),
-        late_layers=engine_late_layers(model.spec, on_gpu=True) if late_layers is None else late_layers,
+        late_layers=of_engine if late_layers is None else late_layers,
         device_kv_bytes=int(free_bytes),
         host_kv_bytes=int(sum(0.8 * host.memory_bytes for host in hosts)),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from omniserve.core.spec import ModelSpec
 from omniserve.latency import LATENCY_MODELS, HostSpeed, ModelShape, Predictor, Profile
 from omniserve.latency.omniserve import OmniServeModel
+from omniserve.sched.late_joins import late_layers
 from omniserve.simulate.host_tier import Copies, HostNode
 from omniserve.simulate.spread import Spread
 
@@ -40,14 +41,6 @@ class Machine:
     @property
     def shape(self) -> ModelShape:
         return ModelShape.of(self.spec)
-
-
-def engine_late_layers(spec: ModelSpec, *, on_gpu: bool) -> int:
-    """Return the number of layers at which the engine's steps take results that come while they run."""
-    if not on_gpu:
-        return spec.num_layers
-    # See ``Engine._late_layers``.
-    return 0 if spec.state_bytes else spec.num_layers - 1
 
 
 def host_speed_of(hosts: Sequence[HostNode]) -> HostSpeed | None:
@@ -99,5 +92,5 @@ def machine_of_profile(profile: Profile, spec: ModelSpec, *, latency_model: str 
             to_host=profile.copy_to_host, to_device=profile.copy_to_device, by_host_threads=not own_cores
         ),
         host_has_own_cores=own_cores,
-        late_layers=engine_late_layers(spec, on_gpu=own_cores),
+        late_layers=late_layers(spec.num_layers, device_looks=own_cores, has_between=spec.state_bytes > 0),
     )  # fmt: skip

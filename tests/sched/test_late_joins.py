@@ -103,6 +103,15 @@ def assumed(residents: HostResidents, *states: RequestState) -> list[AssumedJoin
     return [residents.assume(state, has_device_rows=True) for state in states]
 
 
+def one_assumed(*, num_layers: int = 2) -> tuple[HostResidents, RequestState, AssumedJoin]:
+    """Return a resident that is assumed to join a step in flight at layer 0; no join is late at the last one."""
+    residents = HostResidents(num_slots=1, num_layers=num_layers, late_layers=num_layers - 1)
+    a = resident(residents, "a")
+    enter(residents, a)
+    (join,) = assumed(residents, a)
+    return residents, a, join
+
+
 def test_a_token_that_was_assumed_to_join_goes_back_if_it_did_not() -> None:
     residents = HostResidents(num_slots=2, num_layers=3, late_layers=2)
     a, b = (resident(residents, name) for name in "ab")
@@ -120,10 +129,7 @@ def test_a_token_that_was_assumed_to_join_goes_back_if_it_did_not() -> None:
 
 
 def test_a_result_that_comes_too_late_for_the_step_it_was_assumed_in_joins_the_next_one() -> None:
-    residents = HostResidents(num_slots=1, num_layers=2, late_layers=1)
-    a = resident(residents, "a")
-    enter(residents, a)
-    (join,) = assumed(residents, a)
+    residents, a, join = one_assumed()
     assert residents.on_event(done(a, 0)) is a, "it is known, and changes nothing yet"
     assert residents.num_ready == [0, 0]
     residents.settle(join, joined=False)
@@ -132,10 +138,7 @@ def test_a_result_that_comes_too_late_for_the_step_it_was_assumed_in_joins_the_n
 
 
 def test_the_event_of_a_result_that_joined_late_is_no_news() -> None:
-    residents = HostResidents(num_slots=1, num_layers=2, late_layers=1)
-    a = resident(residents, "a")
-    enter(residents, a)
-    (join,) = assumed(residents, a)
+    residents, a, join = one_assumed()
     residents.settle(join, joined=True)
     assert residents.on_event(done(a, 0)) is a and residents.num_ready == [0, 0]
     assert residents.on_event(done(a, 1)) is a and residents.num_ready == [0, 1]
@@ -143,10 +146,7 @@ def test_the_event_of_a_result_that_joined_late_is_no_news() -> None:
 
 
 def test_a_next_result_tells_that_a_token_has_joined() -> None:
-    residents = HostResidents(num_slots=1, num_layers=3, late_layers=2)
-    a = resident(residents, "a")
-    enter(residents, a)
-    (join,) = assumed(residents, a)
+    residents, a, join = one_assumed(num_layers=3)
     residents.on_event(done(a, 1))
     assert residents.num_ready == [0, 1, 0]
     residents.count_step([residents.join_of(a)], has_device_rows=True)
@@ -156,10 +156,7 @@ def test_a_next_result_tells_that_a_token_has_joined() -> None:
 
 
 def test_a_request_that_has_left_the_host_tier_does_not_come_back() -> None:
-    residents = HostResidents(num_slots=1, num_layers=2, late_layers=1)
-    a = resident(residents, "a")
-    enter(residents, a)
-    (join,) = assumed(residents, a)
+    residents, a, join = one_assumed()
     residents.on_event(done(a, 0))
     a.phase = Phase.DRAINING
     residents.settle(join, joined=False)
@@ -170,19 +167,13 @@ def test_a_request_that_has_left_the_host_tier_does_not_come_back() -> None:
 
 
 def test_what_missed_a_step_is_waited_for_when_its_request_ends() -> None:
-    residents = HostResidents(num_slots=1, num_layers=2, late_layers=1)
-    a = resident(residents, "a")
-    enter(residents, a)
-    (join,) = assumed(residents, a)
+    residents, a, join = one_assumed()
     residents.settle(join, joined=False)
     residents.on_event(done(a, 0))
     assert a.away is not None and a.away.ready and not residents.is_last(done(a, 0), a)
 
 
 def test_no_result_is_expected_at_the_last_layer_of_a_device_that_looks_itself() -> None:
-    residents = HostResidents(num_slots=1, num_layers=2, late_layers=1)
-    a = resident(residents, "a")
-    enter(residents, a)
-    (join,) = assumed(residents, a)
+    residents, _, join = one_assumed()
     residents.settle(join, joined=True)
     assert residents.expected(has_device_rows=True) == [[], []]

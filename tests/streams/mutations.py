@@ -182,10 +182,10 @@ MUTATIONS: Mapping[str, Mutation] = {
     "the event of the tokens is recorded before their copy": Mutation(
         "device", _replace(AsyncHostCopy, "__init__", _record_first)
     ),
-    "who joined is told before the device has found out": Mutation(
+    "missed joins are read before their copy is over": Mutation(
         "late results", _replace(MissedJoins, "result", _tell_without_waiting)
     ),
-    "who joined a captured step is told before the device has found out": Mutation(
+    "missed joins of captured steps are read before their copy is over": Mutation(
         "late results, graphs", _replace(MissedJoins, "result", _tell_without_waiting)
     ),
     "the tokens of all steps come into one buffer": Mutation("device", _one_copy_buffer, first_seed=1),

@@ -48,7 +48,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "device": {**_SHARED, "scheduler": "sarathi", "kv": "paged", "device_blocks": 12, "host_blocks": 0},
     "host": _HOST,
     "staged moves": {**_HOST, "is_staged": True},
-    "late results": {**_HOST, "host_delay_s": 0.01},
+    "late results": {**_HOST, "host_delay_s": 0.06},
     "failing moves": {**_HOST, "is_staged": True, "moves_fail": True},
     "checkpoints": {**_HOST, "kv": "incremental", "checkpoint_kv": True},
     "conserve": {**_HOST, "scheduler": "conserve", "kv": "incremental", "checkpoint_kv": True},

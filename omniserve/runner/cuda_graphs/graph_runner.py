@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -42,9 +42,7 @@ from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.step_inputs import (
     LayersOutput,
     PendingTokens,
-    joins_by_layer,
     make_device_rows,
-    requests_in_seats,
     sampled_rows,
     stops_between_layers,
 )
@@ -155,10 +153,8 @@ class CudaGraphRunner:
         num_layers, device = self._memory.num_layers, self._memory.device
         doubtful: MissedJoins | None = None
         if plan.doubtful:
-            joining = joins_by_layer(plan)
-            seats = [requests_in_seats(joining.get(layer, ()), shape.seats) for layer in range(num_layers - 1)]
-            # The next step writes to the same memory.
-            doubtful = MissedJoins(list(chain.from_iterable(seats)), inputs.joined_LP[:-1].clone())
+            # A copy, as the next step writes to the same memory.
+            doubtful = MissedJoins(plan, range(num_layers - 1), inputs.joined_LP[:-1].clone())
         sampled = sampled_rows(plan, num_layers=num_layers, first_seat=shape.rows, device=device)
         return LayersOutput(hidden_TD, sampled, doubtful=doubtful)
 
@@ -203,8 +199,7 @@ class PaddedLayers:
     def _slots_joined(self, inputs: StaticInputs, layer: int) -> Tensor:
         """Find out which rows join at a layer, and return their slots ``[P]``.
 
-        At the last layer those that are planned do: a row from there has a token, so no step that is launched meanwhile
-        may assume that it has joined, and it would win nothing by coming late.
+        No join is late at the last layer (``sched.late_joins.late_layers``), so there all planned rows join.
         """
         slots_P = inputs.slots_joining(layer)
         if layer == self.model.num_layers - 1:

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import StepPlan
+from omniserve.core.plan import StepPlan, joins_by_layer
 from omniserve.ops.attention import AttentionMetadata
 from omniserve.ops.streams import upload
 from omniserve.runner.cuda_graphs.shapes import StepShape
-from omniserve.runner.step_inputs import DeviceRows, joins_by_layer, wanted_flag
+from omniserve.runner.step_inputs import DeviceRows, wanted_flag
 
 
 class InputMemory:
@@ -74,11 +74,11 @@ class StaticInputs:
         """The metadata of a step of decodes. If blocks may run from the right it always has a direction table."""
 
     def slots_leaving(self, layer: int) -> Tensor:
-        """Return the slots ``[P]`` of the rows that leave for the host tier at a layer: those that joined before it."""
+        """Return the slots ``[P]`` of the rows that leave at a layer: those that joined the one before, or enter."""
         return self.joined_LP[layer - 1] if layer else self._seat_slots[0]
 
     def slots_joining(self, layer: int) -> Tensor:
-        """Return the slots ``[P]`` of the rows that join at a layer, if the results of late ones are there."""
+        """Return the slots ``[P]`` of the rows that are planned to join at a layer."""
         return self._seat_slots[layer + 1]
 
     def wanted(self, layer: int) -> Tensor:
