@@ -216,7 +216,8 @@ class StepPlan:
     they run the dense halves with the device rows (apex figure 2). Such a step has device rows in every layer, and no
     other piggyback rows."""
     preemptible: frozenset[str] = frozenset()
-    """Requests whose device rows may be asked to leave between two layers (conserve 4.3, omniserve 6)."""
+    """Requests whose device rows may be asked to leave between two layers (conserve 4.3, omniserve 6), under a policy
+    whose options say that it ``preempts``."""
     cancels: tuple[int, ...] = ()
     """Host slots of aborted requests: their tasks are cancelled; each still reports an event."""
     decision: Decision | None = None

@@ -148,7 +148,7 @@ class Engine:
             host_threads=host_threads, max_model_len=self.max_model_len, is_directed=issubclass(manager, CanShare),
             keep_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
             # A chunk that began anew after it left would find the states of some layers ahead of it.
-            safepoint=None if self.spec.state_bytes else lambda: this()._ask_who_must_leave(),
+            safepoint=None if self.spec.state_bytes or not options.preempts else lambda: this()._ask_who_must_leave(),
             num_state_slots=limits.num_state_slots,
         )  # fmt: skip
         self.limits = RequestLimits(

@@ -67,11 +67,44 @@ class LayerLoop:
         Rows may leave the step and rejoin it before a layer. A second sub-batch runs its pre-attention before the layer
         and its post-attention after it.
         """
-        safepoints = Safepoints(plan, halted=self.halted, must_leave=self.safepoint, device=self.model.device)
-        present = safepoints.present
-        inputs, rotary, hidden_TD = self._begin(present)
+        safepoints = self.safepoints(plan)
+        inputs, rotary, hidden_TD = self._begin(safepoints.present)
+        return self._stop_at_each(0, safepoints, safepoints.present, inputs, rotary, hidden_TD, second)
+
+    def safepoints(self, plan: StepPlan) -> Safepoints:
+        """Return the safepoints of a step."""
+        return Safepoints(plan, halted=self.halted, must_leave=self.safepoint, device=self.model.device)
+
+    def go_on(
+        self, plan: StepPlan, safepoints: Safepoints, *, leaving: Set[str], layer: int, hidden_TD: Tensor,
+        joined_LP: Tensor,
+    ) -> LayersOutput:  # fmt: skip
+        """Run the rest of a step of constant shape, from the layer on before which the rows of ``leaving`` leave.
+
+        Args:
+            plan: The whole step, of which no row begins behind its first layer.
+            safepoints: The step's; it has not been told yet that rows leave.
+            leaving: Requests with preemptible rows.
+            layer: The layer. Rows of the host tier that leave the device there have been sent.
+            hidden_TD: What goes into the layer: all rows of the step, without padding.
+            joined_LP: The slots of the rows that joined at each layer before it; -1 in other seats.
+        """
+        inputs = self._inputs(plan)
+        for earlier, joined_P in enumerate(joined_LP):
+            seats = inputs.joining.pop(earlier, None)  # without it, no row is sent at the layer behind it once more
+            if seats is not None and seats.late:
+                inputs.found[earlier] = joined_P
+        hidden_TD = safepoints.leave(leaving, layer, hidden_TD)
+        rotary = islice(self._rotary(inputs), layer, None)
+        return self._stop_at_each(layer, safepoints, plan, inputs, rotary, hidden_TD, None)
+
+    def _stop_at_each(
+        self, first_layer: int, safepoints: Safepoints, present: StepPlan, inputs: StepInputs,
+        rotary: Iterator[Rotary], hidden_TD: Tensor, second: SecondBatch | None,
+    ) -> LayersOutput:  # fmt: skip
+        """Run the layers from the first one on; ``inputs`` and ``rotary`` are of the rows of ``present``."""
         between = self.states.of_plan(present, inputs.missed)
-        for layer in range(self.model.num_layers):
+        for layer in range(first_layer, self.model.num_layers):
             hidden_TD = safepoints.before_layer(layer, hidden_TD)
             if safepoints.present is not present:
                 present, before = safepoints.present, inputs

@@ -86,19 +86,19 @@ class ModelRunner:
         attend = resolve_attention(
             config.execution.attention, model.device, model.spec.attention, is_directed=is_directed
         )
-        self._rows = rows = PiggybackRows(model, tier, config.max_host_requests if tier is not None else 0)
-        self.graphs: CudaGraphRunner | None = None
-        """Runs the steps that fit a captured shape; None: nothing is captured."""
-        if wants_graphs(config, model, attend):
-            self.graphs = CudaGraphRunner(
-                config, model=model, storage=storage, attention=attend, rows=rows, max_model_len=max_model_len,
-                has_host_tier=tier is not None, is_directed=is_directed,
-            )  # fmt: skip
+        self._rows = PiggybackRows(model, tier, config.max_host_requests if tier is not None else 0)
         self.loop = LayerLoop(
-            model=model, storage=storage, attend=attend, rows=rows, late_results=self._late_results,
+            model=model, storage=storage, attend=attend, rows=self._rows, late_results=self._late_results,
             halted=self.halted, pending=self._pending, states=self.states, safepoint=safepoint,
         )  # fmt: skip
-        """Runs the other steps."""
+        """Runs the steps that fit no captured shape."""
+        self.graphs: CudaGraphRunner | None = None
+        """Runs the others; None: nothing is captured."""
+        if wants_graphs(config, model, attend):
+            self.graphs = CudaGraphRunner(
+                config, loop=self.loop, max_model_len=max_model_len, has_host_tier=tier is not None,
+                is_directed=is_directed,
+            )  # fmt: skip
         if model.device.type == "cuda" and attend is attend_triton:  # others choose no kernel by shape
             warm_up_attention(
                 attend, storage, model.spec, max_rows=config.max_num_batched_tokens,

@@ -73,8 +73,7 @@ class LayerThrottle:
 class Safepoints:
     """Knows the rows of a step at each layer: preemptible rows may leave before it, and others go on there.
 
-    Before each layer that has preemptible rows ``must_leave`` returns the requests whose rows must leave, if they are
-    preemptible; with None none ever does.
+    ``must_leave`` returns the requests whose rows must leave, if they are preemptible; with None none ever does.
     """
 
     def __init__(
@@ -89,22 +88,28 @@ class Safepoints:
 
     def before_layer(self, layer: int, hidden_TD: Tensor) -> Tensor:
         """Let rows leave before a layer, and others go on there; return the rows of the layer, ``[T, D]``."""
-        if layer and (leaving := self._leaving()):
-            hidden_TD = self._leave(leaving, layer, hidden_TD)
+        if layer and (leaving := self.leaving()):
+            hidden_TD = self.leave(leaving, layer, hidden_TD)
         if layer and any(chunk.from_layer == layer for chunk in self._plan.chunks):
             hidden_TD = self._rejoin(layer, hidden_TD)
         return hidden_TD
 
-    def _leaving(self) -> Set[str]:
-        """Return the requests whose rows must leave here."""
-        is_preemptible = any(chunk.request_id in self._plan.preemptible for chunk in self.present.chunks)
-        if not is_preemptible or self._must_leave is None:
+    def leaving(self) -> Set[str]:
+        """Return the requests whose rows must leave before the current layer; call it once a layer.
+
+        On a GPU this waits until the device has come to the layer before. It asks nobody if no row is preemptible.
+        """
+        preemptible = self._plan.preemptible
+        if self._must_leave is None or not any(chunk.request_id in preemptible for chunk in self.present.chunks):
             return frozenset()
         self._throttle.wait()
-        return self._plan.preemptible & self._must_leave()
+        return preemptible & self._must_leave()
 
-    def _leave(self, leaving: Set[str], layer: int, hidden_TD: Tensor) -> Tensor:
-        """Halt the leaving chunks at this layer, leave out those that would go on later; return the other rows."""
+    def leave(self, leaving: Set[str], layer: int, hidden_TD: Tensor) -> Tensor:
+        """Halt the leaving chunks before this layer, leave out those that would go on later; return the other rows.
+
+        ``hidden_TD`` are the present rows, ``[T, D]``.
+        """
         kept: list[Tensor] = []
         row = 0
         for chunk in self.present.chunks:

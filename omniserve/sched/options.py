@@ -28,6 +28,11 @@ class PolicyOptions:
     latency_model: str = "omniserve"
     """What predicts steps if the engine has a profile: a name in LATENCY_MODELS, or ``package.module:Class``."""
 
+    @property
+    def preempts(self) -> bool:
+        """Whether plans may have preemptible rows: the engine asks between the layers of a step only if so."""
+        return False
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -93,8 +98,13 @@ class CoServingOptions(HostTierOptions):
     defer_classes: bool = False
     """Rows of a lower class leave a step between two layers for a request of a higher class that is predicted to miss
     its TTFT otherwise, and go on there in a later step, as far as their own objective has slack for that (omniserve 6,
-    multiple priority levels). Best-effort rows are of the lowest class. Steps that rows may leave run layer by layer:
-    not as CUDA graphs, none is launched ahead of another, and these rows carry no drafts. It needs a latency model."""
+    multiple priority levels). Best-effort rows are of the lowest class. Of steps that rows may leave none is launched
+    ahead of another, CUDA graphs hold the parts between two attentions, and these rows carry no drafts. It needs a
+    latency model."""
+
+    @property
+    def preempts(self) -> bool:
+        return self.defer_classes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +135,10 @@ class LayerPreemptionOptions(PolicyOptions):
 
     keep_halted: bool = True
     """These rows go on later from the layer where they left; False: they begin anew, as in the paper."""
+
+    @property
+    def preempts(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -141,6 +141,7 @@ class Tally:
     halted: int = 0
     constant_decodes: int = 0
     constant_chunks: int = 0
+    left_graphs: int = 0
     accepted_drafts: int = 0
     rejected_drafts: int = 0
     host_drafts: int = 0
@@ -396,6 +397,7 @@ def run_history(
         if engine.runner.graphs is not None:
             tally.constant_decodes += engine.runner.graphs.num_decode_steps
             tally.constant_chunks += engine.runner.graphs.num_chunk_steps
+            tally.left_graphs += engine.runner.graphs.num_steps_left
         assert stats.device_blocks_used == stats.host_blocks_used == 0, stats
         assert len(engine.kv.free_block_ids(Tier.DEVICE)) == stats.device_blocks_total, "somebody who ended keeps KV"
     assert set(reasons) == set(which), f"seed {seed}: {set(which) - set(reasons)} never ended"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.parity.engine_histories import Tally, run_histories, run_history
 from tests.parity.test_engine import DEVICES, model_and_reference
 from tests.quick import slow_except
 from tests.runner.tape import TapeCapture
+from tests.sched import preemptible
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -92,6 +94,23 @@ def test_graphs_do_what_the_code_did(scheduler: str, monkeypatch: pytest.MonkeyP
         model, reference, range(730, 732), reach=("constant_decodes", "constant_chunks"), scheduler=scheduler,
         step_graphs="on", async_steps=True, attention="tests.runner.tape:attend", max_num_batched_tokens=16,
         max_num_seqs=8,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("scheduler", [preemptible.NAME, preemptible.DEFERRING])
+def test_rows_leave_between_the_parts_of_a_step(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes into a layer is kept, so that the rows can go on there later, and the others at once without graphs."""
+    model, reference = model_and_reference("llama", "cpu")
+    spec = model.__dict__["omniserve"].spec
+    shape = (64, spec.num_heads, spec.head_size)
+    monkeypatch.setattr(graph_runner, "Capture", lambda: TapeCapture(shape, torch.float32, torch.device("cpu")))
+    defers = scheduler == preemptible.DEFERRING
+    more: dict[str, Any] = {"classes": preemptible.CLASSES, "defer_classes": True} if defers else {}
+    run_histories(
+        model, reference, range(750, 753), reach=("halted", "left_graphs", *(["late_joins"] if defers else [])),
+        scheduler=scheduler, has_profile=defers, step_graphs="on", attention="tests.runner.tape:attend",
+        kv="tiered", host_kv_bytes=1 << 20, max_host_requests=16, max_num_batched_tokens=16, max_num_seqs=8,
+        faults=lambda seed: seed % 2 == 0, **more,
     )  # fmt: skip
 
 

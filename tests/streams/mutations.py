@@ -246,7 +246,7 @@ PACE: Mapping[str, Mutation] = {
         "device", _replace(ModelRunner, "collect", _collect_without_end), {"max_num_batched_tokens": 4}
     ),
     "the host runs ahead of the layers that it asks about": Mutation(
-        "safepoints", _replace(LayerThrottle, "wait", lambda throttle: None)
+        "safepoints, graphs", _replace(LayerThrottle, "wait", lambda throttle: None)
     ),
     "graphs are captured while the device works": Mutation(
         "host, graphs", _replace(CudaGraphCapture, "_capture", _capture_without_waiting)

@@ -59,7 +59,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "llumnix": {**_HOST, "scheduler": "llumnix"},
 }
 """What a history is about: settings of the engine, sizes of the pools in blocks, and which mover moves."""
-for _name in ("device", "host", "late results", "staged moves", "checkpoints", "shared blocks"):
+for _name in ("device", "host", "late results", "staged moves", "checkpoints", "shared blocks", "safepoints"):
     CASES = {**CASES, f"{_name}, graphs": {**CASES[_name], "step_graphs": "on"}}
 
 REACH: Mapping[str, tuple[str, ...]] = {
@@ -76,8 +76,11 @@ REACH: Mapping[str, tuple[str, ...]] = {
 
 def reach_of(case: str) -> tuple[str, ...]:
     """Return the counters that the histories of a case must move."""
-    reach = REACH.get(case.removesuffix(", graphs"), ("swaps_out", "host_output_tokens"))
-    return (*reach, "decode_graphs", "chunk_graphs") if case.endswith("graphs") else reach
+    name = case.removesuffix(", graphs")
+    reach = REACH.get(name, ("swaps_out", "host_output_tokens"))
+    if name == case:
+        return reach
+    return (*reach, "decode_graphs", "chunk_graphs", *(["left_graphs"] if name == "safepoints" else []))
 
 
 class Bench:
@@ -228,6 +231,7 @@ class Bench:
                 tally |= {"late_joins": joins.late_joins, "missed_joins": joins.missed_joins}
                 if (constant := engine.runner.graphs) is not None:
                     tally |= {"decode_graphs": constant.num_decode_steps, "chunk_graphs": constant.num_chunk_steps}
+                    tally["left_graphs"] = constant.num_steps_left
             late = [work for work in self.cuda.device.works() if isinstance(work, HostWork)]
             self.cuda.device.drain()
             num_late = sum(work.uses_host_memory() for work in late)

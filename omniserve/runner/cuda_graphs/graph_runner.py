@@ -1,8 +1,9 @@
 """CudaGraphRunner: captures CUDA graphs of steps of constant shapes, and runs the steps that fit one of them.
 
 A step in which every request has one device row (decodes, and any rows of the host tier) is one FULL graph and one
-launch. A step with longer chunks is captured PIECEWISE, because its attention depends on the chunks' lengths. A step
-that fits no captured shape runs without padding, in ``LayerLoop``. Capturing ends when its budget is spent.
+launch. A step with longer chunks is captured PIECEWISE, because its attention depends on the chunks' lengths; between
+its pieces rows may leave, and ``LayerLoop`` then runs the layers that are left. It also runs the steps that fit no
+captured shape, without padding. Capturing ends when its budget is spent.
 
 Legend: T device rows, P piggyback seats, D hidden, N query heads, K KV heads, H head size, L layers.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -38,13 +39,13 @@ from omniserve.runner.cuda_graphs.shapes import (
     smallest_fitting,
 )
 from omniserve.runner.late_results import MissedJoins
+from omniserve.runner.layer_loop import LayerLoop
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.step_inputs import (
     LayersOutput,
     PendingTokens,
     make_device_rows,
     sampled_rows,
-    stops_between_layers,
 )
 
 logger = logging.getLogger(__name__)
@@ -55,13 +56,13 @@ _store_kv = torch.ops.omniserve.store_kv.default
 class CudaGraphRunner:
     """Runs the layers of the steps that fit a shape; nothing is captured before ``capture_all``.
 
-    With ``is_directed`` KV blocks may run from the right.
+    With ``is_directed`` KV blocks may run from the right. ``loop`` runs the rest of a step that rows have left.
     """
 
     def __init__(
-        self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, attention: DeviceAttention,
-        rows: PiggybackRows, max_model_len: int, has_host_tier: bool, is_directed: bool,
-    ) -> None:  # fmt: skip
+        self, config: EngineConfig, *, loop: LayerLoop, max_model_len: int, has_host_tier: bool, is_directed: bool
+    ) -> None:
+        model = loop.model
         device, spec = model.device, model.spec
         seats = config.max_piggyback_seats if has_host_tier else 0
         # A best-effort request may be admitted beside as many latency-sensitive ones.
@@ -70,10 +71,12 @@ class CudaGraphRunner:
         # With more rows, launching the kernels of a layer takes less time than running them, captured or not.
         most = min(config.max_num_batched_tokens, CHUNK_ROWS[-1])
         chunks = ShapeTable.of(CHUNK_ROWS, max_rows=most, max_seats=seats)
-        self._layers = PaddedLayers(model, storage, attention, rows)
+        self._loop = loop
+        self._layers = PaddedLayers(model, loop.storage, loop.attend, loop.rows)
         self._memory = InputMemory(
             StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats), num_layers=spec.num_layers,
             max_blocks=-(-max_model_len // config.block_size), device=device, is_directed=is_directed,
+            layer_input=(spec.hidden_size, model.dtype) if loop.safepoint is not None else None,
         )  # fmt: skip
         self._capture = Capture()
         if device.type == "cuda":
@@ -87,7 +90,9 @@ class CudaGraphRunner:
         self.num_decode_steps = 0
         """Counter: steps with at most one row a request that ran in a constant shape."""
         self.num_chunk_steps = 0
-        """Counter: other steps that ran in a constant shape."""
+        """Counter: other steps that ran in a constant shape, at least until rows left them."""
+        self.num_steps_left = 0
+        """Counter: those of them that rows left."""
 
     @torch.inference_mode()
     def capture_all(self) -> None:
@@ -125,19 +130,20 @@ class CudaGraphRunner:
         if is_decode:
             self._decodes[shape] = inputs, self._capture.full(partial(self._layers.run_decodes, inputs))
         else:
-            self._chunks[shape] = inputs, self._capture.piecewise(partial(self._layers.run, inputs))
+            run = partial(self._layers.run, inputs, layer_input_TD=inputs.layer_input_TD)
+            self._chunks[shape] = inputs, self._capture.piecewise(run)
 
     def shape_for(self, plan: StepPlan) -> StepShape | None:
-        """Return the captured shape to which a step is padded; None: none fits, or rows may leave between layers."""
-        if stops_between_layers(plan):
+        """Return the captured shape to which a step is padded; None: none fits, or its rows differ from the start."""
+        if plan.pipelined or any(chunk.from_layer for chunk in plan.chunks):
             return None
-        shapes = self._decode_shapes if decodes_only(plan) else self._chunk_shapes
+        shapes = self._decode_shapes if is_one_graph(plan) else self._chunk_shapes
         return smallest_fitting(shapes, plan.num_device_tokens, plan.num_piggyback_seats)
 
     def run(self, plan: StepPlan, shape: StepShape, pending: PendingTokens) -> LayersOutput:
         """Run a step's layers in the shape that ``shape_for`` returned; the output is valid until the next step."""
         rows = make_device_rows(plan, block_size=self._block_size)
-        if decodes_only(plan):
+        if is_one_graph(plan):
             self.num_decode_steps += 1
             inputs, replay = self._decodes[shape]
             inputs.fill(plan, rows, decodes=True)
@@ -149,7 +155,26 @@ class CudaGraphRunner:
             inputs.fill(plan, rows, decodes=False)
             pending.fill(inputs.token_ids_T, plan, first_seat=shape.rows)
             metadata, num_rows = rows.attention_metadata(self._memory.device), len(rows.token_ids)
-            hidden_TD = replay_with(lambda layer, q_TNH: self._layers.attend_padded(layer, q_TNH, metadata, num_rows))
+            safepoints = self._loop.safepoints(plan) if plan.preemptible else None
+
+            def attend(layer: int, q_TNH: Tensor) -> Tensor:
+                if safepoints is not None and layer and (leaving := safepoints.leaving()):
+                    raise _RowsLeave(layer, leaving)
+                return self._layers.attend_padded(layer, q_TNH, metadata, num_rows)
+
+            try:
+                hidden_TD = replay_with(attend)
+            except _RowsLeave as stop:
+                assert safepoints is not None and inputs.layer_input_TD is not None
+                self.num_steps_left += 1
+                of_rows, of_seats = inputs.layer_input_TD[:num_rows], inputs.layer_input_TD[shape.rows :]
+                num_seats = plan.num_piggyback_seats
+                return self._loop.go_on(
+                    plan, safepoints, leaving=stop.request_ids, layer=stop.layer,
+                    hidden_TD=torch.cat([of_rows, of_seats[:num_seats]]),
+                    # A copy, as the next step writes to the same memory.
+                    joined_LP=inputs.joined_LP[: stop.layer, :num_seats].clone(),
+                )  # fmt: skip
         num_layers, device = self._memory.num_layers, self._memory.device
         doubtful: MissedJoins | None = None
         if plan.doubtful:
@@ -176,13 +201,18 @@ class PaddedLayers:
         """Run the layers of a step in which every request has one device row; return ``[T + P, D]``."""
         return self.run(inputs, partial(self.attend, metadata=inputs.attention))
 
-    def run(self, inputs: StaticInputs, attend: Attend) -> Tensor:
-        """Run the layers with ``attend`` as the attention of the device rows; return ``[T + P, D]``."""
+    def run(self, inputs: StaticInputs, attend: Attend, *, layer_input_TD: Tensor | None = None) -> Tensor:
+        """Run the layers with ``attend`` as the attention of the device rows; return ``[T + P, D]``.
+
+        What goes into a layer is written to ``layer_input_TD`` before its attention.
+        """
         model, num_rows, num_seats = self.model, inputs.shape.rows, inputs.shape.seats
 
         def attend_with_seats(layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
             if num_seats:
                 self.rows.post(inputs.slots_leaving(layer), hidden_TD, q_TNH, k_TKH, v_TKH)
+            if layer_input_TD is not None:
+                layer_input_TD.copy_(hidden_TD)
             attn_TD = self.rows.no_results
             if num_rows:
                 k_cache, v_cache = self.storage.k_layers[layer], self.storage.v_layers[layer]
@@ -268,9 +298,17 @@ def why_not_captured(model: PatchedModel, attention: DeviceAttention, config: En
     return model.family.why_not_captured()
 
 
-def decodes_only(plan: StepPlan) -> bool:
-    """Tell whether every request of a plan has at most one device row."""
-    return all(len(chunk.token_ids) == 1 for chunk in plan.chunks)
+def is_one_graph(plan: StepPlan) -> bool:
+    """Tell whether a step runs as a FULL graph: every request has at most one device row, and no row may leave."""
+    return not plan.preemptible and all(len(chunk.token_ids) == 1 for chunk in plan.chunks)
+
+
+class _RowsLeave(Exception):
+    """Ends the replay of a step at the attention of a layer, as rows of some requests must leave before the layer."""
+
+    def __init__(self, layer: int, request_ids: Set[str]) -> None:
+        super().__init__(layer)
+        self.layer, self.request_ids = layer, request_ids
 
 
 _EMPTY = StepPlan(step_id=0)

@@ -20,12 +20,14 @@ class InputMemory:
     """The memory that the inputs of all shapes share; it holds one step's at a time.
 
     ``largest`` has the most rows and the most seats of any shape, ``max_blocks`` is M, the blocks of the longest
-    request. With ``is_directed`` blocks may run from the right.
+    request. With ``is_directed`` blocks may run from the right. ``layer_input`` is D and the dtype of hidden states, if
+    the input of the running layer is to be kept.
     """
 
     def __init__(
-        self, largest: StepShape, *, num_layers: int, max_blocks: int, device: torch.device, is_directed: bool = False
-    ) -> None:
+        self, largest: StepShape, *, num_layers: int, max_blocks: int, device: torch.device, is_directed: bool = False,
+        layer_input: tuple[int, torch.dtype] | None = None,
+    ) -> None:  # fmt: skip
         self.num_layers, self.device = num_layers, device
         self.longs = torch.zeros(sum(_long_sizes(largest, num_layers)), dtype=torch.int64, device=device)
         self.joined = torch.full((num_layers * largest.seats,), -1, dtype=torch.int64, device=device)
@@ -34,6 +36,10 @@ class InputMemory:
         self.reversed_blocks: Tensor | None = None
         if is_directed:
             self.reversed_blocks = torch.zeros(largest.rows, max_blocks, dtype=torch.bool, device=device)
+        self.layer_input: Tensor | None = None
+        if layer_input is not None:
+            hidden_size, dtype = layer_input
+            self.layer_input = torch.zeros(largest.rows + largest.seats, hidden_size, dtype=dtype, device=device)
         self.query_start_loc = torch.arange(largest.rows + 1, dtype=torch.int32, device=device)
 
 
@@ -64,6 +70,10 @@ class StaticInputs:
         """Not 0: a late join that misses its layer keeps all others of the layer away, too."""
         self.joined_LP: Tensor = memory.joined[: num_layers * seats].view(num_layers, seats)
         """The step writes here the slots of the rows that have joined at each layer but the last; -1: none has."""
+        self.layer_input_TD: Tensor | None = None
+        """``[T + P, D]``: the step writes here what goes into each layer, for rows that leave before it."""
+        if memory.layer_input is not None:
+            self.layer_input_TD = memory.layer_input[: rows + seats]
         self.attention = AttentionMetadata(
             block_table_RM=memory.block_table[:rows],
             query_start_loc_R1=memory.query_start_loc[: rows + 1],
