@@ -206,10 +206,8 @@ def sampled_rows(
         if chunk.samples:
             sampled += range(first_row - 1 - chunk.num_drafts, first_row)
             request_ids += repeat(chunk.request_id, 1 + chunk.num_drafts)
-    seat = first_seat
-    for join in plan.joins:
-        if join.layer != num_layers - 1:
-            continue
+    seat, last = first_seat, num_layers - 1
+    for join in [join for join in plan.joins if join.layer == last]:
         if join.request_id not in missed:
             sampled += range(seat, seat + join.num_rows)
             request_ids += repeat(join.request_id, join.num_rows)
@@ -232,7 +230,7 @@ def make_step_inputs(
         token_ids[seat:end] = entry.token_id, *entry.draft_ids
         positions[seat:end] = np.arange(entry.position, entry.position + entry.num_rows)
         seat = end
-    joining = joins_by_layer(plan)
+    entering, joining = _seats(plan, max_host_rows, device) if seats else (None, {})
     return StepInputs(
         num_device_rows=num_rows,
         num_seats=seats,
@@ -240,8 +238,8 @@ def make_step_inputs(
         positions_T=_on(device, positions),
         slot_mapping=_on(device, rows.slot_mapping),
         attention=rows.attention_metadata(device),
-        entering=_seat_rows(plan.entries, seats, max_host_rows, device) if plan.entries else None,
-        joining={layer: _seat_rows(joins, seats, max_host_rows, device) for layer, joins in joining.items()},
+        entering=entering,
+        joining=joining,
         sampled=sampled_rows(plan, num_layers=num_layers, first_seat=num_rows, device=device),
         joins_as_one=plan.joins_as_one,
     )
@@ -300,21 +298,31 @@ class PendingTokens:
         token_ids_T.index_copy_(0, rows_W, self._tokens_R.index_select(0, sources_W))
 
 
-def _seat_rows(
-    tokens: Sequence[PiggybackJoin] | Sequence[PiggybackEntry], num_seats: int, max_host_rows: int,
-    device: torch.device,
-) -> SeatRows:  # fmt: skip
-    taken = [(token, offset) for token in tokens for offset in range(token.num_rows)]
-    slots, rows = np.full((2, num_seats), -1, np.int64)
-    slots[: len(taken)] = [token.slot for token, _ in taken]
-    rows[: len(taken)] = [token.slot * max_host_rows + offset for token, offset in taken]
-    joins = tuple(token for token in tokens if isinstance(token, PiggybackJoin))
-    return SeatRows(
-        rows_P=_on(device, rows),
-        slots_P=torch.from_numpy(slots),
-        positions=tuple(token.position + offset for token, offset in taken),
-        late=() if all(join.is_ready for join in joins) else joins,
-    )
+def _seats(plan: StepPlan, max_host_rows: int, device: torch.device) -> tuple[SeatRows | None, dict[int, SeatRows]]:
+    """Return the seats of a step whose rows enter, None if none does, and those that results come into, by layer."""
+    by_layer = joins_by_layer(plan)
+    groups: list[Sequence[PiggybackEntry | PiggybackJoin]] = [plan.entries, *by_layer.values()]
+    slots = np.full((len(groups), plan.num_piggyback_seats), -1, np.int64)
+    offsets = np.zeros_like(slots)
+    positions: list[tuple[int, ...]] = []
+    for group, tokens in enumerate(groups):
+        taken = len(tokens)
+        if any([token.draft_ids for token in tokens]):
+            taken = sum([token.num_rows for token in tokens])
+            slots[group, :taken] = [token.slot for token in tokens for _ in range(token.num_rows)]
+            offsets[group, :taken] = [offset for token in tokens for offset in range(token.num_rows)]
+            positions.append(tuple(token.position + offset for token in tokens for offset in range(token.num_rows)))
+        else:
+            slots[group, :taken] = [token.slot for token in tokens]
+            positions.append(tuple([token.position for token in tokens]))
+    rows = slots * max_host_rows + offsets
+    rows[slots < 0] = -1
+    parts = zip(_on(device, rows).unbind(0), torch.from_numpy(slots).unbind(0), positions, strict=True)
+    entering, *joining = [SeatRows(rows_P=rows_P, slots_P=slots_P, positions=some) for rows_P, slots_P, some in parts]
+    for index, joins in enumerate(by_layer.values()):
+        if not all([join.is_ready for join in joins]):
+            joining[index] = dataclasses.replace(joining[index], late=tuple(joins))
+    return entering if plan.entries else None, dict(zip(by_layer, joining, strict=True))
 
 
 def _on(device: torch.device, array: np.ndarray) -> Tensor:

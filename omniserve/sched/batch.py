@@ -298,16 +298,21 @@ class Batch:
                 self.chunks, states, self._kv, cost=self.cost, bound_s=bound_s, tokens_left=self.tokens_left,
                 max_model_len=self._limits.max_model_len, without=preemptible,
             )  # fmt: skip
-        if self._limits.max_host_drafts:
+        if self._limits.max_host_drafts and self._may_have_drafts(host_rows):
             host_rows = self._with_host_drafts(host_rows, bound_s)
         if self.cost is not None and decision is not None and decision.predicted_s is not None:
             decision = dataclasses.replace(decision, predicted_s=self.cost.seconds())
         return host_rows, decision
 
+    def _may_have_drafts(self, host_rows: HostRows) -> bool:
+        states = self._requests.states
+        ids = [entry.request_id for entry in host_rows.entries] + [join.request_id for join in host_rows.joins]
+        return any([states[request_id].speculation is not None for request_id in ids])
+
     def _with_host_drafts(self, host_rows: HostRows, bound_s: float) -> HostRows:
         most_seats, requests = self._limits.config.max_piggyback_seats, self._requests
         seats = HostSeats(
-            taken=num_seats([*host_rows.entries, *host_rows.joins], most_seats),
+            taken=num_seats(host_rows.entries, host_rows.joins, most_seats),
             most=most_seats,
             most_rows=most_seats * (self._limits.num_layers + 1) if host_rows.max_rows is None else host_rows.max_rows,
             most_drafts=self._limits.max_host_drafts,
@@ -343,7 +348,7 @@ class Batch:
         if requests.host_is_up:
             copies = requests.checkpoints.plan(requests.device[BE], reserve_blocks=requests.host_headroom)
         host_rows, decision = self._add_drafts(host_rows, preemptible, decision)
-        seats = num_seats([*host_rows.entries, *host_rows.joins], self._limits.config.max_piggyback_seats)
+        seats = num_seats(host_rows.entries, host_rows.joins, self._limits.config.max_piggyback_seats)
         return StepPlan(
             step_id=next(requests.step_ids),
             chunks=self.chunks,

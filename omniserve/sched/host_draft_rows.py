@@ -67,9 +67,6 @@ def with_host_drafts(
         chunks: The step's device rows.
         reserve_blocks: Host blocks that stay free for tokens that are certain.
     """
-    request_ids = [entry.request_id for entry in entries] + [join.request_id for join in joins]
-    if all(states[request_id].speculation is None for request_id in request_ids):
-        return list(entries), list(joins)
     units = [_entering(entry, states[entry.request_id], seats, max_model_len, cost) for entry in entries]
     units += [_joining(join, states[join.request_id]) for join in joins]
     if not any(unit.drafts for unit in units):
@@ -82,16 +79,17 @@ def with_host_drafts(
             count, block_ids = _stretched(row, state, count, kv, reserve_blocks)
             row = dataclasses.replace(row, block_ids=block_ids)
         rows.append(dataclasses.replace(row, draft_ids=tuple(unit.drafts[:count])))
+    entries = [row for row in rows if isinstance(row, PiggybackEntry)]
+    joins = [row for row in rows if isinstance(row, PiggybackJoin)]
     if cost is not None:
         drafts = [(unit.layer, len(row.draft_ids)) for unit, row in zip(units, rows, strict=True)]
         last = cost.shape.num_layers - 1
         cost.add_host_drafts(
-            num_seats(rows, seats.most), sum(n for _, n in drafts), sum(n for layer, n in drafts if layer == last)
+            num_seats(entries, joins, seats.most),
+            sum(n for _, n in drafts),
+            sum(n for layer, n in drafts if layer == last),
         )
-    return (
-        [row for row in rows if isinstance(row, PiggybackEntry)],
-        [row for row in rows if isinstance(row, PiggybackJoin)],
-    )
+    return entries, joins
 
 
 def _entering(

@@ -243,7 +243,11 @@ class HostResidents:
             self.num_token_steps += self._num_steps - away.entered
             state.away = None
             return True
-        state.away = self._at_next_layer(away, draft_ids)
+        if away.before is None:
+            away.layer, away.sent, away.draft_ids = away.layer + 1, self._num_steps, draft_ids
+            away.ready = away.was_passed_over = away.may_be_expected = False
+        else:
+            state.away = self._at_next_layer(away, draft_ids)  # an assumed join refers to this one
         return False
 
     def assume(self, state: RequestState, *, has_device_rows: bool) -> AssumedJoin:

@@ -211,6 +211,7 @@ class Scheduler:
         """
         assumed = plan.doubtful if output is None else frozenset()
         output, requests = output or StepOutput(), self.requests
+        missed = output.missed
         residents, has_device_rows = requests.residents, bool(plan.chunks)
         if not plan.is_empty:
             residents.count_step(plan.joins, has_device_rows=has_device_rows)
@@ -239,7 +240,7 @@ class Scheduler:
             residents.enter(requests.states[entry.request_id], entry.position, entry.draft_ids)
         for join in plan.joins:
             state = requests.states[join.request_id]
-            if join.request_id in output.missed:
+            if join.request_id in missed:
                 residents.miss(state, has_device_rows=has_device_rows)
             elif join.request_id in assumed:
                 assumed_joins.append(residents.assume(state, has_device_rows=has_device_rows))
@@ -274,7 +275,7 @@ class Scheduler:
                 self._expect_token(state)
         else:
             state.speculation = None  # its next trip tells whether it was the drafts
-        if state.phase is Phase.HOST:
+        if state.phase is Phase.HOST and (state.speculation is not None or not is_verified):
             self._kv.trim(state.request_id, state.num_computed_tokens + (not is_verified))
         return [_Settled(state, None, num_drafts)] if is_verified else []
 

@@ -189,12 +189,14 @@ def seat_bucket(count: int, largest: int) -> int:
     return min(1 << (count - 1).bit_length(), largest) if count else 0
 
 
-def num_seats(rows: Sequence[PiggybackEntry | PiggybackJoin], most: int) -> int:
+def num_seats(entries: Sequence[PiggybackEntry], joins: Sequence[PiggybackJoin], most: int) -> int:
     """Return P, the bucket of seats that holds a step's host rows in each layer; at most ``most``."""
-    per_layer: Counter[int] = Counter()
-    for row in rows:
-        per_layer[row.layer if isinstance(row, PiggybackJoin) else -1] += row.num_rows
-    return seat_bucket(max(per_layer.values(), default=0), most)
+    per_layer = Counter([join.layer for join in joins])
+    for join in joins:
+        if join.draft_ids:
+            per_layer[join.layer] += len(join.draft_ids)
+    num_entering = sum([entry.num_rows for entry in entries])
+    return seat_bucket(max(num_entering, *per_layer.values(), 0), most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,10 +292,10 @@ class HostStep:
         assert self.away.away is not None
         assert join.draft_ids == self.away.away.draft_ids[: len(join.draft_ids)], "the first ones, in their order"
         assert len(entry.block_ids) * BLOCK >= entry.position + entry.num_rows
-        assert num_seats([entry, join], most) <= most and entry.num_rows + join.num_rows <= most_rows
+        assert num_seats([entry], [join], most) <= most and entry.num_rows + join.num_rows <= most_rows
         if cost is not None:
             assert cost.features.piggyback_rows == entry.num_rows + join.num_rows
-            assert cost.features.seats == num_seats([entry, join], most)
+            assert cost.features.seats == num_seats([entry], [join], most)
             assert cost.features.sampled_rows == join.num_rows * (join.layer == 1)
         self.kv.check_integrity()
         return len(entry.draft_ids), len(join.draft_ids)
