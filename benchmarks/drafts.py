@@ -4,8 +4,8 @@
 
 With a latency profile, as a server has it, and without objectives. The loads: ``repeating``, what the model writes,
 greedily, when it goes on with a text of its own, which repeats itself; ``edited``, the same, with that text as the
-prediction, but every 16th token changed, as when a document is rewritten; ``random``, tokens drawn from all of the
-vocabulary, where no guess is right.
+prediction, but every 16th token changed, as when a document is rewritten; ``touched up``, every 64th; ``random``, tokens
+drawn from all of the vocabulary, where no guess is right.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from omniserve import ClassSpec, Engine, EngineConfig, ExecutionConfig, Request,
 from omniserve.core.request import Completion
 from omniserve.profiling import find_or_make_profile
 
-_EDIT_EVERY = 16
 
-
-def edited(token_ids: Sequence[int]) -> list[int]:
-    """Return the tokens with every 16th one replaced by the one before it."""
-    return [token_ids[i - 1] if i % _EDIT_EVERY == _EDIT_EVERY - 1 else token for i, token in enumerate(token_ids)]
+def edited(token_ids: Sequence[int], every: int = 16) -> list[int]:
+    """Return the tokens with every so manyth one replaced by the one before it."""
+    return [token_ids[i - 1] if i % every == every - 1 else token for i, token in enumerate(token_ids)]
 
 
 def rate(engine: Engine, request: Request) -> tuple[float, Completion]:
@@ -72,6 +70,7 @@ def measure(engine: Engine, num_prompt: int, num_output: int, repeats: int) -> d
     loads = {
         "repeating": repeating,
         "edited": dataclasses.replace(repeating, predicted_token_ids=edited(text.token_ids)),
+        "touched up": dataclasses.replace(repeating, predicted_token_ids=edited(text.token_ids, every=64)),
         "random": dataclasses.replace(begin, sampling=uniform),
     }
     results: dict[str, object] = {}
