@@ -4,8 +4,8 @@
 
 With a latency profile, as a server has it, and without objectives. The loads: ``repeating``, what the model writes,
 greedily, when it goes on with a text of its own, which repeats itself; ``edited``, the same, with that text as the
-prediction, but every 16th token changed, as when a document is rewritten; ``touched up``, every 64th; ``random``, tokens
-drawn from all of the vocabulary, where no guess is right.
+prediction, but every 16th token changed, as when a document is rewritten; ``touched up``, the same with every 64th;
+``random``, tokens drawn from all of the vocabulary, where no guess is right.
 """
 
 from __future__ import annotations
