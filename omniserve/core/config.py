@@ -90,6 +90,10 @@ class EngineConfig:
     """KV manager, a name in KV_MANAGERS or ``package.module:Class``. ``paged``: device only; ``tiered``: device and
     host; ``incremental``: the same, and preempted requests resume from checkpoints; ``bidirectional``: likewise, and LS
     requests share blocks with BE ones."""
+    prefix_cache: bool = False
+    """Full device blocks that no request uses any more keep their KV until the memory is needed, and a request that
+    begins with the same tokens begins behind them; so does a preempted one. With kv ``paged`` and ``tiered``, and not
+    for models with recurrent states."""
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
     """How the device tier runs a step."""
 

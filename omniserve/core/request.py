@@ -154,6 +154,8 @@ class Request:
     """The objectives; None takes those of the class from the engine's config."""
     request_id: str | None = None
     """Unique among unfinished requests; None lets the engine choose."""
+    cache_salt: str = ""
+    """The prefix cache keeps requests of different salts apart: none can find out, by its times, what others ask."""
     speculation: bool | None = None
     """Guess the next tokens from the text, and check several in one step; the output is the same. None: as the class
     has it, but yes if there is a prediction."""
@@ -163,6 +165,8 @@ class Request:
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))
         object.__setattr__(self, "predicted_token_ids", tuple(self.predicted_token_ids))
+        if not isinstance(self.cache_salt, str):
+            raise ValueError(f"cache_salt must be a string, got {self.cache_salt!r}")
         if not self.prompt_token_ids:
             raise ValueError("the prompt is empty: prompt_token_ids needs at least one token id")
         for name in ("prompt_token_ids", "predicted_token_ids"):
@@ -237,6 +241,8 @@ class RequestOutput:
     num_output_tokens: int = 0
     num_host_tokens: int = 0
     """Number of output tokens so far with attention computed on the host tier."""
+    num_cached_tokens: int = 0
+    """Number of prompt tokens whose KV the prefix cache had when the request began."""
     times: RequestTimes | None = None
     host_stays: tuple[Stay, ...] = ()
     """Stays on the host tier that ended since the last output."""
@@ -285,6 +291,8 @@ class Completion:
     """Output tokens that were guessed right; see ``Request.speculation``."""
     num_rejected_drafts: int = 0
     """Guesses that were computed and are not in the output."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV the prefix cache had when the request began."""
 
 
 def _check_int(name: str, value: object, low: int, high: int | None) -> None:

@@ -40,6 +40,8 @@ class SchedulerStats:
     swaps_in: int = 0
     checkpoints: int = 0
     """Counter: copies of full BE blocks to the host tier, ahead of need."""
+    cached_tokens: int = 0
+    """Counter: prompt tokens whose KV the prefix cache had when their request began."""
     resumed_tokens: int = 0
     """Counter: tokens of preempted requests whose KV was kept, so that they were not recomputed."""
     accepted_drafts: int = 0

@@ -7,7 +7,7 @@ import logging
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.spec import ModelSpec
-from omniserve.kv import KV_MANAGERS, CanEvict, CanMove
+from omniserve.kv import KV_MANAGERS, CanCache, CanEvict, CanMove
 from omniserve.sched.state_slots import num_state_slots
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,22 @@ def num_blocks(config: EngineConfig, spec: ModelSpec, *, has_hosts: bool = True)
     if not has_host_tier(config):
         return num_device_blocks, 0
     return num_device_blocks, _num_blocks(config.host_kv_bytes, block_bytes, "host_kv_bytes")
+
+
+def require_cacheable(config: EngineConfig, spec: ModelSpec) -> None:
+    """Refuse a prefix cache that there cannot be.
+
+    Raises:
+        ValueError: One is wanted, but the KV manager has none, or the model has states that no block holds.
+    """
+    if not config.prefix_cache:
+        return
+    manager = KV_MANAGERS.get(config.kv)
+    # Those that evict keep the KV of preempted requests in their own way, and would share what they count as free.
+    if not issubclass(manager, CanCache) or issubclass(manager, CanEvict):
+        raise ValueError(f"kv={config.kv!r} has no prefix cache: set kv to tiered or paged, or prefix_cache to False")
+    if spec.state_bytes:
+        raise ValueError("prefix_cache is not for models with recurrent states, which no block holds: set it to False")
 
 
 def fit_states(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

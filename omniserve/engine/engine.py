@@ -21,7 +21,7 @@ from omniserve.core.request import Completion, Request, RequestLimits, RequestOu
 from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
-from omniserve.engine.capacity import fit_states, max_model_len, num_blocks
+from omniserve.engine.capacity import fit_states, max_model_len, num_blocks, require_cacheable
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, StepLog, Stepper
@@ -98,6 +98,7 @@ class Engine:
             raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
         if isinstance(options, CoServingOptions) and options.defer_classes and self.spec.state_bytes:
             raise ValueError("defer_classes is not for models with recurrent states: their rows cannot leave a step")
+        require_cacheable(config, self.spec)
         num_device_blocks, num_host_blocks = num_blocks(config, self.spec)
         storage = DeviceKVStorage(
             self.spec,
@@ -120,9 +121,11 @@ class Engine:
                 config, self.spec, dtype=patched.dtype, device=patched.device, num_threads=host_threads,
                 mailbox=has_mailbox, max_rows=1 + MAX_DRAFTS if takes_drafts else 1,
             )  # fmt: skip
+        caches: dict[str, Any] = {"prefix_cache": True} if config.prefix_cache else {}
         self.kv = manager(
-            num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size
-        )
+            num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size,
+            **caches,
+        )  # fmt: skip
         shape = ModelShape.of(self.spec)
         self._latency: CorrectedModel | None = None
         self._latency_model = LATENCY_MODELS.get(options.latency_model)

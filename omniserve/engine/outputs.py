@@ -101,6 +101,7 @@ class OutputCollector:
             prompt_logprobs=entry.prompt_logprobs,
             num_prompt_tokens=output.num_prompt_tokens,
             num_host_tokens=output.num_host_tokens,
+            num_cached_tokens=output.num_cached_tokens,
             num_accepted_drafts=entry.num_accepted_drafts,
             num_rejected_drafts=entry.num_rejected_drafts,
             times=output.times,

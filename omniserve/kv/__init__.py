@@ -2,6 +2,7 @@
 
 from omniserve.kv.base import (
     KV_MANAGERS,
+    CanCache,
     CanCheckpoint,
     CanEvict,
     CanMove,
@@ -19,6 +20,7 @@ from omniserve.kv.tiered import TieredKVManager
 __all__ = [
     "KV_MANAGERS",
     "BidirectionalKVManager",
+    "CanCache",
     "CanCheckpoint",
     "CanEvict",
     "CanMove",

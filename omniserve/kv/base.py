@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -255,6 +255,37 @@ class CanEvict(Protocol):
         Returns:
             None, and nothing has changed, if there is no room or the checkpoint has nothing that the device has not.
         Paper: conserve 4.4 (background prefetching).
+        """
+
+
+@runtime_checkable
+class CanCache(Protocol):
+    """Keeps the KV of full device blocks for requests that begin with the same tokens; see ``kv.prefix_cache``.
+
+    Such a manager takes ``prefix_cache=True`` when it is made. A block that several requests use counts for each.
+    """
+
+    def caches_prefixes(self) -> bool:
+        """Whether it was asked to; if not, none of the following is called."""
+
+    def has_cached(self, key: bytes) -> bool:
+        """Tell whether the device has the block of this key."""
+
+    def num_used(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the cached blocks of these keys some request uses: to use them, too, takes no free one."""
+
+    def begin(
+        self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0
+    ) -> tuple[int, ...] | None:
+        """Give a request that has no table one on the device, which begins with the cached blocks of these keys.
+
+        The rest is as in ``allocate``: blocks for ``num_tokens`` in all.
+        """
+
+    def publish(self, request_id: str, first: int, keys: Sequence[bytes]) -> None:
+        """Let later requests find device blocks of one at rest, from its ``first`` on: the KV of these is written.
+
+        By a step that was launched, that is: device work runs in its order.
         """
 
 

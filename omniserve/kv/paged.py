@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from omniserve.kv.base import KV_MANAGERS, KVManager, Tier
 from omniserve.kv.block_pool import BlockPool
+from omniserve.kv.prefix_cache import CachingPool, HasCache
 
 
 @KV_MANAGERS.register("paged")
-class PagedKVManager(KVManager):
+class PagedKVManager(HasCache, KVManager):
     """Paged KV on the device; nothing ever moves. What does not fit is recomputed (vLLM's default)."""
 
-    def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, *, num_device_blocks: int, num_host_blocks: int, block_size: int, prefix_cache: bool = False
+    ) -> None:
         super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=0, block_size=block_size)
-        self._pool = BlockPool(num_device_blocks, "device")
+        self._cache = CachingPool(num_device_blocks, "device") if prefix_cache else None
+        self._pool = self._cache or BlockPool(num_device_blocks, "device")
         self._tables: dict[str, list[int]] = {}
 
     def allocate(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
@@ -39,6 +45,21 @@ class PagedKVManager(KVManager):
 
     def tier(self, request_id: str) -> Tier | None:
         return Tier.DEVICE if request_id in self._tables else None
+
+    def begin(
+        self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0
+    ) -> tuple[int, ...] | None:
+        assert self._cache is not None and request_id not in self._tables
+        blocks = self._cache.begin(keys, -(-num_tokens // self.block_size), reserve=reserve_blocks)
+        if blocks is None:
+            return None
+        self._tables[request_id] = blocks
+        return tuple(blocks)
+
+    def publish(self, request_id: str, first: int, keys: Sequence[bytes]) -> None:
+        assert self._cache is not None
+        for block, key in zip(self._tables[request_id][first:], keys, strict=False):
+            self._cache.publish(block, key)
 
     def num_free(self, tier: Tier) -> int:
         return self._pool.num_free if tier is Tier.DEVICE else 0

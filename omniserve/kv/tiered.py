@@ -6,12 +6,13 @@ Paper: omniserve 3.2.4 (swap-out beside the step; when to swap in is the schedul
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from omniserve.core.plan import KVMove, MoveDirection
 from omniserve.kv.base import KV_MANAGERS, KVManager, MoveResult, Tier
 from omniserve.kv.block_pool import BlockPool, HostCheckpoints, RunPool
+from omniserve.kv.prefix_cache import CachingPool, HasCache
 
 _SOURCE = {MoveDirection.TO_HOST: Tier.DEVICE, MoveDirection.TO_DEVICE: Tier.HOST}
 _TARGET = {MoveDirection.TO_HOST: Tier.HOST, MoveDirection.TO_DEVICE: Tier.DEVICE}
@@ -37,13 +38,16 @@ class Table:
 
 
 @KV_MANAGERS.register("tiered")
-class TieredKVManager(KVManager):
+class TieredKVManager(HasCache, KVManager):
     """Paged KV on two tiers."""
 
-    def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, *, num_device_blocks: int, num_host_blocks: int, block_size: int, prefix_cache: bool = False
+    ) -> None:
         super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
+        self._cache = CachingPool(num_device_blocks, "device") if prefix_cache else None
         self._pools: dict[Tier, BlockPool] = {
-            Tier.DEVICE: BlockPool(num_device_blocks, "device"),
+            Tier.DEVICE: self._cache or BlockPool(num_device_blocks, "device"),
             Tier.HOST: RunPool(num_host_blocks, "host"),
         }
         self._checkpoints = HostCheckpoints(self._pools[Tier.HOST])
@@ -87,6 +91,22 @@ class TieredKVManager(KVManager):
     def tier(self, request_id: str) -> Tier | None:
         table = self._tables.get(request_id)
         return table.tier if table is not None else None
+
+    def begin(
+        self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0
+    ) -> tuple[int, ...] | None:
+        assert self._cache is not None and request_id not in self._tables
+        blocks = self._cache.begin(keys, -(-num_tokens // self.block_size), reserve=reserve_blocks)
+        if blocks is None:
+            return None
+        self._tables[request_id] = Table(Tier.DEVICE, blocks)
+        return tuple(blocks)
+
+    def publish(self, request_id: str, first: int, keys: Sequence[bytes]) -> None:
+        table = self._at_rest(request_id)
+        assert self._cache is not None and table.tier is Tier.DEVICE
+        for block, key in zip(table.blocks[first:], keys, strict=False):
+            self._cache.publish(block, key)
 
     def start_move(
         self, request_id: str, direction: MoveDirection, *, reserve_blocks: int = 0, keep_tokens: int = 0

@@ -221,7 +221,8 @@ def _measure_engine(
 ) -> list[StepSample]:  # fmt: skip
     """Measure steps of an engine of its own until a share of the time limit is over."""
     with timer.preparing():
-        engine = Engine(model, config)
+        # What a load found of another one's prompts would not be in its rows.
+        engine = Engine(model, dataclasses.replace(config, prefix_cache=False))
     with engine:
         if not timer.counts_preparing:
             with timer.preparing():

@@ -93,7 +93,10 @@ class Batch:
         A chunk that left an earlier step goes on as it is; if it does not fit, the request forgets it and begins anew.
         Up to ``min_tokens`` are let in if the bound lets in none.
         """
-        count = min(state.num_uncomputed_tokens, self.tokens_left)
+        start = state.num_computed_tokens
+        if state.phase is Phase.WAITING:
+            start = start or self._requests.num_kept_tokens(state, Tier.DEVICE)
+        count = min(state.num_tokens - start, self.tokens_left)
         if count <= 0:
             return 0, Bound.TOKENS
         if (halted := state.halted) is not None:
@@ -106,7 +109,7 @@ class Batch:
             state.halted = None
         if self.cost is None or bound_s == math.inf:
             return count, None
-        within = self.cost.largest_chunk(state.num_computed_tokens, count, bound_s, samples=state.num_logits)
+        within = self.cost.largest_chunk(start, count, bound_s, samples=state.num_logits)
         count = within or min(count, min_tokens)
         return count, None if count else Bound.TIME
 
@@ -121,7 +124,7 @@ class Batch:
         count, refused_by = self.chunk_size(state, bound_s=bound_s, min_tokens=min_tokens)
         if refused_by is not None:
             return refused_by
-        blocks = self._kv.allocate(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
+        blocks = self._requests.allocate(state, reserve_blocks=reserve_blocks)
         if blocks is None:
             return Bound.MEMORY
         start = state.num_computed_tokens
@@ -158,7 +161,8 @@ class Batch:
         if refused_by is not None:
             state.num_computed_tokens = 0
             return refused_by
-        self._requests.counters["resumed_tokens"] += num_kept
+        if state.prefix is None or state.prefix.num_prompt_tokens is not None:  # it was preempted
+            self._requests.counters["resumed_tokens"] += num_kept
         self._requests.admit(state)
         return None
 

@@ -232,6 +232,7 @@ class Scheduler:
             state.num_computed_tokens = chunk.start + len(chunk.token_ids)
             if chunk.num_drafts:
                 self._verify_drafts(state, chunk, output)
+            requests.publish(state)
             if chunk.samples:
                 self._expect_token(state)
             if chunk.samples or chunk.scores is not None:

@@ -22,6 +22,7 @@ from omniserve.core.request import (
     TokenLogprob,
     add_stay,
 )
+from omniserve.kv.prefix_cache import PrefixKeys
 from omniserve.sched.speculation import Speculation
 
 LS, BE = ServiceClass.LS, ServiceClass.BE
@@ -68,6 +69,19 @@ class HaltedChunk:
     """The next one to compute."""
     start: int
     num_tokens: int
+
+
+@dataclass(slots=True)
+class PrefixUse:
+    """A request's use of the prefix cache of the device."""
+
+    keys: PrefixKeys
+    num_found: int = 0
+    """Blocks that the device had when it was last looked up; only a WAITING request is."""
+    num_published: int = 0
+    """First blocks of a DEVICE request that others can find, or could if their own were not the first."""
+    num_prompt_tokens: int | None = None
+    """Tokens of the prompt that were found at its first admission; None: it has not been admitted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,6 +133,8 @@ class RequestState:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     speculation: Speculation | None = None
     """Makes its drafts; None: it gets none."""
+    prefix: PrefixUse | None = None
+    """What it has to do with the prefix cache; None: nothing."""
 
     def __post_init__(self) -> None:
         self.max_num_tokens = len(self.token_ids) + self.request.sampling.max_tokens
@@ -146,6 +162,18 @@ class RequestState:
     def num_output_tokens(self) -> int:
         """Tokens of the output, pending ones included."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of its prompt that it did not have to compute at its first admission."""
+        return self.prefix.num_prompt_tokens or 0 if self.prefix is not None else 0
+
+    @property
+    def num_ready_tokens(self) -> int:
+        """First tokens that have their KV; while it is WAITING, those that the prefix cache had at the last look."""
+        if self.phase is Phase.WAITING and self.prefix is not None:
+            return self.prefix.num_found * self.prefix.keys.block_size
+        return self.num_computed_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -251,6 +279,7 @@ class RequestState:
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens - self.num_pending_tokens,
             num_host_tokens=self.num_host_tokens,
+            num_cached_tokens=self.num_cached_tokens,
             times=RequestTimes(
                 arrival_s=self.arrival_s,
                 first_scheduled_s=self.first_scheduled_s,

@@ -200,8 +200,8 @@ class TTFTEstimator:
         bound_s = tpot_bound(queue.decoding, now_s, "step", LS_HEADROOM).seconds
         first_bound_s = max(bound_s, tpot_bound(queue.decoding, now_s, self._slack, LS_HEADROOM).seconds)
         max_tokens = self._max_prompt_tokens(queue.decoding)
-        prompt = Prefill.of(new, 0)
-        prompts = [*(Prefill.of(state, state.num_computed_tokens) for state in queue.prompts), prompt]
+        prompt = Prefill.of(new, new.num_ready_tokens)
+        prompts = [*(Prefill.of(state, state.num_ready_tokens) for state in queue.prompts), prompt]
         # Those ahead decode beside what is left, which comes in small chunks then; as many as memory holds.
         contexts = [s.num_tokens for s in self._fitting(queue) if s.max_num_tokens > s.num_tokens + 1]
         decodes.add_decodes(len(contexts), sum(contexts), float(sum(contexts)), samples=len(contexts))

@@ -109,6 +109,8 @@ class Choice:
         """Stays on the host tier that are over; see ``add_stay``."""
         self.num_host_tokens = 0
         """Number of output tokens with attention computed on the host tier."""
+        self.num_cached_tokens = 0
+        """Number of prompt tokens that the prefix cache had."""
         self.num_accepted_drafts = 0
         """Number of output tokens that were guessed right."""
         self.num_rejected_drafts = 0
@@ -133,6 +135,7 @@ class Choice:
         output = output.without_last(num_unused)
         token_ids, logprobs = output.new_token_ids, output.new_logprobs
         self.engine_times, self.num_host_tokens = output.times, output.num_host_tokens
+        self.num_cached_tokens = output.num_cached_tokens
         for stay in output.host_stays:
             add_stay(self.host_stays, stay)
         if token_ids or self.request.sampling.max_tokens == 0:

@@ -195,6 +195,7 @@ class _EngineCollector(Collector):
             ("preempted_tokens", "Tokens that preempted requests had computed", s.preempted_tokens),
             ("layer_preemptions", "Chunks that left a step between two layers", s.layer_preemptions),
             ("checkpoints", "KV blocks of running requests copied to the host tier", s.checkpoints),
+            ("cached_tokens", "Prompt tokens that the prefix cache had", s.cached_tokens),
             ("resumed_tokens", "Tokens of preempted requests that were not recomputed", s.resumed_tokens),
             ("host_kv_read_bytes", "K and V bytes that host attention went through", s.host_kv_bytes_read),
             ("host_busy_seconds", "Time of host threads at work, attention and copies", s.host_busy_seconds),

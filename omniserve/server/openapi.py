@@ -36,12 +36,20 @@ class CompletionTokensDetails(BaseModel):
     rejected_prediction_tokens: int
 
 
+class PromptTokensDetails(BaseModel):
+    """Tokens of the prompt that were not computed, as the prefix cache had them."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens of a call."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+    """Absent if nothing was cached."""
     completion_tokens_details: CompletionTokensDetails | None = None
     """Absent if nothing was guessed."""
 

@@ -43,6 +43,7 @@ class Job:
     """Text of each prompt, which its answers begin with; None: they do not."""
     prediction: Sequence[int] = ()
     """Token ids of what each output will be, about."""
+    cache_salt: str = ""
     speculation: bool | None = None
     """As in ``Request``."""
     num_kept: int | None = None
@@ -63,18 +64,22 @@ class Usage:
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had: of each prompt, for the sample of it that found the most."""
     num_accepted_drafts: int = 0
     """Output tokens that were guessed right."""
     num_rejected_drafts: int = 0
     """Guesses that were computed and are not in the output."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return OpenAI's usage object; it has details of drafts if there were any."""
+        """Return OpenAI's usage object; it has details of cached tokens and of drafts if there were any."""
         usage: dict[str, Any] = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
         }
+        if self.num_cached_tokens:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
         if self.num_accepted_drafts or self.num_rejected_drafts:
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": self.num_accepted_drafts,
@@ -121,6 +126,7 @@ class OutputStream:
                     service_class=job.service_class,
                     slo=job.slo,
                     speculation=job.speculation,
+                    cache_salt=job.cache_salt,
                     predicted_token_ids=job.prediction,
                 )
                 echo = None if job.echoes is None else job.echoes[i]
@@ -267,6 +273,11 @@ class OutputStream:
         self.error = error
         self.close()
 
+    def _num_cached_tokens(self) -> int:
+        choices, num_samples = [*self._choices.values()], len(self.job.samplings)
+        groups = (choices[first : first + num_samples] for first in range(0, len(choices), num_samples))
+        return sum(max(choice.num_cached_tokens for choice in group) for group in groups)
+
     def _advance(self, request_id: str, output: RequestOutput) -> bool:
         """Take an output; return whether there is something to read."""
         choice = self._choices[request_id]
@@ -276,6 +287,7 @@ class OutputStream:
         self.usage.num_accepted_drafts -= choice.num_accepted_drafts
         self.usage.num_rejected_drafts -= choice.num_rejected_drafts
         delta = choice.advance(output)
+        self.usage.num_cached_tokens = self._num_cached_tokens()
         self.usage.num_accepted_drafts += choice.num_accepted_drafts
         self.usage.num_rejected_drafts += choice.num_rejected_drafts
         num_new = choice.times.num_tokens - num_before

@@ -198,6 +198,8 @@ class GenerationRequest(StrictModel):
     ignore_eos: bool = False
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([], max_length=MAX_STOP_TOKENS)
     slo: SloFields | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    """The prefix cache keeps requests of different salts apart."""
     speculation: bool | None = None
     """Guess the next tokens from the text, and check several at once; the output is the same. None: as the class has
     it, but yes if there is a prediction."""

@@ -139,6 +139,7 @@ class Service:
                 echoes=echoes,
                 prediction=prediction,
                 speculation=request.speculation,
+                cache_salt=request.cache_salt or "",
                 num_kept=request.n,
                 at_once=not request.stream,
                 calls_tools=bool(request.offered_tools),

@@ -112,6 +112,10 @@ class _Run:
         )
         self._classes = {each.name: each for each in settings.classes}
         policy, options = policy_of(settings)
+        if settings.prefix_cache:
+            raise ValueError(
+                "simulated requests have no tokens, so none begins like another: set prefix_cache to False"
+            )
         num_device_blocks, num_host_blocks = num_blocks(settings, spec, has_hosts=bool(machine.hosts))
         kv = KV_MANAGERS.get(settings.kv)(
             num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=settings.block_size

@@ -68,9 +68,14 @@ class Reference:
         max_tokens: int = 24,
         seed: int = 0,
         first_position: int = 0,
+        num_shared: int = 0,
     ) -> None:
-        """Make them; ``first_position`` is the model's own, of which ``generate`` knows nothing if it is not 0."""
+        """Make them; ``first_position`` is the model's own, of which ``generate`` knows nothing if it is not 0.
+
+        Prompts with more than ``num_shared`` tokens begin with the same ones.
+        """
         rng = random.Random(seed)
+        shared = tuple(random.Random(-1 - seed).randrange(1, VOCAB_SIZE) for _ in range(num_shared))
         self._first_position = first_position
         self.max_tokens = max_tokens
         self.tolerance = NEAR_TIE
@@ -78,6 +83,8 @@ class Reference:
         made: list[_Continuation] = []
         for _ in range(10 * num_prompts):
             prompt = tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 17, 40])))
+            if len(prompt) > num_shared:
+                prompt = (*shared, *prompt[num_shared:])
             made.append(self._generate(model, prompt))
             self.tolerance = max(self.tolerance, min(_NOISES * made[-1].noise, _LARGEST_TOLERANCE))
             kept = [each for each in made if each.gap >= self.tolerance]
@@ -133,6 +140,7 @@ class Tally:
     failures: int = 0
     aborted: int = 0
     resumed_tokens: int = 0
+    cached_tokens: int = 0
     shared_blocks: int = 0
     relocated_blocks: int = 0
     overwritten_tokens: int = 0
@@ -399,7 +407,9 @@ def run_history(
             tally.constant_chunks += engine.runner.graphs.num_chunk_steps
             tally.left_graphs += engine.runner.graphs.num_steps_left
         assert stats.device_blocks_used == stats.host_blocks_used == 0, stats
-        assert len(engine.kv.free_block_ids(Tier.DEVICE)) == stats.device_blocks_total, "somebody who ended keeps KV"
+        if not config.prefix_cache:
+            num_free = len(engine.kv.free_block_ids(Tier.DEVICE))
+            assert num_free == stats.device_blocks_total, "somebody who ended keeps KV"
     assert set(reasons) == set(which), f"seed {seed}: {set(which) - set(reasons)} never ended"
     for request_id, (index, max_tokens) in which.items():
         want = list(reference.tokens[index][:max_tokens])
@@ -419,6 +429,7 @@ def run_history(
     tally.preemptions += stats.preemptions
     tally.halted += stats.layer_preemptions
     tally.resumed_tokens += stats.resumed_tokens
+    tally.cached_tokens += stats.cached_tokens
     if isinstance(engine.kv, BidirectionalKVManager):
         tally.shared_blocks += engine.kv._device.num_shared_blocks
         tally.relocated_blocks += engine.kv._device.num_relocated_blocks

@@ -56,6 +56,8 @@ def main() -> int:
             drawn = dict(
                 scheduler=policy, faults=faults, deaths=deaths, async_steps=overlaps, drafts=seed // 2 % 2 == 0
             )  # fmt: skip
+            if seed % 7 < 3 and family not in WITH_STATE:
+                drawn |= dict(prefix_cache=True, kv=("tiered", "paged")[seed % 2])
             if policy == preemptible.DEFERRING:  # models with recurrent states refuse it
                 drawn |= dict(classes=preemptible.CLASSES, defer_classes=family not in WITH_STATE, has_profile=True)
             try:

@@ -231,6 +231,7 @@ class FakeEngine:
             service_class=entry.request.service_class,
             new_token_ids=token_ids,
             num_prompt_tokens=len(entry.request.prompt_token_ids),
+            num_cached_tokens=len(entry.request.cache_salt),  # so that tests can ask for some
             num_output_tokens=len(entry.output),
             times=RequestTimes(
                 arrival_s=entry.arrival_s,

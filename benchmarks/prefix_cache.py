@@ -1,0 +1,114 @@
+"""The prefix cache, on and off: prompts that begin alike, and prompts that do not, in one interleaved run.
+
+    python -m benchmarks.prefix_cache --record benchmarks/results/prefix_cache.json
+
+The loads, each a batch of best-effort requests that come at once: ``shared``, prompts with ``--shared`` tokens in front
+that are the same in all, and ``--own`` random ones; ``own``, as many random tokens. A run has an engine of its own, so
+nothing is there from the run before. ``predicted_s`` is the sum of what the latency profile says of the steps: its gain
+is what the work that is left should bring. ``cpu_per_token_us`` is the CPU time of all threads, over the tokens of
+prompts and outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+from transformers import PreTrainedModel
+
+from benchmarks.common.models import MODELS
+from benchmarks.common.record import write_record
+from benchmarks.common.terminal import argument_parser, table_of
+from benchmarks.common.timing import in_turn, median_ratio
+from omniserve import Engine, EngineConfig, Request, SamplingParams
+from omniserve.core.plan import StepPlan
+from omniserve.latency import Profile
+from omniserve.profiling import find_or_make_profile
+
+Run = Callable[[], dict[str, float]]
+
+
+def batch(count: int, *, shared: int, own: int, output: int, seed: int) -> list[Request]:
+    """Draw requests whose prompts have the same first tokens."""
+    rng = random.Random(seed)
+    front = [rng.randrange(1, 400) for _ in range(shared)]
+    sampling = SamplingParams(max_tokens=output, ignore_eos=True)
+    return [
+        Request(
+            prompt_token_ids=[*front, *(rng.randrange(1, 400) for _ in range(own))], sampling=sampling,
+            service_class="BE",
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+def run(model: PreTrainedModel, profile: Profile, requests: list[Request], config: EngineConfig) -> dict[str, float]:
+    """Serve a batch with a new engine; return what it took."""
+    predicted_s = 0.0
+
+    def on_step(plan: StepPlan, host_works: bool, seconds: float) -> None:
+        nonlocal predicted_s
+        if plan.decision is not None:
+            predicted_s += plan.decision.predicted_s or 0.0
+
+    with Engine(model, config, profile=profile) as engine:
+        engine.generate(batch(1, shared=0, own=8, output=2, seed=-1))  # what is compiled at the first step
+        engine.on_step = on_step
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+        done = engine.generate(requests)
+        seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+    num_tokens = sum(each.num_prompt_tokens + len(each.token_ids) for each in done)
+    return {
+        "seconds": seconds,
+        "tokens_per_s": num_tokens / seconds,
+        "cpu_per_token_us": 1e6 * cpu_s / num_tokens,
+        "predicted_s": predicted_s,
+        "cached": sum(each.num_cached_tokens for each in done) / sum(each.num_prompt_tokens for each in done),
+    }
+
+
+def main() -> None:
+    parser = argument_parser(
+        __doc__, "prefix_cache", model=("SmolLM-135M", "of benchmarks.common.models"), requests=16, shared=512, own=64,
+        output=32, block_size=16, device_kv_gib=1.0, repeats=3, profile_s=20.0,
+    )  # fmt: skip
+    args = parser.parse_args()
+    model = MODELS[args.model]()
+    configs = {
+        key: EngineConfig(
+            device_kv_bytes=int(args.device_kv_gib * 2**30), host_kv_bytes=0, block_size=args.block_size,
+            prefix_cache=key == "on",
+        )
+        for key in ("off", "on")
+    }  # fmt: skip
+    profile = find_or_make_profile(model, configs["off"], time_limit_s=args.profile_s)
+    results: dict[str, object] = {}
+    for load, shared in (("shared", args.shared), ("own", 0)):
+        requests = batch(
+            args.requests, shared=shared, own=args.own + args.shared - shared, output=args.output, seed=1
+        )  # fmt: skip
+        runs: dict[str, Run] = {
+            key: functools.partial(run, model, profile, requests, config) for key, config in configs.items()
+        }
+        found = in_turn(runs, args.repeats)
+        medians = {
+            key: {name: statistics.median(each[name] for each in some) for name in some[0]}
+            for key, some in found.items()
+        }
+        gains = {
+            name: median_ratio([each[name] for each in found["off"]], [each[name] for each in found["on"]])
+            for name in ("seconds", "cpu_per_token_us", "predicted_s")
+        }
+        print(f"{load}: {gains['seconds']:.2f} times as fast with the cache, {gains['predicted_s']:.2f} predicted")
+        print(
+            table_of([{"": name, **{k: f"{m[name]:.4g}" for k, m in medians.items()}} for name in medians["on"]])
+        )  # fmt: skip
+        results[load] = {"medians": medians, "gains": gains, "raw": found}
+    write_record(args.record, name="prefix_cache", config=vars(args), seed=1, results=results)
+
+
+if __name__ == "__main__":
+    main()

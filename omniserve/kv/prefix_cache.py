@@ -1,0 +1,147 @@
+"""The prefix cache of the device: full blocks are found again by the tokens that they and all blocks before them hold.
+
+Paper: vLLM 4.4 (shared prefix); the chain of hashes is vLLM's automatic prefix caching. A block that nobody uses any
+more keeps its KV until the memory is needed, the block that was left longest ago first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from omniserve.kv.block_pool import BlockPool
+
+
+class PrefixKeys:
+    """The keys of one request's full blocks, made as they are asked for.
+
+    A key is a SHA-256 over the block's tokens and the key of the block before it, so it stands for all tokens up to
+    the block's end. Requests with different salts have no key in common.
+    """
+
+    def __init__(self, block_size: int, *, salt: str = "") -> None:
+        self.block_size = block_size
+        self._root = hashlib.sha256(salt.encode()).digest()
+        self._keys: list[bytes] = []
+
+    def up_to(self, token_ids: Sequence[int], count: int) -> Sequence[bytes]:
+        """Return the keys of the request's first blocks, at least ``count``; each was full when it was asked for."""
+        keys, size = self._keys, self.block_size
+        for number in range(len(keys), count):
+            tokens = array("q", token_ids[number * size : (number + 1) * size])
+            assert len(tokens) == size, f"block {number} is not full"
+            keys.append(hashlib.sha256((keys[-1] if keys else self._root) + tokens.tobytes()).digest())
+        return keys
+
+
+class CachingPool(BlockPool):
+    """Hands out ids like ``BlockPool``. A block may have a key and several users; without users it keeps its KV.
+
+    Such *idle* blocks count as free: ``take`` forgets them when no other block is left, the longest idle first. Callers
+    give a request's blocks back from its last one on, so what is forgotten first is the end of a prefix.
+    """
+
+    def __init__(self, num_blocks: int, name: str) -> None:
+        super().__init__(num_blocks, name)
+        self._num_users = [0] * num_blocks
+        self._keys: dict[int, bytes] = {}
+        self._blocks: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free) + len(self._idle)
+
+    def take(self, count: int, after: int | None = None) -> list[int] | None:
+        if count > self.num_free:
+            return None
+        while len(self._free) < count:
+            block, _ = self._idle.popitem(last=False)
+            del self._blocks[self._keys.pop(block)]
+            super().give_back([block])
+        taken = super().take(count, after)
+        assert taken is not None
+        for block in taken:
+            self._num_users[block] = 1
+        return taken
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """Take one user from each of these ids.
+
+        Raises:
+            RuntimeError: An id has none.
+        """
+        for block in blocks:
+            if not self._num_users[block]:
+                raise RuntimeError(f"{self.name} block {block} was freed twice")
+            self._num_users[block] -= 1
+            if self._num_users[block]:
+                continue
+            if block in self._keys:
+                self._idle[block] = None
+            else:
+                super().give_back([block])
+
+    def has(self, key: bytes) -> bool:
+        """Tell whether a block has this key."""
+        return key in self._blocks
+
+    def num_idle(self, keys: Iterable[bytes]) -> int:
+        """Return how many of the blocks with these keys have no user."""
+        return sum(not self._num_users[self._blocks[key]] for key in keys)
+
+    def begin(self, keys: Sequence[bytes], count: int, *, reserve: int = 0) -> list[int] | None:
+        """Take ``count`` ids, the first of which are the blocks with these keys; None, and nothing taken, if in vain.
+
+        Idle blocks are no longer free then. ``reserve`` ids must still be free, if any that is free now is taken.
+        """
+        blocks = [self._blocks[key] for key in keys]
+        num_taken = count - len(blocks) + self.num_idle(keys)
+        if num_taken and num_taken + reserve > self.num_free:
+            return None
+        for block in blocks:
+            self._idle.pop(block, None)
+            self._num_users[block] += 1
+        others = self.take(count - len(blocks))
+        assert others is not None
+        return blocks + others
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Let others find a block that has a user; not if it has a key already, or another block has this one."""
+        assert self._num_users[block], f"{self.name} block {block} has no user"
+        if block not in self._keys and key not in self._blocks:
+            self._keys[block], self._blocks[key] = key, block
+
+    def check(self, owned: Iterable[int]) -> None:
+        """Verify that ``owned`` has each id as often as it has users, and that all others are free or idle.
+
+        Raises:
+            AssertionError: With the ids of which that is not true.
+        """
+        counts = Counter(owned)
+        wrong = [block for block, users in enumerate(self._num_users) if counts[block] != users]
+        assert not wrong, f"{self.name} blocks with other users than those that own them: {wrong[:16]}"
+        without = sorted(block for block, users in enumerate(self._num_users) if not users)
+        assert sorted([*self._free, *self._idle]) == without, f"{self.name} blocks are lost, or free and idle"
+        assert self._keys.keys() >= self._idle.keys(), f"an idle {self.name} block has no key"
+        assert {key: block for block, key in self._keys.items()} == self._blocks
+
+
+class HasCache:
+    """What a KV manager's answers to questions about its cache have in common; see ``CanCache``."""
+
+    _cache: CachingPool | None
+    """The device's pool; None: it caches nothing."""
+
+    def caches_prefixes(self) -> bool:
+        return self._cache is not None
+
+    def has_cached(self, key: bytes) -> bool:
+        assert self._cache is not None
+        return self._cache.has(key)
+
+    def num_used(self, keys: Sequence[bytes]) -> int:
+        assert self._cache is not None
+        return len(keys) - self._cache.num_idle(keys)

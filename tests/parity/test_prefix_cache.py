@@ -1,0 +1,116 @@
+"""Requests that find the KV of their first tokens on the device say what Hugging Face says."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from transformers import PreTrainedModel
+
+from omniserve import Engine, EngineConfig, Request, SamplingParams, patch
+from omniserve.kv.base import Tier
+from omniserve.sched import SCHEDULERS
+from tests.parity.engine_histories import Reference, run_histories
+from tests.parity.models import tiny_model
+from tests.parity.test_engine import DEVICES
+from tests.quick import slow_except
+from tests.sched import preemptible
+
+_SHARED = 19  # of which two blocks are full
+
+
+@cache
+def model_and_reference(family: str, device: str) -> tuple[PreTrainedModel, Reference]:
+    model = tiny_model(family).to(device)
+    reference = Reference(model, num_shared=_SHARED)
+    return patch(model, compile=False), reference
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheduler", slow_except(("omniserve", "sarathi", "conserve", "neo"), SCHEDULERS.names()))
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_every_scheduler_over_random_histories(scheduler: str, overlaps: bool, device: str) -> None:
+    model, reference = model_and_reference("llama", device)
+    run_histories(
+        model, reference, range(900, 904), reach=("cached_tokens", "resumed_tokens", "preemptions"),
+        scheduler=scheduler, prefix_cache=True, async_steps=overlaps, kv=lambda seed: ("tiered", "paged")[seed % 2],
+        faults=lambda seed: seed % 3 == 0, drafts=lambda seed: seed % 4 == 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", slow_except(("gemma2", "qwen3_moe"), ["gemma2", "opt", "gpt_neox", "qwen3_moe"]))
+def test_models_over_random_histories(family: str, device: str) -> None:
+    model, reference = model_and_reference(family, device)
+    run_histories(
+        model, reference, range(920, 924), reach=("cached_tokens", "host_tokens", "swaps_out"), prefix_cache=True,
+        kv="tiered", host_kv_bytes=1 << 20, max_host_requests=16, async_steps=lambda seed: seed % 2 == 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_leave_between_layers_publish_nothing_that_is_not_there(device: str) -> None:
+    model, reference = model_and_reference("llama", device)
+    run_histories(
+        model, reference, range(940, 946), reach=("cached_tokens", "halted"), prefix_cache=True, kv="tiered",
+        scheduler=preemptible.NAME,
+    )  # fmt: skip
+
+
+def _engine(model: PreTrainedModel, **settings: object) -> Engine:
+    usual = {
+        "device_kv_bytes": 64 * model.omniserve.spec.kv_block_bytes(8), "host_kv_bytes": 0, "block_size": 8,
+        "max_model_len": 128, "prefix_cache": True,
+    }  # fmt: skip
+    return Engine(model, EngineConfig(**{**usual, **settings}))
+
+
+def _request(*token_ids: int, max_tokens: int = 4, **fields: object) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=fields.pop("logprobs", None))
+    return Request(prompt_token_ids=token_ids, sampling=sampling, **fields)
+
+
+def test_as_many_full_blocks_are_found_as_begin_alike_and_one_token_is_always_computed() -> None:
+    model, _ = model_and_reference("llama", "cpu")
+    with _engine(model) as engine:
+
+        def cached(*token_ids: int, **fields: object) -> int:
+            (done,) = engine.generate([_request(*token_ids, **fields)])
+            return done.num_cached_tokens
+
+        prompt = range(1, 41)
+        assert cached(*prompt) == 0
+        assert cached(*prompt) == 32, "the last token is computed, and with it its block"
+        assert cached(*prompt, 50) == 40
+        assert cached(*prompt[:20], 60, *prompt[20:]) == 16, "what comes behind another token is another text"
+        assert cached(60, *prompt) == 0
+        assert cached(*prompt, cache_salt="mine") == 0, "another salt"
+        assert cached(*prompt, cache_salt="mine") == 32
+        assert cached(*prompt, logprobs=0) == 0, "each token has to tell the next one's log-probability"
+
+
+def test_an_output_is_found_as_the_beginning_of_the_next_turn() -> None:
+    model, _ = model_and_reference("llama", "cpu")
+    with _engine(model) as engine:
+        first = _request(*range(1, 11), max_tokens=30)
+        (done,) = engine.generate([first])
+        (second,) = engine.generate([_request(*first.prompt_token_ids, *done.token_ids, 7, 8, 9)])
+        assert second.num_cached_tokens == 32, "of 40 tokens the last one was sampled, but never computed"
+
+
+def test_memory_comes_before_what_nobody_uses() -> None:
+    model, _ = model_and_reference("llama", "cpu")
+    with _engine(model, device_kv_bytes=9 * model.omniserve.spec.kv_block_bytes(8)) as engine:
+        engine.generate([_request(*range(1, 41))])
+        assert engine.stats().device_blocks_used == 0, "idle blocks count as free"
+        assert len(engine.kv.free_block_ids(Tier.DEVICE)) == 4, "but five of nine have their KV"
+        engine.generate([_request(*range(101, 149))])  # takes seven blocks
+        (again,) = engine.generate([_request(*range(1, 41))])
+        assert again.num_cached_tokens == 16, "the end of the prefix was forgotten first"
+
+
+@pytest.mark.parametrize("kv", ["incremental", "bidirectional"])
+def test_managers_without_one_refuse_it(kv: str) -> None:
+    model, _ = model_and_reference("llama", "cpu")
+    with pytest.raises(ValueError, match=f"kv='{kv}' has no prefix cache: set kv to tiered or paged"):
+        _engine(model, kv=kv, host_kv_bytes=1 << 20)
