@@ -61,6 +61,19 @@ class GrammarState:
         self._matcher.consume_token(token_id)
         self._check()
 
+    def accept_all(self, token_ids: Sequence[int]) -> int:
+        """Append tokens that were allowed one after the other, up to the end of the output; return how many."""
+        count = int(self._matcher.try_consume_tokens(list(token_ids)))
+        # That takes no end-of-sequence token where nothing else may come.
+        if count < len(token_ids) and self._matcher.consume_token(token_ids[count]):
+            count += 1
+        return count
+
+    def behind(self, token_ids: Sequence[int]) -> GrammarState | None:
+        """Return the state behind some tokens, none of which is accepted by this; None if the grammar forbids one."""
+        matcher = self._matcher.deep_copy()
+        return GrammarState(matcher) if matcher.try_consume_tokens(list(token_ids)) == len(token_ids) else None
+
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarFailed(f"the grammar cannot go on: {_first_line(self._matcher.get_error())}")

@@ -101,7 +101,7 @@ class PendingSample:
 
         Of a request with drafts, a row's token counts if those before it are the drafts. A request fails if the maximum
         of its row is not finite or if no token fits its grammar. One with drafts never fails: it has the tokens of the
-        rows before such a row, maybe none.
+        rows before such a row, maybe none. What follows the end of a grammar does not count.
         """
         tokens_R, top_R, *told = self.copy.wait()
         token_ids, top = tokens_R.tolist(), top_R.tolist()
@@ -118,7 +118,10 @@ class PendingSample:
             if request_id in self.drafted:
                 drafts, request = self.drafted[request_id]
                 own = slice(row, row + len(drafts) + 1)
-                count = _num_that_count(token_ids[own], top[own], drafts)
+                is_good = [math.isfinite(top[i]) and i not in self.failed for i in range(own.start, own.stop)]
+                count = _num_that_count(token_ids[own], is_good, drafts)
+                if request.grammar is not None:
+                    count = request.grammar.accept_all(token_ids[row : row + count])
                 tokens[request_id] = tuple(sampled[row : row + count])
                 request.use_up(self.tokens_R[row : row + count])
                 row = own.stop
@@ -140,14 +143,11 @@ class PendingSample:
         return tokens, failed
 
 
-def _num_that_count(token_ids: Sequence[int], top: Sequence[float], drafts: Sequence[int]) -> int:
-    """Return how many first rows of a request count: up to the first that contradicts a draft or is not finite.
-
-    ``top`` is the largest logit of each row.
-    """
+def _num_that_count(token_ids: Sequence[int], is_good: Sequence[bool], drafts: Sequence[int]) -> int:
+    """Return how many first rows of a request count: up to the first that contradicts a draft, or before a bad one."""
     count = 0
-    for token_id, largest, draft in zip(token_ids, top, (*drafts, None), strict=True):
-        if not math.isfinite(largest):
+    for token_id, good, draft in zip(token_ids, is_good, (*drafts, None), strict=True):
+        if not good:
             break
         count += 1
         if token_id != draft:
@@ -210,7 +210,7 @@ class Sampler:
 
         Args:
             drafts: By request: it has one row more than drafts, and each row's token is picked as if the drafts up to
-                it were the request's tokens. It has no grammar.
+                it were the request's tokens.
         """
         top_R, tokens_R = logits_RV.max(dim=-1)
         others = self._rows_of_others(request_ids, drafts)
@@ -246,7 +246,6 @@ class Sampler:
             if request_id not in drafts:
                 rows.append(_Row(row, request))
                 continue
-            assert request.grammar is None, f"{request_id} has drafts and a grammar, which they do not follow"
             rows.append(_Row(row, request, drafts[request_id][: num_seen[request_id]], is_certain=False))
             num_seen[request_id] += 1
         return rows
@@ -302,8 +301,13 @@ class Sampler:
             scaled_V = torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
             logits_V = torch.where(seen_V | in_prompt_V, scaled_V, logits_V)
             logits_V = logits_V - params.presence_penalty * seen_V - params.frequency_penalty * counts_V
-        if request.grammar is not None:
-            bytes_ = upload(torch.frombuffer(bytearray(request.grammar.allowed()), dtype=torch.uint8), self._device)
+        grammar = request.grammar
+        if grammar is not None and each.drafts:
+            grammar = grammar.behind(
+                each.drafts
+            )  # None: a row before contradicts its draft, so this one does not count
+        if grammar is not None:
+            bytes_ = upload(torch.frombuffer(bytearray(grammar.allowed()), dtype=torch.uint8), self._device)
             allowed_V = (bytes_[:, None] >> self._shifts & 1).view(-1)[: self._vocab_size].bool()
             logits_V = logits_V.masked_fill(~allowed_V, -math.inf)
         return logits_V

@@ -130,13 +130,13 @@ class Scheduler:
     def _speculation(self, request: Request) -> Speculation | None:
         """Return what makes a request's drafts; None if it wants none or can have none.
 
-        What a grammar allows is not known behind a draft, and recurrent states cannot go back to the last right one.
+        Recurrent states cannot go back to the last right one.
         """
         is_wanted = request.speculation
         if is_wanted is None:
             spec = self._limits.config.class_named(request.service_class)
             is_wanted = spec.speculation or bool(request.predicted_token_ids)
-        if not is_wanted or request.sampling.grammar is not None or self._limits.num_state_slots:
+        if not is_wanted or self._limits.num_state_slots:
             return None
         return Speculation(PromptLookup(len(request.prompt_token_ids), request.predicted_token_ids))
 

@@ -110,6 +110,40 @@ def test_outputs_are_values_of_their_schemas(make_engine, temperature: float) ->
         assert completion.token_ids[-1] == END
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("scheduler", ["omniserve", "sarathi"])
+def test_drafts_change_nothing_of_an_output(make_engine, scheduler: str, temperature: float) -> None:
+    """Drafts that are right for a while, that the grammar forbids, and that go on behind its end; on both tiers."""
+    rng = random.Random(2)
+    drawn = [random_schema(rng, depth=2) for _ in range(24)]
+    requests = [
+        constrained(
+            json_grammar(schema), prompt=rng.randint(1, 30), temperature=temperature,
+            service_class=rng.choice(["LS", "BE", "BE"]),
+        )
+        for schema, _ in drawn
+    ]  # fmt: skip
+    alone = make_engine(device_blocks=2000).generate(requests)
+    drafting = [
+        replace(
+            request, predicted_token_ids=[t if rng.random() < 0.9 else rng.randrange(VOCAB) for t in (*done, *done)]
+        )
+        for request, done in zip(requests, (completion.token_ids for completion in alone), strict=True)
+    ]
+    longest = max(len(r.prompt_token_ids) + len(c.token_ids) + 1 for r, c in zip(requests, alone, strict=True))
+    drafting = [
+        replace(r, sampling=replace(r.sampling, max_tokens=len(c.token_ids) + 1))
+        for r, c in zip(drafting, alone, strict=True)
+    ]
+    engine = make_engine(device_blocks=-(-longest // BLOCK) + 6, host_blocks=200, scheduler=scheduler)
+    done = engine.generate(drafting)
+    assert [c.token_ids for c in done] == [c.token_ids for c in alone]
+    assert [c.finish_reason for c in done] == [c.finish_reason for c in alone]
+    stats = engine.stats()
+    assert stats.accepted_drafts > 0 and stats.rejected_drafts > 0
+    assert (stats.host_output_tokens > 0) == (scheduler == "omniserve")
+
+
 @pytest.mark.parametrize("scheduler", ["omniserve", "sarathi", "neo"])
 def test_what_happens_to_a_request_changes_nothing_of_its_output(make_engine, scheduler: str) -> None:
     """On the device alone, and then with little memory: host rows, moves, preemption and recomputation."""

@@ -242,14 +242,13 @@ def test_drafts_do_not_grow_into_a_shared_block() -> None:
     kv.check_integrity()
 
 
-@pytest.mark.parametrize("request_fields", [{"speculation": False}, {"grammar": "start: /a/"}, {"states": 8}, {}])
+@pytest.mark.parametrize("request_fields", [{"speculation": False}, {"states": 8}, {}])
 def test_who_has_a_drafter(request_fields: dict[str, object]) -> None:
     fields = dict(request_fields)
     limits = make_limits("sarathi", num_state_slots=fields.pop("states", 0))
-    sampling = SamplingParams(grammar=fields.pop("grammar", None))  # type: ignore[arg-type]
     kv = KV_MANAGERS.get("paged")(num_device_blocks=20, num_host_blocks=0, block_size=BLOCK)
     scheduler = Scheduler(*policy_of(limits.config), limits=limits, kv=kv)
-    request = Request(prompt_token_ids=[1], sampling=sampling, **{"speculation": True, **fields})  # type: ignore[arg-type]
+    request = Request(prompt_token_ids=[1], **{"speculation": True, **fields})  # type: ignore[arg-type]
     scheduler.add("a", request, SLO(), 0.0)
     assert (scheduler.requests.states["a"].speculation is not None) == (not request_fields)
 
