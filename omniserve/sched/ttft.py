@@ -206,7 +206,7 @@ class TTFTEstimator:
         contexts = [s.num_tokens for s in self._fitting(queue) if s.max_num_tokens > s.num_tokens + 1]
         decodes.add_decodes(len(contexts), sum(contexts), float(sum(contexts)), samples=len(contexts))
         prefill_s, num_steps = prefill_time(decodes, prompts, bound_s, first_bound_s, max_tokens)
-        soonest_s = self._steps_until_memory(prompt.count, queue) * decodes.seconds() + prefill_s
+        soonest_s = self._steps_until_memory(new.num_tokens, queue) * decodes.seconds() + prefill_s
         expected_s = soonest_s
         if has_best_effort:
             full = decodes.copy()

@@ -137,7 +137,7 @@ def test_stop_strings_end_inside_a_run(model: PreTrainedModel) -> None:
     assert want.finish_reason is FinishReason.STOP
 
 
-def test_who_gets_no_drafts(model: PreTrainedModel, make_engine: MakeEngine) -> None:
+def test_a_grammar_is_kept_with_drafts() -> None:
     tokenizer = byte_level_tokenizer()
     vocab, end = len(tokenizer) + 8, tokenizer.eos_token_id
     made = tiny_model("llama", vocab_size=vocab, eos_token_id=end)
@@ -147,10 +147,14 @@ def test_who_gets_no_drafts(model: PreTrainedModel, make_engine: MakeEngine) -> 
     grammar = SamplingParams(max_tokens=30, grammar='start: "abcabcabc" /[0-9]{1,4}/')
     with Engine(made, config, tokenizer=tokenizer) as engine:
         (want,) = engine.generate([Request(prompt_token_ids=[1, 2, 3], sampling=grammar)])
-        asked = Request(prompt_token_ids=[1, 2, 3], sampling=grammar, predicted_token_ids=want.token_ids)
-        (got,) = engine.generate([asked])
-        assert got.token_ids == want.token_ids
-        assert engine.stats().accepted_drafts == engine.stats().rejected_drafts == 0
+        for predicted in (want.token_ids, (*want.token_ids, *want.token_ids), want.token_ids[:3] * 9):
+            asked = Request(prompt_token_ids=[1, 2, 3], sampling=grammar, predicted_token_ids=predicted)
+            (got,) = engine.generate([asked])
+            assert (got.token_ids, got.finish_reason) == (want.token_ids, want.finish_reason)
+            assert got.num_accepted_drafts > 0
+
+
+def test_who_wants_no_drafts_gets_none(make_engine: MakeEngine) -> None:
     tokens = hf_tokens(5, 20)
     engine = make_engine()
     engine.generate([dataclasses.replace(guessed(request(5, 20), tokens), speculation=False)])
