@@ -23,7 +23,7 @@ from benchmarks.common.models import MODELS
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table_of
 from benchmarks.common.timing import in_turn, median_ratio
-from omniserve import Engine, EngineConfig, Request, SamplingParams
+from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams
 from omniserve.core.plan import StepPlan
 from omniserve.latency import Profile
 from omniserve.profiling import find_or_make_profile
@@ -80,7 +80,7 @@ def main() -> None:
     configs = {
         key: EngineConfig(
             device_kv_bytes=int(args.device_kv_gib * 2**30), host_kv_bytes=0, block_size=args.block_size,
-            prefix_cache=key == "on",
+            execution=ExecutionConfig(prefix_cache=key == "on"),
         )
         for key in ("off", "on")
     }  # fmt: skip

@@ -39,7 +39,7 @@ _FORMER_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """How the device tier gets its model and runs a step.
+    """How the device tier gets its model, runs a step, and keeps KV.
 
     Raises:
         ValueError: A setting is out of its range; the message says which and what to give instead.
@@ -62,6 +62,10 @@ class ExecutionConfig:
     a minute."""
     step_graphs_gib: float = 2.0
     """Most GiB of device memory that captured steps may take, beside the KV pool and the weights."""
+    prefix_cache: bool = False
+    """Full KV blocks without a request keep their KV on the device until the memory is needed, and a request with the
+    same first tokens begins behind them; so does a preempted one. With kv ``paged`` and ``tiered``, and not for models
+    with recurrent states."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model or its tokenizer, when it is loaded by its name; it can do anything."""
 
@@ -90,10 +94,6 @@ class EngineConfig:
     """KV manager, a name in KV_MANAGERS or ``package.module:Class``. ``paged``: device only; ``tiered``: device and
     host; ``incremental``: the same, and preempted requests resume from checkpoints; ``bidirectional``: likewise, and LS
     requests share blocks with BE ones."""
-    prefix_cache: bool = False
-    """Full device blocks that no request uses any more keep their KV until the memory is needed, and a request that
-    begins with the same tokens begins behind them; so does a preempted one. With kv ``paged`` and ``tiered``, and not
-    for models with recurrent states."""
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
     """How the device tier runs a step."""
 

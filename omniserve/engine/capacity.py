@@ -68,7 +68,7 @@ def require_cacheable(config: EngineConfig, spec: ModelSpec) -> None:
     Raises:
         ValueError: One is wanted, but the KV manager has none, or the model has states that no block holds.
     """
-    if not config.prefix_cache:
+    if not config.execution.prefix_cache:
         return
     manager = KV_MANAGERS.get(config.kv)
     # Those that evict keep the KV of preempted requests in their own way, and would share what they count as free.

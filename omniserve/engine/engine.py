@@ -121,7 +121,7 @@ class Engine:
                 config, self.spec, dtype=patched.dtype, device=patched.device, num_threads=host_threads,
                 mailbox=has_mailbox, max_rows=1 + MAX_DRAFTS if takes_drafts else 1,
             )  # fmt: skip
-        caches: dict[str, Any] = {"prefix_cache": True} if config.prefix_cache else {}
+        caches: dict[str, Any] = {"prefix_cache": True} if config.execution.prefix_cache else {}
         self.kv = manager(
             num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size,
             **caches,

@@ -262,7 +262,8 @@ class CanEvict(Protocol):
 class CanCache(Protocol):
     """Keeps the KV of full device blocks for requests that begin with the same tokens; see ``kv.prefix_cache``.
 
-    Such a manager takes ``prefix_cache=True`` when it is made. A block that several requests use counts for each.
+    The constructor of such a manager takes ``prefix_cache``. A block that several requests use counts for each.
+    ``kv.prefix_cache.CachesPrefixes`` implements this.
     """
 
     def caches_prefixes(self) -> bool:
@@ -272,7 +273,7 @@ class CanCache(Protocol):
         """Tell whether the device has the block of this key."""
 
     def num_used(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the cached blocks of these keys some request uses: to use them, too, takes no free one."""
+        """Return how many of the cached blocks of these keys have users. To share these takes no free block."""
 
     def begin(
         self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0
@@ -283,9 +284,9 @@ class CanCache(Protocol):
         """
 
     def publish(self, request_id: str, first: int, keys: Sequence[bytes]) -> None:
-        """Let later requests find device blocks of one at rest, from its ``first`` on: the KV of these is written.
+        """Give the device blocks of a request at rest these keys, from its block ``first`` on.
 
-        By a step that was launched, that is: device work runs in its order.
+        Steps that have been launched write their KV, so later steps can read it: device work runs in order.
         """
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from omniserve.kv.base import KV_MANAGERS, KVManager, Tier
 from omniserve.kv.block_pool import BlockPool
-from omniserve.kv.prefix_cache import CachingPool, HasCache
+from omniserve.kv.prefix_cache import CachesPrefixes, CachingPool
 
 
 @KV_MANAGERS.register("paged")
-class PagedKVManager(HasCache, KVManager):
+class PagedKVManager(CachesPrefixes, KVManager):
     """Paged KV on the device; nothing ever moves. What does not fit is recomputed (vLLM's default)."""
 
     def __init__(
@@ -46,20 +46,11 @@ class PagedKVManager(HasCache, KVManager):
     def tier(self, request_id: str) -> Tier | None:
         return Tier.DEVICE if request_id in self._tables else None
 
-    def begin(
-        self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0
-    ) -> tuple[int, ...] | None:
-        assert self._cache is not None and request_id not in self._tables
-        blocks = self._cache.begin(keys, -(-num_tokens // self.block_size), reserve=reserve_blocks)
-        if blocks is None:
-            return None
+    def _adopt(self, request_id: str, blocks: list[int]) -> None:
         self._tables[request_id] = blocks
-        return tuple(blocks)
 
-    def publish(self, request_id: str, first: int, keys: Sequence[bytes]) -> None:
-        assert self._cache is not None
-        for block, key in zip(self._tables[request_id][first:], keys, strict=False):
-            self._cache.publish(block, key)
+    def _device_blocks(self, request_id: str) -> Sequence[int]:
+        return self._tables[request_id]
 
     def num_free(self, tier: Tier) -> int:
         return self._pool.num_free if tier is Tier.DEVICE else 0

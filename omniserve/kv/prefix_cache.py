@@ -1,12 +1,13 @@
 """The prefix cache of the device: full blocks are found again by the tokens that they and all blocks before them hold.
 
-Paper: vLLM 4.4 (shared prefix); the chain of hashes is vLLM's automatic prefix caching. A block that nobody uses any
-more keeps its KV until the memory is needed, the block that was left longest ago first.
+Paper: vLLM 4.4 (shared prefix). The chain of hashes is that of vLLM's automatic prefix caching. A block without users
+keeps its KV until a request needs the memory; the one that has been without users for the longest time is taken first.
 """
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
@@ -129,11 +130,20 @@ class CachingPool(BlockPool):
         assert {key: block for block, key in self._keys.items()} == self._blocks
 
 
-class HasCache:
-    """What a KV manager's answers to questions about its cache have in common; see ``CanCache``."""
+class CachesPrefixes(ABC):
+    """Implements ``CanCache`` for a KV manager whose device pool may be a ``CachingPool``."""
 
+    block_size: int
     _cache: CachingPool | None
-    """The device's pool; None: it caches nothing."""
+    """The device pool; None: nothing is cached."""
+
+    @abstractmethod
+    def _adopt(self, request_id: str, blocks: list[int]) -> None:
+        """Make device blocks the table of a request that has none."""
+
+    @abstractmethod
+    def _device_blocks(self, request_id: str) -> Sequence[int]:
+        """Return the table of a request that is at rest on the device."""
 
     def caches_prefixes(self) -> bool:
         return self._cache is not None
@@ -145,3 +155,18 @@ class HasCache:
     def num_used(self, keys: Sequence[bytes]) -> int:
         assert self._cache is not None
         return len(keys) - self._cache.num_idle(keys)
+
+    def begin(
+        self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0
+    ) -> tuple[int, ...] | None:
+        assert self._cache is not None
+        blocks = self._cache.begin(keys, -(-num_tokens // self.block_size), reserve=reserve_blocks)
+        if blocks is None:
+            return None
+        self._adopt(request_id, blocks)
+        return tuple(blocks)
+
+    def publish(self, request_id: str, first: int, keys: Sequence[bytes]) -> None:
+        assert self._cache is not None
+        for block, key in zip(self._device_blocks(request_id)[first:], keys, strict=False):
+            self._cache.publish(block, key)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from omniserve.core.plan import KVMove, MoveDirection
 from omniserve.kv.base import KV_MANAGERS, KVManager, MoveResult, Tier
 from omniserve.kv.block_pool import BlockPool, HostCheckpoints, RunPool
-from omniserve.kv.prefix_cache import CachingPool, HasCache
+from omniserve.kv.prefix_cache import CachesPrefixes, CachingPool
 
 _SOURCE = {MoveDirection.TO_HOST: Tier.DEVICE, MoveDirection.TO_DEVICE: Tier.HOST}
 _TARGET = {MoveDirection.TO_HOST: Tier.HOST, MoveDirection.TO_DEVICE: Tier.DEVICE}
@@ -38,7 +38,7 @@ class Table:
 
 
 @KV_MANAGERS.register("tiered")
-class TieredKVManager(HasCache, KVManager):
+class TieredKVManager(CachesPrefixes, KVManager):
     """Paged KV on two tiers."""
 
     def __init__(
@@ -92,21 +92,13 @@ class TieredKVManager(HasCache, KVManager):
         table = self._tables.get(request_id)
         return table.tier if table is not None else None
 
-    def begin(
-        self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0
-    ) -> tuple[int, ...] | None:
-        assert self._cache is not None and request_id not in self._tables
-        blocks = self._cache.begin(keys, -(-num_tokens // self.block_size), reserve=reserve_blocks)
-        if blocks is None:
-            return None
+    def _adopt(self, request_id: str, blocks: list[int]) -> None:
         self._tables[request_id] = Table(Tier.DEVICE, blocks)
-        return tuple(blocks)
 
-    def publish(self, request_id: str, first: int, keys: Sequence[bytes]) -> None:
+    def _device_blocks(self, request_id: str) -> Sequence[int]:
         table = self._at_rest(request_id)
-        assert self._cache is not None and table.tier is Tier.DEVICE
-        for block, key in zip(table.blocks[first:], keys, strict=False):
-            self._cache.publish(block, key)
+        assert table.tier is Tier.DEVICE, f"the blocks of {request_id} are on the {table.tier} tier"
+        return table.blocks
 
     def start_move(
         self, request_id: str, direction: MoveDirection, *, reserve_blocks: int = 0, keep_tokens: int = 0

@@ -222,7 +222,8 @@ def _measure_engine(
     """Measure steps of an engine of its own until a share of the time limit is over."""
     with timer.preparing():
         # What a load found of another one's prompts would not be in its rows.
-        engine = Engine(model, dataclasses.replace(config, prefix_cache=False))
+        execution = dataclasses.replace(config.execution, prefix_cache=False)
+        engine = Engine(model, dataclasses.replace(config, execution=execution))
     with engine:
         if not timer.counts_preparing:
             with timer.preparing():

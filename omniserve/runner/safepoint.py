@@ -97,7 +97,8 @@ class Safepoints:
     def leaving(self) -> Set[str]:
         """Return the requests whose rows must leave before the current layer; call it once a layer.
 
-        On a GPU this waits until the device has come to the layer before. It asks nobody if no row is preemptible.
+        On a GPU this waits until the device has come to the layer before. If no present row is preemptible, it returns
+        an empty set at once.
         """
         preemptible = self._plan.preemptible
         if self._must_leave is None or not any(chunk.request_id in preemptible for chunk in self.present.chunks):

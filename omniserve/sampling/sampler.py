@@ -303,9 +303,8 @@ class Sampler:
             logits_V = logits_V - params.presence_penalty * seen_V - params.frequency_penalty * counts_V
         grammar = request.grammar
         if grammar is not None and each.drafts:
-            grammar = grammar.behind(
-                each.drafts
-            )  # None: a row before contradicts its draft, so this one does not count
+            # None: the grammar forbids a draft, so an earlier row contradicts it, and this row does not count.
+            grammar = grammar.behind(each.drafts)
         if grammar is not None:
             bytes_ = upload(torch.frombuffer(bytearray(grammar.allowed()), dtype=torch.uint8), self._device)
             allowed_V = (bytes_[:, None] >> self._shifts & 1).view(-1)[: self._vocab_size].bool()

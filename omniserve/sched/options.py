@@ -30,7 +30,7 @@ class PolicyOptions:
 
     @property
     def preempts(self) -> bool:
-        """Whether plans may have preemptible rows: the engine asks between the layers of a step only if so."""
+        """Whether plans may have preemptible rows. Only if so, the engine asks between layers which rows must leave."""
         return False
 
     def __post_init__(self) -> None:
@@ -98,9 +98,9 @@ class CoServingOptions(HostTierOptions):
     defer_classes: bool = False
     """Rows of a lower class leave a step between two layers for a request of a higher class that is predicted to miss
     its TTFT otherwise, and go on there in a later step, as far as their own objective has slack for that (omniserve 6,
-    multiple priority levels). Best-effort rows are of the lowest class. Of steps that rows may leave none is launched
-    ahead of another, CUDA graphs hold the parts between two attentions, and these rows carry no drafts. It needs a
-    latency model."""
+    multiple priority levels). Best-effort rows are of the lowest class. A step that rows may leave is not launched
+    ahead of another one; as CUDA graphs it runs in parts, from one attention to the next. These rows carry no drafts.
+    It needs a latency model."""
 
     @property
     def preempts(self) -> bool:

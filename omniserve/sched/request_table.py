@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 
 from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, SlotCopy
 from omniserve.core.request import ServiceClass
-from omniserve.kv.base import CanCache, CanEvict, CanMove, CanShare, KVManager, MoveResult, Tier
-from omniserve.kv.prefix_cache import PrefixKeys
+from omniserve.kv.base import CanEvict, CanMove, CanShare, KVManager, MoveResult, Tier
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.options import SchedulerLimits
+from omniserve.sched.prefixes import Prefixes
 from omniserve.sched.residents import HostResidents
-from omniserve.sched.state import BE, LS, Phase, PrefixUse, RequestQueue, RequestState
+from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
 from omniserve.sched.state_slots import StateSlots
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class RequestTable:
         # States stand where a request's last token left them: what is kept of its KV up to an earlier one is of no use.
         self.evicter = kv if isinstance(kv, CanEvict) and not limits.num_state_slots else None
         self.sharer = kv if isinstance(kv, CanShare) else None
-        self.cacher = kv if isinstance(kv, CanCache) and kv.caches_prefixes() else None
+        self.prefixes = Prefixes(kv)
         self._offloads = offloads
         self._draining: dict[int, RequestState] = {}
         self._cancels: list[int] = []
@@ -71,9 +71,7 @@ class RequestTable:
         self.states[state.request_id] = state
         if self.sharer is not None:
             self.sharer.declare(state.request_id, state.kind)
-        if self.cacher is not None:
-            state.prefix = PrefixUse(PrefixKeys(self.kv.block_size, salt=state.request.cache_salt))
-            self.cached_prefix(state)
+        self.prefixes.note_arrival(state)
         self.waiting[state.kind].add(state)
 
     def end(self, state: RequestState) -> None:
@@ -113,11 +111,7 @@ class RequestTable:
 
     def admit(self, state: RequestState) -> None:
         """Book that a WAITING request has its first chunk, and so its blocks, on the device."""
-        if state.prefix is not None:
-            state.prefix.num_published = 0
-            if state.prefix.num_prompt_tokens is None:
-                state.prefix.num_prompt_tokens = num_found = state.prefix.num_found * self.kv.block_size
-                self.counters["cached_tokens"] += num_found
+        self.prefixes.note_admission(state)
         self.waiting[state.kind].remove(state)
         state.phase = Phase.DEVICE
         state.blocked_since_s = None
@@ -175,38 +169,13 @@ class RequestTable:
         """
         if self.evicter is not None:
             return self.evicter.num_kept_tokens(state.request_id, tier)
-        return len(self.cached_prefix(state)) * self.kv.block_size if tier is Tier.DEVICE else 0
-
-    def cached_prefix(self, state: RequestState) -> Sequence[bytes]:
-        """Return the keys of a WAITING request's first blocks that the prefix cache has.
-
-        At least one token is left to compute, and all that must tell log-probabilities of the prompt.
-        """
-        prefix, cacher = state.prefix, self.cacher
-        if prefix is None or cacher is None or state.num_rows_to_score > state.num_scored_rows:
-            return ()
-        most = (state.num_tokens - max(1, state.num_pending_tokens)) // self.kv.block_size
-        keys = prefix.keys.up_to(state.token_ids, most)
-        found = sum(1 for _ in itertools.takewhile(cacher.has_cached, keys[:most]))
-        prefix.num_found = found
-        return keys[:found]
+        return self.prefixes.num_tokens(state) if tier is Tier.DEVICE else 0
 
     def allocate(self, state: RequestState, *, reserve_blocks: int) -> tuple[int, ...] | None:
-        """Return device blocks for all known tokens of a request, cached ones first if it is WAITING; None: no room."""
-        if state.phase is Phase.WAITING and self.cacher is not None and (keys := self.cached_prefix(state)):
-            return self.cacher.begin(state.request_id, keys, state.num_tokens, reserve_blocks=reserve_blocks)
+        """Return device blocks for all known tokens of a WAITING or DEVICE request; None: there is no room."""
+        if state.phase is Phase.WAITING and self.prefixes.num_tokens(state):
+            return self.prefixes.allocate(state, reserve_blocks=reserve_blocks)
         return self.kv.allocate(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
-
-    def publish(self, state: RequestState) -> None:
-        """Let later requests find the blocks that a DEVICE request has filled by now."""
-        if self.cacher is None or state.prefix is None:
-            return
-        num_known = min(state.num_computed_tokens, state.num_tokens - state.num_pending_tokens)
-        num_full, first = num_known // self.kv.block_size, state.prefix.num_published
-        if num_full > first:
-            keys = state.prefix.keys.up_to(state.token_ids, num_full)
-            self.cacher.publish(state.request_id, first, keys[first:num_full])
-            state.prefix.num_published = num_full
 
     def start_restore(self, state: RequestState, *, reserve_blocks: int = 0) -> KVMove | None:
         """Begin to copy a WAITING request back that needs it; None if there is no room.
@@ -373,9 +342,7 @@ class RequestTable:
     def blocks_for(self, state: RequestState) -> int:
         """Return how many blocks all known tokens of a request need; of a WAITING one, less those that it shares."""
         num_blocks = -(-state.num_tokens // self.kv.block_size)
-        if state.phase is Phase.WAITING and self.cacher is not None:
-            num_blocks -= self.cacher.num_used(self.cached_prefix(state))
-        return num_blocks
+        return num_blocks - self.prefixes.num_shared(state) if state.phase is Phase.WAITING else num_blocks
 
     def reserve_for_ls(self, state: RequestState) -> int:
         """Return what a BE request leaves free: no block if it has the device to itself, or it might never run."""

@@ -232,7 +232,7 @@ class Scheduler:
             state.num_computed_tokens = chunk.start + len(chunk.token_ids)
             if chunk.num_drafts:
                 self._verify_drafts(state, chunk, output)
-            requests.publish(state)
+            requests.prefixes.publish(state)
             if chunk.samples:
                 self._expect_token(state)
             if chunk.samples or chunk.scores is not None:
@@ -433,6 +433,7 @@ class Scheduler:
             state_slots_used=self.requests.state_slots.num_used,
             state_slots_total=self.requests.state_slots.num_slots,
             checkpoints=self.requests.checkpoints.num_blocks_copied,
+            cached_tokens=self.requests.prefixes.num_cached_tokens,
             **counters,
             rejected=dict(self._rejected),
         )

@@ -22,7 +22,7 @@ from omniserve.core.request import (
     TokenLogprob,
     add_stay,
 )
-from omniserve.kv.prefix_cache import PrefixKeys
+from omniserve.sched.prefixes import PrefixUse
 from omniserve.sched.speculation import Speculation
 
 LS, BE = ServiceClass.LS, ServiceClass.BE
@@ -69,19 +69,6 @@ class HaltedChunk:
     """The next one to compute."""
     start: int
     num_tokens: int
-
-
-@dataclass(slots=True)
-class PrefixUse:
-    """A request's use of the prefix cache of the device."""
-
-    keys: PrefixKeys
-    num_found: int = 0
-    """Blocks that the device had when it was last looked up; only a WAITING request is."""
-    num_published: int = 0
-    """First blocks of a DEVICE request that others can find, or could if their own were not the first."""
-    num_prompt_tokens: int | None = None
-    """Tokens of the prompt that were found at its first admission; None: it has not been admitted."""
 
 
 @dataclass(slots=True, eq=False)

@@ -44,6 +44,7 @@ class Job:
     prediction: Sequence[int] = ()
     """Token ids of what each output will be, about."""
     cache_salt: str = ""
+    """As in ``Request``."""
     speculation: bool | None = None
     """As in ``Request``."""
     num_kept: int | None = None
@@ -274,6 +275,7 @@ class OutputStream:
         self.close()
 
     def _num_cached_tokens(self) -> int:
+        """Return the sum over the prompts; the choices of a prompt follow one another."""
         choices, num_samples = [*self._choices.values()], len(self.job.samplings)
         groups = (choices[first : first + num_samples] for first in range(0, len(choices), num_samples))
         return sum(max(choice.num_cached_tokens for choice in group) for group in groups)
@@ -286,8 +288,10 @@ class OutputStream:
         before_s, num_before = choice.times.last_token_s, choice.times.num_tokens
         self.usage.num_accepted_drafts -= choice.num_accepted_drafts
         self.usage.num_rejected_drafts -= choice.num_rejected_drafts
+        num_cached_before = choice.num_cached_tokens
         delta = choice.advance(output)
-        self.usage.num_cached_tokens = self._num_cached_tokens()
+        if choice.num_cached_tokens != num_cached_before:
+            self.usage.num_cached_tokens = self._num_cached_tokens()
         self.usage.num_accepted_drafts += choice.num_accepted_drafts
         self.usage.num_rejected_drafts += choice.num_rejected_drafts
         num_new = choice.times.num_tokens - num_before

@@ -112,7 +112,7 @@ class _Run:
         )
         self._classes = {each.name: each for each in settings.classes}
         policy, options = policy_of(settings)
-        if settings.prefix_cache:
+        if settings.execution.prefix_cache:
             raise ValueError(
                 "simulated requests have no tokens, so none begins like another: set prefix_cache to False"
             )

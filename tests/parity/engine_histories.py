@@ -407,7 +407,7 @@ def run_history(
             tally.constant_chunks += engine.runner.graphs.num_chunk_steps
             tally.left_graphs += engine.runner.graphs.num_steps_left
         assert stats.device_blocks_used == stats.host_blocks_used == 0, stats
-        if not config.prefix_cache:
+        if not config.execution.prefix_cache:
             num_free = len(engine.kv.free_block_ids(Tier.DEVICE))
             assert num_free == stats.device_blocks_total, "somebody who ended keeps KV"
     assert set(reasons) == set(which), f"seed {seed}: {set(which) - set(reasons)} never ended"

@@ -7,9 +7,10 @@ from functools import cache
 import pytest
 from transformers import PreTrainedModel
 
-from omniserve import Engine, EngineConfig, Request, SamplingParams, patch
+from omniserve import Engine, Request, SamplingParams, patch
 from omniserve.kv.base import Tier
 from omniserve.sched import SCHEDULERS
+from tests.engine_settings import flat_config
 from tests.parity.engine_histories import Reference, run_histories
 from tests.parity.models import tiny_model
 from tests.parity.test_engine import DEVICES
@@ -62,7 +63,7 @@ def _engine(model: PreTrainedModel, **settings: object) -> Engine:
         "device_kv_bytes": 64 * model.omniserve.spec.kv_block_bytes(8), "host_kv_bytes": 0, "block_size": 8,
         "max_model_len": 128, "prefix_cache": True,
     }  # fmt: skip
-    return Engine(model, EngineConfig(**{**usual, **settings}))
+    return Engine(model, flat_config({**usual, **settings}))
 
 
 def _request(*token_ids: int, max_tokens: int = 4, **fields: object) -> Request:

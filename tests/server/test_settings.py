@@ -28,7 +28,6 @@ SETTINGS = {
         {"slack": "step", "swap_in_delay_s": 2.5},
     ),
     "kv": ("kv", "paged", "paged"),
-    "prefix_cache": ("prefix-cache", True, True),
     "execution": (
         "execution",
         ["compile=false", "attention=sdpa", "async_steps=true", "step_graphs=off", "step_graphs_gib=1"],
@@ -150,8 +149,8 @@ def test_every_limit_can_be_set(name, tmp_path, capsys):
 def test_there_are_not_many_flags():
     """A setting that few people change is an option of ``--execution``, ``--scheduler-option`` or ``--limit``."""
     shown = [action for action in build_parser()._actions if action.help != argparse.SUPPRESS]
-    assert len(shown) - len(["--help"]) <= 41
-    assert len(dataclasses.fields(EngineConfig)) <= 21
+    assert len(shown) - len(["--help"]) <= 40
+    assert len(dataclasses.fields(EngineConfig)) <= 20
 
 
 def test_help_tells_each_option_of_a_group(capsys):

@@ -41,6 +41,7 @@ from omniserve.runner.cuda_graphs.shapes import (
 from omniserve.runner.late_results import MissedJoins
 from omniserve.runner.layer_loop import LayerLoop
 from omniserve.runner.piggyback_rows import PiggybackRows
+from omniserve.runner.safepoint import Safepoints
 from omniserve.runner.step_inputs import (
     LayersOutput,
     PendingTokens,
@@ -165,16 +166,8 @@ class CudaGraphRunner:
             try:
                 hidden_TD = replay_with(attend)
             except _RowsLeave as stop:
-                assert safepoints is not None and inputs.layer_input_TD is not None
-                self.num_steps_left += 1
-                of_rows, of_seats = inputs.layer_input_TD[:num_rows], inputs.layer_input_TD[shape.rows :]
-                num_seats = plan.num_piggyback_seats
-                return self._loop.go_on(
-                    plan, safepoints, leaving=stop.request_ids, layer=stop.layer,
-                    hidden_TD=torch.cat([of_rows, of_seats[:num_seats]]),
-                    # A copy, as the next step writes to the same memory.
-                    joined_LP=inputs.joined_LP[: stop.layer, :num_seats].clone(),
-                )  # fmt: skip
+                assert safepoints is not None
+                return self._go_on(plan, inputs, safepoints, stop)
         num_layers, device = self._memory.num_layers, self._memory.device
         doubtful: MissedJoins | None = None
         if plan.doubtful:
@@ -182,6 +175,19 @@ class CudaGraphRunner:
             doubtful = MissedJoins(plan, range(num_layers - 1), inputs.joined_LP[:-1].clone())
         sampled = sampled_rows(plan, num_layers=num_layers, first_seat=shape.rows, device=device)
         return LayersOutput(hidden_TD, sampled, doubtful=doubtful)
+
+    def _go_on(self, plan: StepPlan, inputs: StaticInputs, safepoints: Safepoints, stop: _RowsLeave) -> LayersOutput:
+        """Run the layers that are left of a step, without padding and without the rows that leave."""
+        self.num_steps_left += 1
+        input_TD, num_seats = inputs.layer_input_TD, plan.num_piggyback_seats
+        assert input_TD is not None, "rows leave a step that has not kept what goes into its layers"
+        of_rows, of_seats = input_TD[: plan.num_device_tokens], input_TD[inputs.shape.rows :]
+        return self._loop.go_on(
+            plan, safepoints, leaving=stop.request_ids, layer=stop.layer,
+            hidden_TD=torch.cat([of_rows, of_seats[:num_seats]]),
+            # A copy, as the next step writes to the same memory.
+            joined_LP=inputs.joined_LP[: stop.layer, :num_seats].clone(),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,99 @@
+"""Prefixes: which requests begin behind KV that the device has of others, and whose KV others can find.
+
+A KV manager that caches does the rest; see ``kv.prefix_cache``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from omniserve.kv.base import CanCache, KVManager
+from omniserve.kv.prefix_cache import PrefixKeys
+
+if TYPE_CHECKING:
+    from omniserve.sched.state import RequestState
+
+
+@dataclass(slots=True)
+class PrefixUse:
+    """What a request has to do with the prefix cache."""
+
+    keys: PrefixKeys
+    num_found: int = 0
+    """First blocks that the cache had at the last look; only a WAITING request is looked up."""
+    num_published: int = 0
+    """First blocks of a DEVICE request that have been published since its admission."""
+    num_prompt_tokens: int | None = None
+    """Tokens of the prompt that were found at the first admission; None: there was none yet."""
+
+
+class Prefixes:
+    """Looks up requests that wait, and publishes what running ones have computed. Without a cache it does nothing."""
+
+    def __init__(self, kv: KVManager) -> None:
+        self._cache = kv if isinstance(kv, CanCache) and kv.caches_prefixes() else None
+        self._block_size = kv.block_size
+        self.num_cached_tokens = 0
+        """Counter: prompt tokens that were found at their request's first admission."""
+
+    def note_arrival(self, state: RequestState) -> None:
+        """Look up a new request."""
+        if self._cache is not None:
+            state.prefix = PrefixUse(PrefixKeys(self._block_size, salt=state.request.cache_salt))
+            self._found(state)
+
+    def num_tokens(self, state: RequestState) -> int:
+        """Look up a WAITING request, and return how many of its first tokens are in the cache."""
+        return len(self._found(state)) * self._block_size
+
+    def num_shared(self, state: RequestState) -> int:
+        """Return how many blocks of other requests a WAITING one would share."""
+        return self._cache.num_used(self._found(state)) if self._cache is not None else 0
+
+    def allocate(self, state: RequestState, *, reserve_blocks: int) -> tuple[int, ...] | None:
+        """Return device blocks for all known tokens of a WAITING request, those from the cache first.
+
+        None: there is no room, or nothing of it is in the cache.
+        """
+        keys = self._found(state)
+        if self._cache is None or not keys:
+            return None
+        return self._cache.begin(state.request_id, keys, state.num_tokens, reserve_blocks=reserve_blocks)
+
+    def note_admission(self, state: RequestState) -> None:
+        """Book that a request was admitted with what the last look has found."""
+        prefix = state.prefix
+        if prefix is None:
+            return
+        prefix.num_published = 0
+        if prefix.num_prompt_tokens is None:
+            prefix.num_prompt_tokens = prefix.num_found * self._block_size
+            self.num_cached_tokens += prefix.num_prompt_tokens
+
+    def publish(self, state: RequestState) -> None:
+        """Let later requests find the blocks that a DEVICE request has filled by now."""
+        prefix = state.prefix
+        if self._cache is None or prefix is None:
+            return
+        num_known = min(state.num_computed_tokens, state.num_tokens - state.num_pending_tokens)
+        num_full, first = num_known // self._block_size, prefix.num_published
+        if num_full > first:
+            keys = prefix.keys.up_to(state.token_ids, num_full)
+            self._cache.publish(state.request_id, first, keys[first:num_full])
+            prefix.num_published = num_full
+
+    def _found(self, state: RequestState) -> Sequence[bytes]:
+        """Return the keys of a WAITING request's first blocks that the cache has.
+
+        At least one token is left to compute, and all tokens that must tell log-probabilities of the prompt.
+        """
+        prefix = state.prefix
+        if self._cache is None or prefix is None or state.num_rows_to_score > state.num_scored_rows:
+            return ()
+        most = (state.num_tokens - max(1, state.num_pending_tokens)) // self._block_size
+        keys = prefix.keys.up_to(state.token_ids, most)
+        prefix.num_found = sum(1 for _ in itertools.takewhile(self._cache.has_cached, keys[:most]))
+        return keys[: prefix.num_found]
