@@ -2,8 +2,9 @@
 
     python -m benchmarks.host_drafts --record benchmarks/results/host_drafts.json
 
-Some LS requests decode all the time. The BE requests come at once; the device has memory for a few of them, so most
-decode on the host tier. With a latency profile, as a server has it. The loads: ``continued``, what the built-in
+Some LS requests decode all the time. So many BE requests are unfinished at a time, the next one coming as one ends,
+until all have come; the device has memory for a few of them, so most decode on the host tier. With a latency profile,
+as a server has it. The loads: ``continued``, what the built-in
 model writes, greedily, behind pages of Python's documentation, which it was trained on; ``rewritten``, the same, with
 that text as the prediction, but every 16th token changed, as when a document is rewritten; ``random``, tokens drawn
 from all of the vocabulary, where no guess is right. Only the BE requests have drafts.
@@ -44,10 +45,10 @@ def pages(count: int, num_tokens: int) -> list[list[int]]:
 
 
 class Serving:
-    """An engine with LS requests that never end, and runs of BE requests beside them."""
+    """An engine with LS requests that never end, and runs of BE requests beside them, so many at once."""
 
-    def __init__(self, engine: Engine, *, num_ls: int) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, *, num_ls: int, at_once: int) -> None:
+        self._engine, self._at_once = engine, at_once
         self._num_begun = 0
         for _ in range(num_ls):
             self._begin_ls()
@@ -60,21 +61,29 @@ class Serving:
         sampling = SamplingParams(max_tokens=1500, ignore_eos=True)
         self._engine.add(Request(prompt_token_ids=prompt, sampling=sampling, request_id=f"ls{self._num_begun}"))
 
-    def run(self, requests: Sequence[Request]) -> tuple[dict[str, float], list[list[int]]]:
-        """Serve BE requests to their end; return what the run was like, and their tokens."""
+    def run(self, requests: Sequence[Request], *, to_end: bool = False) -> tuple[dict[str, float], list[list[int]]]:
+        """Serve BE requests until none is left to come; return what the run was like, and their tokens.
+
+        Those that are unfinished then are aborted, or served ``to_end``.
+        """
         engine, texts = self._engine, dict[str, list[int]]()
         before, began_s = engine.stats(), time.perf_counter()
-        for asked in requests:
-            texts[engine.add(asked)] = []
-        num_left = len(texts)
-        while num_left:
+        waiting, running = list(reversed(requests)), set[str]()
+        while running if to_end and not waiting else waiting:
+            while waiting and len(running) < self._at_once:
+                request_id = engine.add(waiting.pop())
+                texts[request_id] = []
+                running.add(request_id)
             for output in engine.step():
                 if output.request_id in texts:
                     texts[output.request_id] += output.new_token_ids
-                    num_left -= output.finished
+                    if output.finished:
+                        running.remove(output.request_id)
                 elif output.finished:
                     self._begin_ls()
         took_s, after = time.perf_counter() - began_s, engine.stats()
+        for request_id in running:
+            engine.abort(request_id)
         accepted = after.accepted_drafts - before.accepted_drafts
         rejected = after.rejected_drafts - before.rejected_drafts
         num_tokens = sum(map(len, texts.values()))
@@ -93,9 +102,9 @@ class Serving:
 
 def main() -> None:
     parser = argument_parser(
-        __doc__, "host_drafts", ls=(2, "LS requests that decode"), be=(48, "BE requests"), prompt=192, output=128,
-        device_tokens=(2000, "tokens of KV on the device"), tpot_s=(0.012, "objective of the LS requests"), repeats=5,
-        profile_s=20.0, dtype=("float32", "of the model"),
+        __doc__, "host_drafts", ls=(2, "LS requests that decode"), be=(120, "BE requests"),
+        at_once=(48, "of them unfinished"), prompt=192, output=128, device_tokens=(2000, "tokens of KV on the device"),
+        tpot_s=(0.012, "objective of the LS requests"), repeats=5, profile_s=20.0, dtype=("float32", "of the model"),
     )  # fmt: skip
     args = parser.parse_args()
     model = builtin_model().to(getattr(torch, args.dtype))
@@ -115,8 +124,8 @@ def main() -> None:
     plain = [Request(prompt_token_ids=p, sampling=greedy, service_class="BE", speculation=False) for p in prompts]
     results: dict[str, object] = {}
     with Engine(model, config, profile=profile) as engine:
-        serving = Serving(engine, num_ls=args.ls)
-        _, texts = serving.run(plain)
+        serving = Serving(engine, num_ls=args.ls, at_once=args.at_once)
+        _, texts = serving.run(plain, to_end=True)
         uniform = [
             dataclasses.replace(greedy, temperature=100.0, seed=number) for number in range(len(plain))
         ]  # fmt: skip
@@ -142,7 +151,8 @@ def compare(serving: Serving, requests: Sequence[Request], load: str, repeats: i
         key: functools.partial(serving.run, some) for key, some in asked.items()
     }
     found = in_turn(runs, repeats)
-    outputs = {str(texts) for entries in found.values() for _, texts in entries}
+    texts = [texts for entries in found.values() for _, texts in entries]
+    same_output = all(a[: len(b)] == b[: len(a)] for some in texts for a, b in zip(texts[0], some, strict=False))
     figures = {key: [figures for figures, _ in entries] for key, entries in found.items()}
     medians = {
         key: {name: statistics.median(run[name] for run in some) for name in some[0]} for key, some in figures.items()
@@ -151,7 +161,7 @@ def compare(serving: Serving, requests: Sequence[Request], load: str, repeats: i
         name: median_ratio([run[name] for run in figures["on"]], [run[name] for run in figures["off"]])
         for name in ("be_tokens_per_s", "ls_tokens_per_s")
     }
-    print(load, f"(same output: {len(outputs) == 1})")
+    print(load, f"(same output: {same_output})")
     rows = [
         {
             "": name, **{key: f"{some[name]:.3g}" for key, some in medians.items()},
@@ -160,7 +170,7 @@ def compare(serving: Serving, requests: Sequence[Request], load: str, repeats: i
         for name in medians["on"]
     ]  # fmt: skip
     print(table_of(rows))
-    return {"medians": medians, "ratios": ratios, "same_output": len(outputs) == 1, "raw": figures}
+    return {"medians": medians, "ratios": ratios, "same_output": same_output, "raw": figures}
 
 
 if __name__ == "__main__":

@@ -77,30 +77,37 @@ def lower_envelope(values: list[float]) -> list[float]:
 class HostSpeed:
     """What the host tier needs for the attention of one layer.
 
-    ``(per_key context + per_request requests) / threads + per_call``, seconds; a regression over the profile."""
+    ``(per_key context + per_draft_key draft_keys + per_request requests) / threads + per_call``, seconds; a regression
+    over the profile. ``draft_keys`` are the keys that drafts see, those of each draft counted: they are read for the
+    draft's token already, so they take less than the others."""
 
     per_key_s: float
     per_request_s: float
     per_call_s: float
     threads: int
     """Threads of the host tier."""
+    per_draft_key_s: float = 0.0
 
     @classmethod
     def from_profile(cls, profile: Profile) -> Self | None:
         """Fit it to what was measured; None without a host tier."""
         if not profile.host_attention:
             return None
-        rows = [
-            (context / threads, requests / threads, 1.0) for requests, context, threads, _ in profile.host_attention
+        rows = [(context / n, requests / n, 1.0, 0.0) for requests, context, n, _ in profile.host_attention]
+        rows += [
+            (context / n, requests / n, 1.0, context * drafts / n)
+            for requests, context, drafts, n, _ in profile.host_drafts
         ]
-        per_key_s, per_request_s, per_call_s = fit_terms(rows, [row[-1] for row in profile.host_attention])
-        return cls(per_key_s, per_request_s, per_call_s, max(1, profile.fingerprint.host_threads))
+        seconds = [row[-1] for row in (*profile.host_attention, *profile.host_drafts)]
+        per_key_s, per_request_s, per_call_s, per_draft_key_s = fit_terms(rows, seconds)
+        threads = max(1, profile.fingerprint.host_threads)
+        return cls(per_key_s, per_request_s, per_call_s, threads, per_draft_key_s if profile.host_drafts else per_key_s)
 
-    def __call__(self, requests: int, context: float) -> float:
+    def __call__(self, requests: int, context: float, draft_keys: float = 0.0) -> float:
         """Return the seconds for one layer's tasks, with so many keys together, on all host threads."""
         if requests <= 0:
             return 0.0
-        work_s = self.per_key_s * context + self.per_request_s * requests
+        work_s = self.per_key_s * context + self.per_draft_key_s * draft_keys + self.per_request_s * requests
         return work_s / self.threads + self.per_call_s
 
 

@@ -145,6 +145,9 @@ class Profile:
     """(seats, rows, seconds) of what a layer does more for piggyback tokens: w, less the seats' share of the halves."""
     host_attention: Table = ()
     """(requests, context of all together, threads, seconds) of one layer's attention tasks on the host tier."""
+    host_drafts: Table = ()
+    """(requests, context of all together, drafts of each, threads, seconds) of tasks that have drafts; empty where none
+    has any, and in a profile of an earlier version."""
     copy_to_host: AlphaBeta = field(default_factory=AlphaBeta)
     """Seconds of moving bytes of KV (all layers)."""
     copy_to_device: AlphaBeta = field(default_factory=AlphaBeta)

@@ -33,6 +33,7 @@ _MAX_LAYERS = 8  # tasks of so many layers are timed, one layer after the other
 _WAIT_S = 0.01
 _PATIENCE_S = 60.0
 _DEVICE_ROWS = 16
+_DRAFTS = 3  # of each task that has some
 
 
 class HostTimes(TypedDict, total=False):
@@ -40,6 +41,7 @@ class HostTimes(TypedDict, total=False):
 
     piggyback: Table
     host_attention: Table
+    host_drafts: Table
     copy_to_host: AlphaBeta
     copy_to_device: AlphaBeta
 
@@ -62,6 +64,7 @@ class _HostBench:
             num_threads=threads,
             kv_bytes=min(config.host_kv_bytes, pool_bytes),
             mailbox=self._served.mailbox,
+            max_rows=1 if self.spec.state_bytes or self._served.mailbox else 1 + _DRAFTS,
         )
         self.tier.pool_LBK2SH.zero_()  # pages that were never written are all one page, in every cache
         self._epoch, self._move_ids = 0, itertools.count()
@@ -75,14 +78,15 @@ class _HostBench:
         heads = (self.spec.num_heads, self.spec.num_kv_heads, self.spec.num_kv_heads)
         return [torch.randn(count, each, self.spec.head_size).to(self.model.dtype) for each in heads]
 
-    def bind(self, num_requests: int, context: int) -> Tensor:
-        """Bind slots to tokens at the end of ``context`` keys each; return the slots."""
+    def bind(self, num_requests: int, context: int, num_rows: int = 1) -> Tensor:
+        """Bind slots to so many tokens each, at the end of ``context`` keys; return the slot of each token."""
         blocks = -(-context // self.config.block_size)
         for slot in range(num_requests):
             self._epoch += 1
             first = slot * blocks
-            self.tier.begin_token(slot, self._epoch, context - 1, tuple(range(first, first + blocks)))
-        return torch.arange(num_requests)
+            ids = tuple(range(first, first + blocks))
+            self.tier.begin_token(slot, self._epoch, context - num_rows, ids, num_rows)
+        return torch.arange(num_requests).repeat_interleave(num_rows)
 
     def wait_for(self, count: int, kind: HostEventKind) -> None:
         """Wait for so many events of a kind.
@@ -101,10 +105,10 @@ class _HostBench:
                 if time.monotonic() > deadline_s:
                     raise RuntimeError(f"the host tier did not answer for {_PATIENCE_S:.0f} s while it was measured")
 
-    def attention(self, num_requests: int, context: int) -> float:
-        """Return the seconds of one layer's tasks: ``num_requests`` of them with ``context`` keys each."""
-        slots = self.bind(num_requests, context)
-        q, k, v = self.qkv(num_requests)
+    def attention(self, num_requests: int, context: int, num_drafts: int = 0) -> float:
+        """Return the seconds of one layer's tasks: ``num_requests`` of them with ``context`` keys and drafts each."""
+        slots = self.bind(num_requests, context, 1 + num_drafts)
+        q, k, v = self.qkv(len(slots))
         layers = min(self.spec.num_layers, _MAX_LAYERS)
         began_s = time.perf_counter()
         for layer in range(layers):
@@ -121,6 +125,12 @@ class _HostBench:
             (r, n) for r in requests for n in lengths if r * -(-n // self.config.block_size) <= self.tier.num_blocks
         ]
         return sorted(fits, key=lambda point: point[0] * point[1])
+
+    def grid_of_drafts(self) -> list[tuple[int, int]]:
+        """Return the points at which tasks with drafts are measured, too."""
+        if self.tier.max_rows == 1:
+            return []
+        return [(requests, context) for requests, context in self.grid() if context > _DRAFTS][1::2]
 
     def piggyback(self, num_seats: int, num_rows: int, timer: Timer) -> float:
         """Return the seconds of a layer's work for piggyback rows, besides the halves."""
@@ -210,6 +220,7 @@ def measure_host(
     )
     cores.apply(host_works=True)
     attention: list[tuple[float, ...]] = []
+    drafts: list[tuple[float, ...]] = []
     counts = sorted({1, fingerprint.host_threads})
     began = timer.spent
     for number, threads in enumerate(counts):
@@ -218,7 +229,8 @@ def measure_host(
         with timer.preparing():  # page-locks memory for a GPU
             bench = _HostBench(model, config, threads, pool_bytes=timer.most_pool_bytes(_MAX_POOL_BYTES))
         with closing(bench.tier):
-            kind = f"host attention, {threads} threads"
+            kind, with_drafts = f"host attention, {threads} threads", "host attention with drafts"
+            drafted = bench.grid_of_drafts() if threads == counts[-1] else []
             for _ in _rounds(timer, end):
                 seconds, load = 0.0, 1
                 for requests, context in bench.grid():
@@ -228,7 +240,12 @@ def measure_host(
                     timer.give_way()
                     seconds, load = bench.attention(requests, context), requests * context
                     timer.add(kind, (requests, context), seconds)
+                    if (requests, context) in drafted:
+                        timer.give_way()
+                        timer.add(with_drafts, (requests, context), bench.attention(requests, context, _DRAFTS))
             attention += [(r, r * context, threads, t) for (r, context), t in timer.typicals(kind)]
+            if drafted:
+                drafts = [(r, r * context, _DRAFTS, threads, t) for (r, context), t in timer.typicals(with_drafts)]
             if threads == counts[-1]:
                 progress("piggyback rows", timer.spent)
                 _measure_piggyback(bench, timer)
@@ -237,6 +254,7 @@ def measure_host(
     return HostTimes(
         piggyback=tuple((seats, rows, t) for (seats, rows), t in timer.typicals("piggyback")),
         host_attention=tuple(attention),
+        host_drafts=tuple(drafts),
         copy_to_host=to_host,
         copy_to_device=to_device,
     )

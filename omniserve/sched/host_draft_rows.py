@@ -2,7 +2,8 @@
 
 A token and its drafts enter, leave and join as one, a seat for each. After the last layer the sampler tells how many
 were right. As on the device (``draft_rows.py``) drafts are added to a step that is complete otherwise, from what it
-leaves: seats, time within the bound, free host blocks.
+leaves: seats, time within the bound, free host blocks, and the host threads' time, as results that they do not have
+ready by the next step bring their tokens later.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, PiggybackEntry, PiggybackJoin
 from omniserve.kv.base import KVManager
-from omniserve.sched.draft_rows import most_drafts, work_of
+from omniserve.sched.draft_rows import most_drafts
 from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import StepCost, num_seats
 
@@ -47,6 +48,44 @@ class _Unit:
         return self.row.layer if isinstance(self.row, PiggybackJoin) else -1
 
 
+class _Rates:
+    """What a step brings a second, in output tokens, with some drafts.
+
+    The host attends beside the device. Where it needs longer than the step, its tokens come at its own pace.
+    """
+
+    def __init__(self, cost: StepCost, chunks: Sequence[DeviceChunk], units: Sequence[_Unit]) -> None:
+        self._cost, self._num_layers = cost, cost.shape.num_layers
+        self._last = self._num_layers - 1
+        self._units = units
+        self._device_work = sum(len(chunk.token_ids) for chunk in chunks) + cost.features.pipelined_rows
+        # At the last layer rows join for good; the others are attended for, at the next layer.
+        self._keys = [0.0 if unit.layer == self._last else cost.shape.keys_seen(unit.row.position, 1) for unit in units]
+        self._num_leaving = sum(unit.layer < self._last for unit in units)
+        self.least = [0.0] * len(units)
+        """The chance from which on a draft of each unit is worth the host's time: its share of what a row takes."""
+        host = cost.host
+        if host is not None and (busy_s := host(self._num_leaving, sum(self._keys))) > cost.seconds():
+            draft_key_s = host.per_draft_key_s / host.threads
+            self.least = [cost.features.piggyback_rows * keys * draft_key_s / busy_s for keys in self._keys]
+
+    def __call__(self, seats: int, counts: Sequence[int], value: float) -> tuple[float, float]:
+        """Return the rate with so many drafts of each unit, ``value`` of which are right, and the step's seconds."""
+        num_drafts = sum(counts)
+        step = self._cost
+        if num_drafts:
+            step = step.copy()
+            num_sampled = sum(n for unit, n in zip(self._units, counts, strict=True) if unit.layer == self._last)
+            step.add_host_drafts(seats, num_drafts, num_sampled)
+        step_s = host_s = step.seconds()
+        if step.host is not None:
+            draft_keys = sum(keys * n for keys, n in zip(self._keys, counts, strict=True))
+            host_s = max(step_s, step.host(self._num_leaving, sum(self._keys), draft_keys))
+        # A row passes one layer of its token.
+        host_work = (self._cost.features.piggyback_rows + value) / self._num_layers
+        return self._device_work / step_s + host_work / host_s, step_s
+
+
 def with_host_drafts(
     entries: Sequence[PiggybackEntry], joins: Sequence[PiggybackJoin], states: Mapping[str, RequestState],
     kv: KVManager, seats: HostSeats, *, cost: StepCost | None, bound_s: float, chunks: Sequence[DeviceChunk],
@@ -71,7 +110,8 @@ def with_host_drafts(
     units += [_joining(join, states[join.request_id]) for join in joins]
     if not any(unit.drafts for unit in units):
         return list(entries), list(joins)
-    counts = _num_taken(units, seats, cost=cost, bound_s=bound_s, work=work_of(cost, chunks))
+    rates = _Rates(cost, chunks, units) if cost is not None else None
+    counts = _num_taken(units, seats, rates, bound_s=bound_s)
     rows: list[PiggybackEntry | PiggybackJoin] = []
     for unit, count in zip(units, counts, strict=True):
         row, state = unit.row, states[unit.row.request_id]
@@ -109,22 +149,16 @@ def _joining(join: PiggybackJoin, state: RequestState) -> _Unit:
     return _Unit(join, state.away.draft_ids, state.speculation.chance)
 
 
-def _num_taken(
-    units: Sequence[_Unit], seats: HostSeats, *, cost: StepCost | None, bound_s: float, work: float
-) -> list[int]:
+def _num_taken(units: Sequence[_Unit], seats: HostSeats, rates: _Rates | None, *, bound_s: float) -> list[int]:
     """Return how many drafts each unit takes, with as many seats as let the step bring most tokens a second."""
-    if cost is None:
-        return _within(units, seats.most, seats.most_rows)[0]
-    last = cost.shape.num_layers - 1
-    best, best_rate = [0] * len(units), work / cost.seconds()
+    if rates is None:
+        return _within(units, [0.0] * len(units), seats.most, seats.most_rows)[0]
+    best = [0] * len(units)
+    best_rate, _ = rates(seats.taken, best, 0.0)
     count = seats.taken
     while True:
-        counts, value = _within(units, count, seats.most_rows)
-        trial = cost.copy()
-        num_sampled = sum(number for unit, number in zip(units, counts, strict=True) if unit.layer == last)
-        trial.add_host_drafts(count, sum(counts), num_sampled)
-        seconds = trial.seconds()
-        rate = (work + value / cost.shape.num_layers) / seconds
+        counts, value = _within(units, rates.least, count, seats.most_rows)
+        rate, seconds = rates(count, counts, value)
         if seconds <= bound_s and rate > best_rate:
             best, best_rate = counts, rate
         if count >= seats.most:
@@ -132,10 +166,14 @@ def _num_taken(
         count = min(2 * count, seats.most)
 
 
-def _within(units: Sequence[_Unit], most_seats: int, most_rows: int) -> tuple[list[int], float]:
-    """Return how many drafts each unit takes, the likeliest first, and how many of all are right on average."""
+def _within(units: Sequence[_Unit], least: Sequence[float], most_seats: int, most_rows: int) -> tuple[list[int], float]:
+    """Return how many drafts each unit takes, the likeliest first, and how many of all are right on average.
+
+    ``least`` is the least chance of a draft, by unit.
+    """
     # The second draft counts if the first one was right, and so on.
     values = [(unit.chance ** (i + 1), number) for number, unit in enumerate(units) for i in range(len(unit.drafts))]
+    values = [(value, number) for value, number in values if value >= least[number]]
     values.sort(key=lambda value: -value[0])
     seats_left = Counter(dict.fromkeys((unit.layer for unit in units), most_seats))
     seats_left.subtract(unit.layer for unit in units)

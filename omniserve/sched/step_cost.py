@@ -44,21 +44,25 @@ class Forecast:
 
     def step(self, *, host_works: bool = False) -> StepCost:
         """Return an empty step."""
-        return StepCost(self.predictor, self.shape, BatchFeatures(host_works=host_works))
+        return StepCost(self.predictor, self.shape, BatchFeatures(host_works=host_works), self.host)
 
 
 class StepCost(StepRows):
     """A step as it grows, and the latency that is predicted for it (omniserve 3.3.1)."""
 
-    __slots__ = ("_predictor",)
+    __slots__ = ("_predictor", "host")
 
-    def __init__(self, predictor: Predictor, shape: ModelShape, features: BatchFeatures) -> None:
+    def __init__(
+        self, predictor: Predictor, shape: ModelShape, features: BatchFeatures, host: HostSpeed | None = None
+    ) -> None:
         super().__init__(shape, features)
         self._predictor = predictor
+        self.host = host
+        """What the attention of its host rows takes, beside it; None: not known."""
 
     def copy(self) -> StepCost:
         """Return an independent copy."""
-        return StepCost(self._predictor, self.shape, copy.copy(self.features))
+        return StepCost(self._predictor, self.shape, copy.copy(self.features), self.host)
 
     def seconds(self) -> float:
         """Return the predicted seconds of the step as it is; 0 for nothing."""

@@ -54,6 +54,9 @@ def make_profile(steps: tuple[StepSample, ...] = ()) -> Profile:
         host_attention=tuple(
             (r, r * k, t, (1e-8 * r * k + 1e-6 * r) / t + 3e-5) for r in (1, 8) for k in (64, 512) for t in (1, 2)
         ),
+        host_drafts=tuple(
+            (r, r * k, 3, 2, (1e-8 * r * k + 4e-9 * 3 * r * k + 1e-6 * r) / 2 + 3e-5) for r in (1, 8) for k in (64, 512)
+        ),
         copy_to_host=AlphaBeta(alpha_s=1e-4, beta_s=1e-10),
         copy_to_device=AlphaBeta(alpha_s=2e-4, beta_s=2e-10),
         steps=steps,

@@ -128,8 +128,14 @@ def test_the_host_tiers_time_for_a_layer() -> None:
     host = HostSpeed.from_profile(make_profile())
     assert host is not None and host(0, 0) == 0
     assert host(8, 4096) == pytest.approx((1e-8 * 4096 + 8e-6) / host.threads + 3e-5, rel=0.01)
+    assert host(8, 4096, 12288) == pytest.approx((1e-8 * 4096 + 4e-9 * 12288 + 8e-6) / host.threads + 3e-5, rel=0.01)
     twice = replace(host, threads=2 * host.threads)
     assert twice(8, 4096) == pytest.approx((1e-8 * 4096 + 8e-6) / twice.threads + 3e-5, rel=0.01)
+
+
+def test_a_draft_takes_as_long_as_a_token_where_none_was_measured() -> None:
+    host = HostSpeed.from_profile(replace(make_profile(), host_drafts=()))
+    assert host is not None and host.per_draft_key_s == host.per_key_s > 0
 
 
 def test_fit_terms_recovers_coefficients_in_spite_of_outliers() -> None:

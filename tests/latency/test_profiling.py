@@ -83,7 +83,7 @@ def test_everything_is_measured(profile: Profile) -> None:
         assert len(profile.prefill_attention[state]) >= 4
         assert len(profile.decode_attention[state]) >= 4
     assert profile.piggyback
-    assert profile.host_attention
+    assert profile.host_attention and profile.host_drafts
     assert profile.copy_to_host.beta_s + profile.copy_to_host.alpha_s > 0
     assert profile.copy_to_device.beta_s + profile.copy_to_device.alpha_s > 0
 
@@ -96,7 +96,7 @@ def test_a_model_with_recurrent_state_is_measured() -> None:
         execution=ExecutionConfig(compile=False), host_threads=1, max_model_len=128,
     )  # fmt: skip
     profile = profile_model(model, config, time_limit_s=10.0)
-    assert profile.steps and profile.dense
+    assert profile.steps and profile.dense and not profile.host_drafts
     with Engine(model, config, profile=profile) as engine:
         request = Request(prompt_token_ids=[3, 4, 5], sampling=SamplingParams(max_tokens=4))
         assert len(engine.generate([request])[0].token_ids) == 4
@@ -104,7 +104,7 @@ def test_a_model_with_recurrent_state_is_measured() -> None:
 
 def test_without_a_host_tier_nothing_of_it_is_measured(model: PreTrainedModel, config: EngineConfig) -> None:
     alone = profile_model(model, dataclasses.replace(config, host_kv_bytes=0), time_limit_s=0.5)
-    assert alone.piggyback == alone.host_attention == ()
+    assert alone.piggyback == alone.host_attention == alone.host_drafts == ()
     assert alone.fingerprint.host_threads == 0
     assert alone.dense[STATES[0]] == alone.dense[STATES[1]]
 

@@ -43,13 +43,18 @@ class LinearPredictor(Predictor):
         )  # fmt: skip
 
 
-def forecast(num_layers: int = 2, host_key: float = 0.01, **milliseconds: float) -> Forecast:
+def forecast(
+    num_layers: int = 2, host_key: float = 0.01, host_draft_key: float = 0.0, **milliseconds: float
+) -> Forecast:
     """Return a forecast for a model without windows.
 
     Args:
         host_key: Milliseconds that the host tier needs for a key in a layer.
+        host_draft_key: The same for a key that a draft sees.
     """
     predictor = LinearPredictor(num_layers=num_layers, **milliseconds)
     shape = ModelShape(num_layers=num_layers, windows=((0, num_layers),))
-    host = HostSpeed(per_key_s=host_key * 1e-3, per_request_s=0.0, per_call_s=1e-5, threads=1)
+    host = HostSpeed(
+        per_key_s=host_key * 1e-3, per_request_s=0.0, per_call_s=1e-5, threads=1, per_draft_key_s=host_draft_key * 1e-3
+    )
     return Forecast(predictor, shape, host_has_own_cores=predictor.shared == 1.0, host=host)

@@ -275,12 +275,16 @@ class HostStep:
 
     def drafts(
         self, most: int = 8, *, costs: tuple[float, float] | None = None, most_drafts: int = 8, bound_s: float = 10.0,
-        reserve_blocks: int = 0, most_rows: int = 100,
+        reserve_blocks: int = 0, most_rows: int = 100, host_keys: tuple[float, float] = (0.0, 0.0),
     ) -> tuple[int, int]:  # fmt: skip
-        """Return how many drafts enter, and how many join; ``most`` is the seats."""
+        """Return how many drafts enter, and how many join; ``most`` is the seats.
+
+        ``costs`` are milliseconds of a step and of a row, ``host_keys`` those of the host for a key, and for a draft's.
+        """
         cost = None
         if costs is not None:
-            cost = forecast(2, base=costs[0], row=costs[1], key=0.0).step()
+            key_ms, draft_key_ms = host_keys
+            cost = forecast(2, key_ms, draft_key_ms, base=costs[0], row=costs[1], key=0.0).step()
             cost.add_piggyback(1, 1, [self.join.layer == layer for layer in range(2)])
         states = {"entering": self.entering, "away": self.away}
         seats = HostSeats(taken=1, most=most, most_rows=most_rows, most_drafts=most_drafts)
@@ -321,6 +325,15 @@ def test_seats_for_drafts_are_as_many_as_bring_most() -> None:
             state.speculation.learn(2, 1)
     assert step.drafts(costs=(0.0, 5.0)) == (0, 0), "a draft costs as much as a token, and is right half of the time"
     assert HostStep().drafts(costs=(5.0, 0.01), bound_s=0.0) == (0, 0)
+
+
+def test_drafts_cost_the_time_of_host_threads_that_have_none_left() -> None:
+    costs = (5.0, 0.01)
+    assert HostStep().drafts(costs=costs, host_keys=(0.1, 0.1)) == (7, 4), "the host is ready before the step is over"
+    assert HostStep().drafts(costs=costs, host_keys=(10.0, 0.0)) == (7, 4), "drafts see what is read anyhow"
+    entering, joining = HostStep().drafts(costs=costs, host_keys=(10.0, 10.0))
+    assert entering == 0, "each draft takes the host as long as a token"
+    assert joining == 4, "at the last layer there is nothing left to attend to"
 
 
 def test_drafts_leave_residents_their_host_blocks() -> None:
