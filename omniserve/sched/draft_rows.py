@@ -57,7 +57,7 @@ def with_drafts(
         if drafts := speculation.draft(state.token_ids, state.num_tokens, most):
             offers.append(_Offer(state, chunk, drafts, speculation))
     offers.sort(key=lambda offer: -offer.speculation.chance)
-    work = work_of(cost, chunks)
+    work = _work_of(cost, chunks)
     found: dict[str, DeviceChunk] = {}
     for offer in offers:
         count = min(len(offer.drafts), tokens_left)
@@ -91,7 +91,7 @@ def most_drafts(state: RequestState, speculation: Speculation, max_model_len: in
     return min(limit, 2 * speculation.num_likely, MAX_DRAFTS)
 
 
-def work_of(cost: StepCost | None, chunks: Sequence[DeviceChunk]) -> float:
+def _work_of(cost: StepCost | None, chunks: Sequence[DeviceChunk]) -> float:
     """Return the tokens that a step computes or brings; a host row passes one layer of its token."""
     work = float(sum(len(chunk.token_ids) for chunk in chunks))
     if cost is not None:

@@ -39,13 +39,10 @@ class _Unit:
     """A host row of the step, and the drafts that may be beside it."""
 
     row: PiggybackEntry | PiggybackJoin
-    drafts: Sequence[int]
-    chance: float
-
-    @property
-    def layer(self) -> int:
-        """Where it needs its seats; -1: where tokens enter."""
-        return self.row.layer if isinstance(self.row, PiggybackJoin) else -1
+    layer: int
+    """Where it joins, and needs its seats; -1: it enters."""
+    drafts: Sequence[int] = ()
+    chance: float = 0.0
 
 
 class _Rates:
@@ -56,33 +53,39 @@ class _Rates:
 
     def __init__(self, cost: StepCost, chunks: Sequence[DeviceChunk], units: Sequence[_Unit]) -> None:
         self._cost, self._num_layers = cost, cost.shape.num_layers
-        self._last = self._num_layers - 1
-        self._units = units
-        self._device_work = sum(len(chunk.token_ids) for chunk in chunks) + cost.features.pipelined_rows
+        self._device_work = sum([len(chunk.token_ids) for chunk in chunks]) + cost.features.pipelined_rows
+        self._rows = cost.features.piggyback_rows
         # At the last layer rows join for good; the others are attended for, at the next layer.
-        self._keys = [0.0 if unit.layer == self._last else cost.shape.keys_seen(unit.row.position, 1) for unit in units]
-        self._num_leaving = sum(unit.layer < self._last for unit in units)
+        self._last = self._num_layers - 1
+        self._layers = [unit.layer for unit in units]
+        self._keys = [0.0] * len(units)
         self.least = [0.0] * len(units)
         """The chance from which on a draft of each unit is worth the host's time: its share of what a row takes."""
         host = cost.host
-        if host is not None and (busy_s := host(self._num_leaving, sum(self._keys))) > cost.seconds():
-            draft_key_s = host.per_draft_key_s / host.threads
-            self.least = [cost.features.piggyback_rows * keys * draft_key_s / busy_s for keys in self._keys]
+        if host is not None:
+            seen = cost.shape.keys_seen
+            self._keys = [seen(unit.row.position, 1) if unit.layer < self._last else 0.0 for unit in units]
+            self._num_leaving = sum([layer < self._last for layer in self._layers])
+            self._all_keys = sum(self._keys)
+            busy_s = host(self._num_leaving, self._all_keys)
+            if busy_s > cost.seconds():
+                share = self._rows * host.per_draft_key_s / host.threads / busy_s
+                self.least = [share * keys for keys in self._keys]
 
     def __call__(self, seats: int, counts: Sequence[int], value: float) -> tuple[float, float]:
         """Return the rate with so many drafts of each unit, ``value`` of which are right, and the step's seconds."""
-        num_drafts = sum(counts)
         step = self._cost
-        if num_drafts:
+        if num_drafts := sum(counts):
             step = step.copy()
-            num_sampled = sum(n for unit, n in zip(self._units, counts, strict=True) if unit.layer == self._last)
+            last = self._last
+            num_sampled = sum([n for layer, n in zip(self._layers, counts, strict=True) if layer == last])
             step.add_host_drafts(seats, num_drafts, num_sampled)
         step_s = host_s = step.seconds()
         if step.host is not None:
-            draft_keys = sum(keys * n for keys, n in zip(self._keys, counts, strict=True))
-            host_s = max(step_s, step.host(self._num_leaving, sum(self._keys), draft_keys))
+            draft_keys = sum([keys * n for keys, n in zip(self._keys, counts, strict=True)])
+            host_s = max(step_s, step.host(self._num_leaving, self._all_keys, draft_keys))
         # A row passes one layer of its token.
-        host_work = (self._cost.features.piggyback_rows + value) / self._num_layers
+        host_work = (self._rows + value) / self._num_layers
         return self._device_work / step_s + host_work / host_s, step_s
 
 
@@ -108,26 +111,22 @@ def with_host_drafts(
     """
     units = [_entering(entry, states[entry.request_id], seats, max_model_len, cost) for entry in entries]
     units += [_joining(join, states[join.request_id]) for join in joins]
-    if not any(unit.drafts for unit in units):
+    if not any([unit.drafts for unit in units]):
         return list(entries), list(joins)
     rates = _Rates(cost, chunks, units) if cost is not None else None
     counts = _num_taken(units, seats, rates, bound_s=bound_s)
-    rows: list[PiggybackEntry | PiggybackJoin] = []
-    for unit, count in zip(units, counts, strict=True):
-        row, state = unit.row, states[unit.row.request_id]
-        if isinstance(row, PiggybackEntry) and count:
-            count, block_ids = _stretched(row, state, count, kv, reserve_blocks)
-            row = dataclasses.replace(row, block_ids=block_ids)
-        rows.append(dataclasses.replace(row, draft_ids=tuple(unit.drafts[:count])))
-    entries = [row for row in rows if isinstance(row, PiggybackEntry)]
-    joins = [row for row in rows if isinstance(row, PiggybackJoin)]
+    taken = [
+        _with_drafts(unit, states[unit.row.request_id], count, kv, reserve_blocks) if count else unit.row
+        for unit, count in zip(units, counts, strict=True)
+    ]
+    entries = [row for row in taken if isinstance(row, PiggybackEntry)]
+    joins = [row for row in taken if isinstance(row, PiggybackJoin)]
     if cost is not None:
-        drafts = [(unit.layer, len(row.draft_ids)) for unit, row in zip(units, rows, strict=True)]
         last = cost.shape.num_layers - 1
         cost.add_host_drafts(
             num_seats(entries, joins, seats.most),
-            sum(n for _, n in drafts),
-            sum(n for layer, n in drafts if layer == last),
+            sum([len(row.draft_ids) for row in taken]),
+            sum([len(join.draft_ids) for join in joins if join.layer == last]),
         )
     return entries, joins
 
@@ -137,55 +136,71 @@ def _entering(
 ) -> _Unit:
     speculation = state.speculation
     if speculation is None or entry.token_id == PENDING_TOKEN or not seats.most_drafts:
-        return _Unit(entry, (), 0.0)
+        return _Unit(entry, -1)
     most = min(seats.most_drafts, most_drafts(state, speculation, max_model_len, has_forecast=cost is not None))
-    return _Unit(entry, speculation.draft(state.token_ids, state.num_tokens, most), speculation.chance)
+    return _Unit(entry, -1, speculation.draft(state.token_ids, state.num_tokens, most), speculation.chance)
 
 
 def _joining(join: PiggybackJoin, state: RequestState) -> _Unit:
     assert state.away is not None
-    if state.speculation is None:
-        return _Unit(join, (), 0.0)
-    return _Unit(join, state.away.draft_ids, state.speculation.chance)
+    if state.speculation is None or not state.away.draft_ids:
+        return _Unit(join, join.layer)
+    return _Unit(join, join.layer, state.away.draft_ids, state.speculation.chance)
 
 
 def _num_taken(units: Sequence[_Unit], seats: HostSeats, rates: _Rates | None, *, bound_s: float) -> list[int]:
     """Return how many drafts each unit takes, with as many seats as let the step bring most tokens a second."""
+    least = rates.least if rates is not None else [0.0] * len(units)
+    # The second draft counts if the first one was right, and so on. (-chance, unit): the likeliest come first.
+    ranked = sorted(
+        (-chance, number)
+        for number, unit in enumerate(units)
+        for i in range(len(unit.drafts))
+        if (chance := unit.chance ** (i + 1)) >= least[number]
+    )
     if rates is None:
-        return _within(units, [0.0] * len(units), seats.most, seats.most_rows)[0]
+        return _within(units, ranked, seats.most, seats.most_rows)[0]
     best = [0] * len(units)
     best_rate, _ = rates(seats.taken, best, 0.0)
     count = seats.taken
-    while True:
-        counts, value = _within(units, rates.least, count, seats.most_rows)
+    while ranked:
+        counts, value = _within(units, ranked, count, seats.most_rows)
         rate, seconds = rates(count, counts, value)
         if seconds <= bound_s and rate > best_rate:
             best, best_rate = counts, rate
-        if count >= seats.most:
-            return best
+        if count >= seats.most or sum(counts) == len(ranked):
+            break
         count = min(2 * count, seats.most)
+    return best
 
 
-def _within(units: Sequence[_Unit], least: Sequence[float], most_seats: int, most_rows: int) -> tuple[list[int], float]:
-    """Return how many drafts each unit takes, the likeliest first, and how many of all are right on average.
-
-    ``least`` is the least chance of a draft, by unit.
-    """
-    # The second draft counts if the first one was right, and so on.
-    values = [(unit.chance ** (i + 1), number) for number, unit in enumerate(units) for i in range(len(unit.drafts))]
-    values = [(value, number) for value, number in values if value >= least[number]]
-    values.sort(key=lambda value: -value[0])
-    seats_left = Counter(dict.fromkeys((unit.layer for unit in units), most_seats))
-    seats_left.subtract(unit.layer for unit in units)
+def _within(
+    units: Sequence[_Unit], ranked: Sequence[tuple[float, int]], most_seats: int, most_rows: int
+) -> tuple[list[int], float]:
+    """Return how many drafts each unit takes, the first of the ``ranked``, and how many are right on average."""
+    taken = Counter([unit.layer for unit in units])
     counts, expected, rows_left = [0] * len(units), 0.0, most_rows - len(units)
-    for value, number in values:
+    for value, number in ranked:
+        if rows_left <= 0:
+            break
         layer = units[number].layer
-        if rows_left > 0 and seats_left[layer] > 0:
+        if taken[layer] < most_seats:
             counts[number] += 1
-            seats_left[layer] -= 1
+            taken[layer] += 1
             rows_left -= 1
-            expected += value
+            expected -= value
     return counts, expected
+
+
+def _with_drafts(
+    unit: _Unit, state: RequestState, count: int, kv: KVManager, reserve_blocks: int
+) -> PiggybackEntry | PiggybackJoin:
+    """Return a unit's row with up to ``count`` drafts: as many as there are host blocks for."""
+    row = unit.row
+    if isinstance(row, PiggybackEntry):
+        count, block_ids = _stretched(row, state, count, kv, reserve_blocks)
+        row = dataclasses.replace(row, block_ids=block_ids)
+    return dataclasses.replace(row, draft_ids=tuple(unit.drafts[:count]))
 
 
 def _stretched(
