@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 
+from omniserve.core.request import Request
+
 _LONGEST, _SHORTEST = 4, 2
 """Lengths of the token runs that are looked up, tokens."""
 _MOST_INDEXED = 2048
@@ -29,6 +31,11 @@ class Drafter(ABC):
         ``token_ids`` are the prompt's and the output's. Those before ``end`` never change from call to call, and
         ``end`` does not fall.
         """
+
+
+def prompt_lookup(request_id: str, request: Request) -> Drafter:
+    """Return the drafter that requests have as a rule."""
+    return PromptLookup(len(request.prompt_token_ids), request.predicted_token_ids)
 
 
 class PromptLookup(Drafter):

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from omniserve.core.plan import (
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
 from omniserve.core.stats import SchedulerStats
 from omniserve.kv.base import KVManager, Tier
-from omniserve.sched.drafter import PromptLookup
+from omniserve.sched.drafter import Drafter, prompt_lookup
 from omniserve.sched.options import PolicyOptions, SchedulerLimits
 from omniserve.sched.policy import Policy
 from omniserve.sched.request_table import RequestTable
@@ -66,7 +66,8 @@ class Scheduler:
     notify, schedule and launch of the next one, then ``settle`` of the first. At most one step is ahead of another, and
     only one whose plan ``is_certain`` is advanced before its outcome is known. Requests may end in between.
 
-    Without ``options`` the policy has its defaults, without a latency model there is no ``forecast``.
+    Without ``options`` the policy has its defaults, without a latency model there is no ``forecast``. ``drafter_of``
+    makes the drafter of a request, by its id, that is decoded speculatively.
     """
 
     def __init__(
@@ -77,10 +78,12 @@ class Scheduler:
         limits: SchedulerLimits,
         kv: KVManager,
         forecast: Forecast | None = None,
+        drafter_of: Callable[[str, Request], Drafter] = prompt_lookup,
     ) -> None:
         self.requests = RequestTable(limits=limits, kv=kv, offloads=policy.offloads)
         self.policy = policy(self.requests, options or policy.options_type(), forecast)
         self._limits = limits
+        self._drafter_of = drafter_of
         self._kv = kv
         self._classes = {spec.name: (rank, ServiceClass(spec.kind)) for rank, spec in enumerate(limits.config.classes)}
         self._in_flight: dict[int, _Advanced] = {}
@@ -117,7 +120,7 @@ class Scheduler:
             arrival_s=now_s if arrival_s is None else arrival_s,
             token_ids=list(request.prompt_token_ids),
         )
-        state.speculation = self._speculation(request)
+        state.speculation = self._speculation(request_id, request)
         self.requests.add(state)
         try:
             state.predicted_ttft_s = self.policy.on_arrival(state, now_s)
@@ -127,7 +130,7 @@ class Scheduler:
             raise
         return state.predicted_ttft_s
 
-    def _speculation(self, request: Request) -> Speculation | None:
+    def _speculation(self, request_id: str, request: Request) -> Speculation | None:
         """Return what makes a request's drafts; None if it wants none or can have none.
 
         Recurrent states cannot go back to the last right one.
@@ -138,7 +141,7 @@ class Scheduler:
             is_wanted = spec.speculation or bool(request.predicted_token_ids)
         if not is_wanted or self._limits.num_state_slots:
             return None
-        return Speculation(PromptLookup(len(request.prompt_token_ids), request.predicted_token_ids))
+        return Speculation(self._drafter_of(request_id, request))
 
     def abort(self, request_id: str, now_s: float) -> RequestOutput | None:
         """End a request now; None if it is unknown or has finished. Its KV is freed as soon as nothing reads it."""

@@ -26,6 +26,9 @@ _LOCAL_CORES_KEPT = 2  # of the device's host: the engine and the server run the
 HOST_SHARE = 0.7
 """Share of its peak bandwidth at which a host's attention reads K and V: with the device's own share, the 7.6 times of
 omniserve's Table 1 (ten requests of 1,000 tokens)."""
+_DRAFT_SHARE = 0.2
+"""What a draft takes of the time of a key that it sees, for each query head that shares the KV head, at most all of it:
+measured in bf16 with AVX2 (benchmarks/results/host_rows.json); about half of that with AMX."""
 _THREAD_TASK_S = 15e-6  # of a host's thread for a task, besides those of its bytes
 _HOST_LATENCY_S = 100e-6  # from a step's end to a thread and back
 _NETWORK_LATENCY_S = 100e-6  # the same for a remote host, besides
@@ -226,9 +229,11 @@ def _node(model: ModelDims, host: HostSpec, share: float, link: AlphaBeta, *, is
         task_bytes = 2 * (model.num_heads + model.num_kv_heads) * model.head_size * _BYTES
         latency_s += _NETWORK_LATENCY_S + task_bytes / host.network_bytes_per_s
         slower = max(0.0, 1 / host.network_bytes_per_s - link.beta_s)
+    key_s = 2 * model.num_kv_heads * model.head_size * _BYTES / (share * host.bytes_per_s)
     return HostNode(
         num_threads=threads,
-        key_s=2 * model.num_kv_heads * model.head_size * _BYTES / (share * host.bytes_per_s),
+        key_s=key_s,
+        draft_key_s=min(1.0, _DRAFT_SHARE * model.num_heads / model.num_kv_heads) * key_s,
         task_s=_THREAD_TASK_S / threads,
         latency_s=latency_s,
         move_byte_s=slower,

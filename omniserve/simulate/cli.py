@@ -61,6 +61,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="traces of a server's steps (--trace-steps): how fast and how steady this machine is; any load will do",
     )
     machine.add_argument("--noise", type=_not_negative, default=0.0, help="of step times: sigma of their logarithm")
+    machine.add_argument(
+        "--drafts-right",
+        type=_share,
+        default=0.0,
+        metavar="SHARE",
+        help="decode speculatively, with drafts that are right so often (default: 0, without drafts)",
+    )
     load = parser.add_argument_group("load")
     load.add_argument("--ls-rate", type=_rates, metavar="R,R", help="latency-sensitive requests a second")
     load.add_argument("--trace", type=Path, metavar="FILE", help="CSV with arrival_s,input_tokens,output_tokens: LS")
@@ -221,6 +228,7 @@ class _Program:
             load=self._scenario.load(rate, minutes * 60, self._args.seed, best_effort=best_effort),
             seed=self._args.seed,
             noise=self._args.noise,
+            drafts_right=self._args.drafts_right,
         )
         self._bar.set_description_str(f"{name}, {rate:.3g}/s", refresh=False)
         shown_s = self._bar.n
@@ -264,8 +272,8 @@ class _Program:
             max_host_requests=args.host_requests,
             scheduler_options=known_options(name, dict(args.scheduler_option)),
             classes=(
-                ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=args.slo),
-                ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE),
+                ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=args.slo, speculation=args.drafts_right > 0),
+                ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE, speculation=args.drafts_right > 0),
             ),
             **pools,
         )
@@ -323,4 +331,5 @@ def _number(said: str, accepts: Callable[[float], bool]) -> Callable[[str], floa
 _not_negative = _number("number >= 0", lambda value: value >= 0)
 _positive = _number("number > 0", lambda value: value > 0)
 _share = _number("share in (0, 1]", lambda value: 0 < value <= 1)
+_share = _number("share in [0, 1]", lambda value: 0 <= value <= 1)
 _share_below_one = _number("share in [0, 1)", lambda value: 0 <= value < 1)

@@ -33,6 +33,8 @@ class HostNode:
     """Seconds for a key of a request with all threads at work."""
     task_s: float
     """Seconds for a task, besides those of its keys, with all threads at work."""
+    draft_key_s: float = 0.0
+    """Seconds for a key that a draft sees, besides those of the draft's token, with all threads at work."""
     latency_s: float = 0.0
     """Seconds from the step to a thread and back, with the network's for a remote host."""
     move_byte_s: float = 0.0
@@ -200,11 +202,11 @@ class SimulatedHostTier:
         return self._events[0][0]
 
     def _submit(self, row: PiggybackEntry | PiggybackJoin, layer: int, at_s: float) -> None:
-        is_new = isinstance(row, PiggybackEntry)  # and may have taken a block
+        is_new = isinstance(row, PiggybackEntry)  # and may have taken blocks
         place = self._placement.grow(row.request_id) if is_new else Place(self._placement.host_of(row.request_id))
         node = self._nodes[place.host]
         keys = row.position + 1 - self._attention[layer].first_key(row.position)
-        seconds = node.key_s * keys + node.task_s
+        seconds = (node.key_s + node.draft_key_s * len(row.draft_ids)) * keys + node.task_s
         threads = min(node.num_threads, keys // _PIECE_KEYS + 1)
         event = HostEvent(
             kind=HostEventKind.ATTENTION_DONE, slot=row.slot, epoch=row.epoch, layer=layer, position=row.position

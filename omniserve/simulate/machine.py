@@ -52,6 +52,7 @@ def host_speed_of(hosts: Sequence[HostNode]) -> HostSpeed | None:
         per_request_s=max(host.task_s for host in hosts) / len(hosts),
         per_call_s=max(host.latency_s for host in hosts),
         threads=1,
+        per_draft_key_s=max(host.draft_key_s / host.key_s for host in hosts) / sum(1 / host.key_s for host in hosts),
     )
 
 
@@ -79,6 +80,7 @@ def machine_of_profile(profile: Profile, spec: ModelSpec, *, latency_model: str 
             key_s=speed.per_key_s / speed.threads,
             task_s=speed.per_request_s / speed.threads,
             latency_s=speed.per_call_s,
+            draft_key_s=speed.per_draft_key_s / speed.threads,
         )
         hosts = (node,)
     own_cores = profile.fingerprint.host_has_own_cores

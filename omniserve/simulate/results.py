@@ -87,6 +87,10 @@ class Result:
     """Share of the time that the hosts attended, their mean; 0 without a host tier."""
     host_steps_per_layer: float
     """Steps that a token of the host tier took for a layer, 1 at best; 0 if there was none."""
+    accepted_drafts: int
+    """Output tokens of the whole run that were guessed right."""
+    rejected_drafts: int
+    """Drafts of the whole run that were not."""
     warm_up_output_tokens: int
     """Best-effort output tokens until the warm-up's end, which no other figure counts."""
     preemptions: int

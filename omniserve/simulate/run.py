@@ -24,6 +24,8 @@ from omniserve.kv import KV_MANAGERS, Tier
 from omniserve.latency import CorrectedModel
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.options import LayerPreemptionOptions
+from omniserve.sched.speculation import MAX_DRAFTS
+from omniserve.simulate.drafter import SimulatedDrafter
 from omniserve.simulate.host_tier import SimulatedHostTier
 from omniserve.simulate.load import Load, TraceRequest
 from omniserve.simulate.machine import Machine, host_speed_of
@@ -56,6 +58,9 @@ class SimulationConfig:
     drain_s: float | None = None
     """How long to go on after the load for LS requests that are unfinished, which miss their objectives if they still
     are; None: a quarter of it, at least a minute. Infinite: until all requests have ended, best-effort ones too."""
+    drafts_right: float = 0.0
+    """How often a draft is right if those before it are, for requests of classes with ``speculation``; 0: no request
+    has drafts."""
     check: bool = False
     """Verify the integrity of scheduler and KV manager after each step (slow)."""
 
@@ -75,6 +80,8 @@ class SimulationConfig:
             raise ValueError(f"warm_up_s must be >= 0 and less than duration_s, got {load.warm_up_s}")
         if self.drain_s is not None and not self.drain_s >= 0:
             raise ValueError(f"drain_s must be >= 0 or None, got {self.drain_s}")
+        if not 0 <= self.drafts_right <= 1:
+            raise ValueError(f"drafts_right must be a share in [0, 1], got {self.drafts_right}")
         if not (math.isfinite(self.noise) and self.noise >= 0):
             raise ValueError(f"noise must be a number >= 0, got {self.noise}")
 
@@ -127,8 +134,9 @@ class _Run:
                 held=lambda request_id: kv.num_held(request_id, Tier.HOST),
             )  # fmt: skip
         limits = SchedulerLimits.of(
-            settings, options, spec, kv, max_model_len=max_model_len(settings, spec), late_layers=machine.late_layers
-        )
+            settings, options, spec, kv, max_model_len=max_model_len(settings, spec), late_layers=machine.late_layers,
+            max_host_drafts=MAX_DRAFTS if num_host_blocks and config.drafts_right else 0,
+        )  # fmt: skip
         # With perfect predictions there is nothing to correct, and correcting costs as much as predicting.
         is_exact = config.noise == 0 and machine.spread is None and machine.forecast is machine.device
         self._corrected = None if is_exact else CorrectedModel(machine.forecast)
@@ -136,7 +144,7 @@ class _Run:
             self._corrected or machine.forecast, machine.shape, host_has_own_cores=machine.host_has_own_cores,
             host=host_speed_of(machine.hosts),
         )  # fmt: skip
-        self._scheduler = Scheduler(policy, options, limits=limits, kv=kv, forecast=forecast)
+        self._scheduler = Scheduler(policy, options, limits=limits, kv=kv, forecast=forecast, drafter_of=self._drafter)
         self._runner = SimulatedRunner(
             machine, self._tier, noise=config.noise, seed=config.seed,
             keeps_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
@@ -153,6 +161,11 @@ class _Run:
         self._results: dict[str, RequestResult] = {}
         self._unfinished = dict.fromkeys(self._classes, 0)
         self._queue_arrivals(config.load)
+
+    def _drafter(self, request_id: str, request: Request) -> SimulatedDrafter:
+        config = self._config
+        seed = f"{config.seed} {request_id}"
+        return SimulatedDrafter(config.drafts_right, len(request.prompt_token_ids), seed)
 
     def _queue_arrivals(self, load: Load) -> None:
         ls = self._arrivals(load.latency_sensitive, self._ls)
@@ -183,7 +196,7 @@ class _Run:
                 prompt_token_ids=(0,) * row.input_tokens,
                 sampling=SamplingParams(max_tokens=row.output_tokens, ignore_eos=True),
                 service_class=name,
-                speculation=False,  # there is no text to draft from, and tokens are invented
+                speculation=None if self._config.drafts_right else False,
             )
             arrivals.append((row.arrival_s, f"{name}-{number}", request))
         return arrivals
@@ -333,6 +346,8 @@ class _Run:
             warm_up_output_tokens=before.output_tokens.get(self._be.name, 0),
             host_steps_per_layer=(after.host_token_steps - before.host_token_steps) / host_layers,
             preemptions=stats.preemptions,
+            accepted_drafts=stats.accepted_drafts,
+            rejected_drafts=stats.rejected_drafts,
             swaps_out=stats.swaps_out,
             swaps_in=stats.swaps_in,
             num_too_long=self._too_long,

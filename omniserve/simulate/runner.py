@@ -6,16 +6,15 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from operator import attrgetter
 
 from omniserve.core.plan import HostEvent, SampledToken, StepOutput, StepPlan, without_missed
 from omniserve.latency import BatchFeatures, features_of
+from omniserve.simulate.drafter import TOKEN, num_right
 from omniserve.simulate.host_tier import SimulatedHostTier
 from omniserve.simulate.machine import Machine
-
-_TOKENS = (SampledToken(token_id=0),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +86,13 @@ class SimulatedRunner:
             self._tier.submit(plan, start_s, self.seconds, during_step=self._machine.late_layers > 0)
         self.now_s = start_s + self.seconds
         last_layer = self._machine.spec.num_layers - 1
-        tokens = {c.request_id: _TOKENS for c in plan.chunks if c.samples and c.request_id not in halted}
-        tokens.update((join.request_id, _TOKENS) for join in plan.joins if join.layer == last_layer)
-        tokens.update((row.request_id, _TOKENS) for row in plan.pipelined)
+        tokens = {
+            chunk.request_id: _tokens(chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :])
+            for chunk in plan.chunks
+            if chunk.samples and chunk.request_id not in halted
+        }
+        tokens.update((join.request_id, _tokens(join.draft_ids)) for join in plan.joins if join.layer == last_layer)
+        tokens.update((row.request_id, _tokens(())) for row in plan.pipelined)
         return StepOutput(tokens=tokens, halted=halted, missed=missed)
 
     def _missed(self, plan: StepPlan) -> frozenset[str]:
@@ -152,3 +155,8 @@ class SimulatedRunner:
                 layer_s = factor * self._machine.device.step_s(features) / num_layers
             time_s += layer_s
         return time_s - self.now_s, halted
+
+
+def _tokens(draft_ids: Sequence[int]) -> tuple[SampledToken, ...]:
+    """Return the tokens that a row brings with these drafts: one for itself, and one for each that is right."""
+    return (SampledToken(token_id=TOKEN),) * (1 + num_right(draft_ids))

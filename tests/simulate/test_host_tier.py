@@ -161,3 +161,16 @@ def test_a_late_join_takes_its_result_once_it_is_there() -> None:
     assert not host.has_result(join, 0.2221)
     assert [event.slot for event in host.poll(1.0)] == [4], "nobody is told of what has joined"
     assert not host.attends and host.next_event_s() is None
+
+
+def test_drafts_lengthen_a_task_by_the_keys_that_they_see() -> None:
+    times = []
+    for draft_ids in ((), (1, 2, 3)):
+        host = tier(dataclasses.replace(NODE, draft_key_s=0.5e-3))
+        arrived(host, "a")
+        row = dataclasses.replace(entry("a", 0, 99), draft_ids=draft_ids)
+        host.submit(StepPlan(step_id=0, entries=(row,)), 0.0, 0.0, during_step=False)
+        times.append(host.next_event_s())
+        busy_s = host.busy_s
+    assert times[1] - times[0] == pytest.approx(2 * 3 * 100 * 0.5e-3), "one piece, so one of the two threads has it"
+    assert busy_s == pytest.approx(100 * 1e-3 + 0.01 + 3 * 100 * 0.5e-3)

@@ -140,6 +140,41 @@ def test_a_host_token_takes_one_step_a_layer_with_late_joins_and_two_without() -
     assert before.host_steps_per_layer > 1.9
 
 
+def test_right_drafts_are_tokens_and_wrong_ones_are_nothing() -> None:
+    speculative = tuple(dataclasses.replace(spec, speculation=True) for spec in engine().classes)
+    load = Load(latency_sensitive=[TraceRequest(0.0, 10, 30)])
+
+    def run(drafts_right: float) -> Result:
+        config = dataclasses.replace(engine(), classes=speculative)
+        return simulate(
+            SimulationConfig(machine=constant(0.01), engine=config, load=load, drafts_right=drafts_right, check=True)
+        )
+
+    without, always, seldom = run(0.0), run(1.0), run(0.01)
+    for result in (without, always, seldom):
+        everything_ended(result)
+    assert without.num_steps == 30 and without.accepted_drafts == without.rejected_drafts == 0
+    assert always.num_steps < 10 and always.rejected_drafts == 0
+    assert always.accepted_drafts == 30 - always.num_steps, "each step brings one token, and its right drafts"
+    assert 28 <= seldom.num_steps <= 30 and seldom.rejected_drafts < 10, "a request that guesses wrong stops guessing"
+
+
+def test_host_tokens_with_right_drafts_take_fewer_steps_a_layer() -> None:
+    fast = HostNode(num_threads=2, key_s=1e-8, task_s=1e-7, latency_s=1e-6, draft_key_s=1e-9)
+    base = engine(scheduler="llumnix", blocks=30, host_blocks=200, max_piggyback_seats=64)
+    classes = tuple(dataclasses.replace(spec, speculation=spec.kind == "BE") for spec in base.classes)
+    where = machine(hosts=(fast,), copy_s=0.001, base=2.0, row=0.05, key=0.0)
+    config = SimulationConfig(
+        machine=dataclasses.replace(where, late_layers=where.spec.num_layers),
+        engine=dataclasses.replace(base, classes=classes), load=mixed_load(3, backlog=20), check=True,
+    )  # fmt: skip
+    assert 1.0 <= simulate(config).host_steps_per_layer < 1.06
+    result = simulate(dataclasses.replace(config, drafts_right=0.8))
+    assert result.host_steps_per_layer < 0.6
+    assert 0.5 < result.accepted_drafts / (result.accepted_drafts + result.rejected_drafts) < 0.9
+    assert simulate(dataclasses.replace(config, drafts_right=0.8)).accepted_drafts == result.accepted_drafts
+
+
 def test_a_backlog_is_kept_full_until_the_load_ends() -> None:
     pile = [TraceRequest(0.0, 20, 5)] * 50
     load = Load(best_effort=pile, backlog=6, duration_s=2.0)
