@@ -87,7 +87,7 @@ def run_case(
     machine = make_machine(case.machine)
     classes = (
         ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=slo),
-        ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE),
+        ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE, speculation=case.drafts_right > 0),
     )
     fields = EngineConfig.__dataclass_fields__
     options: dict[str, Any] = {name: value for name, value in case.settings if name not in fields}
@@ -96,7 +96,9 @@ def run_case(
         **{name: value for name, value in case.settings if name in fields},
     )  # fmt: skip
     load = case.load.make(minutes * 60, warm_up=warm_up, seed=seed, trace_dir=trace_dir)
-    config = SimulationConfig(machine=machine, engine=engine, load=load, seed=seed, drain_s=drain_s)
+    config = SimulationConfig(
+        machine=machine, engine=engine, load=load, seed=seed, drain_s=drain_s, drafts_right=case.drafts_right
+    )
     return simulate(config, on_step=on_step)
 
 

@@ -54,6 +54,8 @@ class Case:
     """Of the objectives that come from ``Experiment.slo_from``."""
     settings: tuple[tuple[str, object], ...] = ()
     """Of EngineConfig, and options of policies; each policy gets those that it has."""
+    drafts_right: float = 0.0
+    """How often the drafts of best-effort requests are right; 0: they have none."""
 
     @property
     def column(self) -> str:
