@@ -8,9 +8,12 @@ import logging
 from omniserve.core.config import EngineConfig
 from omniserve.core.spec import ModelSpec
 from omniserve.kv import KV_MANAGERS, CanCache, CanEvict, CanMove
+from omniserve.sched.speculation import MAX_DRAFTS
 from omniserve.sched.state_slots import num_state_slots
 
 logger = logging.getLogger(__name__)
+
+_ROWS_SHARE, _ROWS_BYTES = 64, 16 << 20  # one part in so many of the device pool, or so many bytes, if they are more
 
 
 def has_host_tier(config: EngineConfig) -> bool:
@@ -76,6 +79,22 @@ def require_cacheable(config: EngineConfig, spec: ModelSpec) -> None:
         raise ValueError(f"kv={config.kv!r} has no prefix cache: set kv to tiered or paged, or prefix_cache to False")
     if spec.state_bytes:
         raise ValueError("prefix_cache is not for models with recurrent states, which no block holds: set it to False")
+
+
+def host_rows(config: EngineConfig, spec: ModelSpec, *, has_own_memory: bool) -> int:
+    """Return how many rows the host tier has for each request: one for its token, and one for each draft beside it.
+
+    A device with memory of its own holds the residuals and results of all of them there; they may take a small share of
+    its pool.
+    """
+    if spec.state_bytes:
+        return 1  # recurrent states cannot go back to the last right token
+    most = 1 + MAX_DRAFTS
+    if not has_own_memory:
+        return most
+    row_bytes = (spec.hidden_size + spec.num_heads * spec.head_size) * spec.dtype_bytes
+    num_bytes = max(config.device_kv_bytes // _ROWS_SHARE, _ROWS_BYTES)
+    return max(1, min(most, num_bytes // (config.max_host_requests * row_bytes)))
 
 
 def fit_states(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

@@ -21,7 +21,7 @@ from omniserve.core.request import Completion, Request, RequestLimits, RequestOu
 from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
-from omniserve.engine.capacity import fit_states, max_model_len, num_blocks, require_cacheable
+from omniserve.engine.capacity import fit_states, host_rows, max_model_len, num_blocks, require_cacheable
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, StepLog, Stepper
@@ -40,7 +40,6 @@ from omniserve.sampling.sampler import Sampler
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.late_joins import late_layers
 from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
-from omniserve.sched.speculation import MAX_DRAFTS
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +114,10 @@ class Engine:
             num_late_layers = late_layers(
                 self.spec.num_layers, device_looks=has_mailbox, has_between=patched.has_between
             )
-            # The mailbox carries one row of a task. Recurrent states cannot go back to the last right token.
-            takes_drafts = not has_mailbox and not self.spec.state_bytes
             self.host_tier = HostTier.of(
                 config, self.spec, dtype=patched.dtype, device=patched.device, num_threads=host_threads,
-                mailbox=has_mailbox, max_rows=1 + MAX_DRAFTS if takes_drafts else 1,
+                mailbox=has_mailbox,
+                max_rows=host_rows(config, self.spec, has_own_memory=patched.device.type != "cpu"),
             )  # fmt: skip
         caches: dict[str, Any] = {"prefix_cache": True} if config.execution.prefix_cache else {}
         self.kv = manager(

@@ -1,8 +1,9 @@
 """HostTier, the papers' CPU Attention Manager: the Python interface of the C++ threads in ``ops/csrc/host_tier.cpp``.
 
 Paper: omniserve 3.2.3, 3.2.4 and 4. Legend: L layers, B blocks, K KV heads, S block size, H head size, N query heads,
-P piggyback seats, R rows that a step sends, M rows that a task may have; ``results_SMD``, ``results_SD``,
-``mailbox_SW`` and ``flags_S`` have S for slots, D for N*H and W for (N + 2K)*H.
+P piggyback seats, R tasks that a step sends, M rows that a task may have, D = N*H, W = (N + 2K)*H. In ``results_SMD``
+and ``results_SD`` S are slots; in ``mailbox_SW`` and the flags S are the rows of all slots: row ``slot * M + i`` is
+that of the slot's token i.
 """
 
 from __future__ import annotations
@@ -144,17 +145,18 @@ class HostTier:
         self.results_SD = self.results_SMD[:, 0]
         """The first row of each slot in `results_SMD`: with `max_rows` of 1 all there is."""
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
-        self.mailbox_SW = torch.empty(num_slots, width, dtype=dtype, pin_memory=pin_memory) if mailbox else None
-        """q, k and v of each slot, side by side, as `piggyback_send` writes them. A row belongs to the sender until its
+        num_rows = num_slots * max_rows
+        self.mailbox_SW = torch.empty(num_rows, width, dtype=dtype, pin_memory=pin_memory) if mailbox else None
+        """q, k and v of each row, side by side, as `piggyback_send` writes them. A row belongs to the sender until its
         flag is written, then to the tier until `poll` has returned the task's event. None without a mailbox."""
-        flags_3S = torch.zeros(3, num_slots, dtype=torch.int64, pin_memory=pin_memory) if mailbox else None
+        flags_3S = torch.zeros(3, num_rows, dtype=torch.int64, pin_memory=pin_memory) if mailbox else None
         flags: Sequence[Tensor | None] = flags_3S.unbind() if flags_3S is not None else (None, None, None)
         self.result_flags_S, self.flags_S, self.skips_S = flags
-        """Of each slot, int64, 0 at first; None without a mailbox.
+        """Of each row, int64, 0 at first; None without a mailbox.
 
-        ``result_flags_S``: `result_flag` of its last result, which the tier writes behind the result. ``flags_S``: the
-        step in which `piggyback_send` last sent its row. ``skips_S``: the step in which `piggyback_receive` last
-        skipped its row."""
+        ``result_flags_S``: `result_flag` of the slot's last result, which the tier writes behind the result, for its
+        first token. ``flags_S``: the step in which `piggyback_send` last sent the row. ``skips_S``: the step in which
+        `piggyback_receive` last skipped it; the tier looks at that of the first token."""
         layers = [[layer.scale, layer.window, layer.softcap, layer.chunk] for layer in spec.attention]
         self._handle: int = _host.create(
             self.pool_LBK2SH, self.scales_LBK2S, self.results_SMD, torch.tensor(layers, dtype=torch.float64),
@@ -224,14 +226,15 @@ class HostTier:
         """
         _submit(self._handle, layer, slots, q_PNH, k_PKH, v_PKH)
 
-    def expect(self, step: int, layers_R: Tensor, slots_R: Tensor, *, may_skip: bool = False) -> None:
-        """Begin one attention task per row that `piggyback_send` sends in this step, or has sent.
+    def expect(
+        self, step: int, layers_R: Tensor, slots_R: Tensor, widths_R: Tensor | None = None, *, may_skip: bool = False
+    ) -> None:
+        """Begin attention tasks, each for the rows that `piggyback_send` sends of a slot in this step, or has sent.
 
-        The mailbox has room for one row of each slot, so its task has one token.
-
-        A task is queued, as by `submit`, once ``flags_S[slot] == step``; any other value is ignored. The task reads its
-        rows in the mailbox, so the slot may not be sent again before `poll` has returned the task's event. One call may
-        name all rows of a step; their order, in which they should arrive, only says which flags to check first.
+        A task is queued, as by `submit`, once the flags of all its rows in ``flags_S`` are ``step``; any other value is
+        ignored. The task reads its rows in the mailbox, so the slot may not be sent again before `poll` has returned
+        the task's event. One call may name all tasks of a step; their order, in which their rows should arrive, only
+        says which flags to check first.
 
         If all worker threads die, an expected task fails when its flag comes, because the sender uses the mailbox until
         then. Only `close` fails it at once: keep the tier until no sender writes to its mailbox.
@@ -243,17 +246,19 @@ class HostTier:
 
         Args:
             step: The step's number, ``step_1`` of `piggyback_send`: >= 1, and higher than before for each slot.
-            layers_R: The layer of each row, ``[R]`` int64 on the CPU.
-            slots_R: The slot of each row, ``[R]`` int64 on the CPU; -1 leaves a row out.
+            layers_R: The layer of each task, ``[R]`` int64 on the CPU.
+            slots_R: The slot of each task, ``[R]`` int64 on the CPU; -1 leaves one out.
+            widths_R: How many of the tokens that its slot is bound to each task has, ``[R]`` int64 on the CPU: the
+                first ones, and the slot is then bound to these alone. None: one.
             may_skip: The step's rows may be skipped.
 
         Raises:
-            ValueError: The step is too low, a slot or a layer is out of range, a slot is not bound, is bound to several
-                tokens, has a task in flight or is named twice, the tier has no mailbox or is closed. Nothing is
-                expected.
+            ValueError: The step is too low, a slot, a layer or a width is out of range, a slot is not bound, has a task
+                in flight or is named twice, the tier has no mailbox or is closed. Nothing is expected.
             RuntimeError: A tensor has the wrong shape, dtype or layout. Nothing is expected.
         """
-        _expect(self._handle, step, layers_R, slots_R, may_skip)
+        widths_R = torch.ones_like(slots_R) if widths_R is None else widths_R
+        _expect(self._handle, step, layers_R, slots_R, widths_R, may_skip)
 
     def cancel(self, slot: int) -> bool:
         """Drop the slot's task, if any, and unbind the slot.

@@ -64,7 +64,7 @@ class _HostBench:
             num_threads=threads,
             kv_bytes=min(config.host_kv_bytes, pool_bytes),
             mailbox=self._served.mailbox,
-            max_rows=1 if self.spec.state_bytes or self._served.mailbox else 1 + _DRAFTS,
+            max_rows=1 if self.spec.state_bytes else 1 + _DRAFTS,
         )
         self.tier.pool_LBK2SH.zero_()  # pages that were never written are all one page, in every cache
         self._epoch, self._move_ids = 0, itertools.count()
@@ -151,8 +151,8 @@ class _HostBench:
         attends beside the device, and what the host does for a step (``bring``, ``announce``) is a step's overhead.
         """
         device, dtype, spec = self.model.device, self.model.dtype, self.spec
-        slots_P = sending.empty_seats(num_seats)
-        slots_P[:num_rows] = torch.arange(num_rows, device=device)
+        rows_P = sending.empty_seats(num_seats)
+        rows_P[:num_rows] = torch.arange(num_rows, device=device) * self.tier.max_rows
         attn_TD = torch.zeros(_DEVICE_ROWS, spec.num_heads * spec.head_size, dtype=dtype, device=device)
         rows = _DEVICE_ROWS + num_seats
         hidden_TD = torch.zeros(rows, spec.hidden_size, dtype=dtype, device=device)
@@ -163,9 +163,9 @@ class _HostBench:
             ops = torch.ops.omniserve
             for _ in range(spec.num_layers):
                 if leave:
-                    sending.post(slots_P, hidden_TD, q_TNH, k_TKH, v_TKH)
-                ops.piggyback_concat.default(attn_TD, sending.results_SD, slots_P)
-                ops.residual_fetch.default(sending.residuals_SD, slots_P, hidden_TD)
+                    sending.post(rows_P, hidden_TD, q_TNH, k_TKH, v_TKH)
+                ops.piggyback_concat.default(attn_TD, sending.results_SD, rows_P)
+                ops.residual_fetch.default(sending.residuals_SD, rows_P, hidden_TD)
             return hidden_TD
 
         return run

@@ -57,8 +57,8 @@ class LateResults:
 class MissedJoins:
     """Copies to the host which of a step's joins did not join, as the device has found out.
 
-    ``joined_LP`` is int64 on the device, a row for each of ``layers``: the slot of each seat's row, -1 if it did not
-    join. On a CPU nothing may write to it later. Each join has one row.
+    ``joined_LP`` is int64 on the device, for each of ``layers``: the row of each seat, -1 if it did not join. On a CPU
+    nothing may write to it later.
     """
 
     def __init__(self, plan: StepPlan, layers: Iterable[int], joined_LP: Tensor) -> None:
@@ -73,8 +73,11 @@ class MissedJoins:
             Stalled: The device did not finish the step in time.
         """
         (joined_LP,) = self._copy.wait()
-        layers = zip(self._joins, joined_LP.tolist(), strict=True)
-        # The seats behind a layer's joins are empty.
-        return frozenset(
-            join.request_id for joins, slots in layers for join, slot in zip(joins, slots, strict=False) if slot < 0
-        )
+        missed: set[str] = set()
+        for joins, rows in zip(self._joins, joined_LP.tolist(), strict=True):
+            seat = 0
+            for join in joins:
+                if rows[seat] < 0:
+                    missed.add(join.request_id)
+                seat += join.num_rows  # drafts do as their token
+        return frozenset(missed)

@@ -31,7 +31,7 @@ from omniserve.runner.step_inputs import (
     StepInputs,
     make_step_inputs,
     sampled_rows,
-    wanted_flag,
+    wanted_flags,
 )
 
 # Looked up once: the attribute chain costs as much as a small operator.
@@ -219,7 +219,7 @@ class LayerLoop:
     def _receive(self, inputs: StepInputs, layer: int, seats: SeatRows) -> SeatRows:
         """Let the device find out which joins of a layer have their results, and return the seats of these."""
         joined_P = torch.empty_like(seats.rows_P)
-        wanted = [wanted_flag(join) for join in seats.late]
+        wanted = wanted_flags(seats.late)
         wanted += [0] * (inputs.num_seats - len(wanted))
         told = upload(torch.tensor([*wanted, inputs.joins_as_one], dtype=torch.int64), joined_P.device)
         self.rows.receive(seats.rows_P, told[:-1], told[-1:], joined_P)

@@ -18,7 +18,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import StepPlan
+from omniserve.core.plan import PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.host.tier import HostTier
 from omniserve.layers.patching import PatchedModel, Rotary
 from omniserve.ops.streams import upload
@@ -50,31 +50,34 @@ class PiggybackRows:
         self._step = 0
         self._step_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self._stream: torch.cuda.Stream | None = None
+        self._host_results_SD = tier.results_SMD.view(num_rows, width) if tier is not None else self.no_results
         if tier is not None and device.type == "cuda":
             self.results_SD = torch.zeros(num_rows, width, dtype=model.dtype, device=device)
             self._stream = torch.cuda.Stream(device)
             self._gather(torch.tensor([-1]))  # compiles the kernel, which is part of no captured graph
         elif tier is not None:
-            self.results_SD = tier.results_SMD.view(num_rows, width)
+            self.results_SD = self._host_results_SD
 
     def bring(self, plan: StepPlan) -> None:
         """Copy the results that join a step to the device; the step's stream waits for the copy, the host does not."""
-        slots = [join.slot for join in plan.joins if join.is_ready]
-        if self._stream is None or not slots:
+        if self._stream is None:
             return
-        self._gather(torch.tensor(slots))
+        rows = [join.slot * self.max_rows + i for join in plan.joins if join.is_ready for i in range(join.num_rows)]
+        if not rows:
+            return
+        self._gather(torch.tensor(rows))
         torch.cuda.current_stream(self._model.device).wait_stream(self._stream)
 
-    def _gather(self, slots: Tensor) -> None:
+    def _gather(self, rows: Tensor) -> None:
         from omniserve.ops.kernels.rows import gather_rows
 
         assert self._tier is not None
         with torch.cuda.stream(self._stream):
             # The copy may run beside the step before, which uses none of these rows: a result joins one step only.
-            gather_rows(self._tier.results_SD, upload(slots, self._model.device), self.results_SD)
+            gather_rows(self._host_results_SD, upload(rows, self._model.device), self.results_SD)
 
     def announce(self, plan: StepPlan) -> None:
-        """Tell the host tier which rows will leave this step for it, and at which layers."""
+        """Tell the host tier which tokens will leave this step for it, at which layers, and with how many rows."""
         if self._tier is None or self._tier.mailbox_SW is None:
             return
         last = self._model.num_layers - 1
@@ -83,9 +86,11 @@ class PiggybackRows:
         self._step_1.fill_(self._step)
         if plan.entries or joins:
             layers = [0] * len(plan.entries) + [join.layer + 1 for join in joins]
-            slots = [entry.slot for entry in plan.entries] + [join.slot for join in joins]
-            # A row is skipped where its result of the layer before is not there.
-            self._tier.expect(self._step, torch.tensor(layers), torch.tensor(slots), may_skip=True)
+            leaving: list[PiggybackEntry | PiggybackJoin] = [*plan.entries, *joins]
+            tokens = [(token.slot, token.num_rows) for token in leaving]
+            slots_R, widths_R = torch.tensor(tokens).t().contiguous().unbind()
+            # A token is skipped where its result of the layer before is not there.
+            self._tier.expect(self._step, torch.tensor(layers), slots_R, widths_R, may_skip=True)
 
     def leave(
         self, layer: int, seats: SeatRows, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor
@@ -93,7 +98,7 @@ class PiggybackRows:
         """Send the rows in the seats, which are the last P, to the host tier, and their residuals to the store."""
         assert self._tier is not None
         if self._tier.mailbox_SW is not None:
-            self.post(seats.rows_P, hidden_TD, q_TNH, k_TKH, v_TKH)  # with a mailbox, a slot has one row
+            self.post(seats.rows_P, hidden_TD, q_TNH, k_TKH, v_TKH)
             return
         _residual_store(hidden_TD, self.residuals_SD, seats.rows_P)
         first = hidden_TD.shape[0] - seats.rows_P.shape[0]
@@ -105,24 +110,24 @@ class PiggybackRows:
         """True if the device looks for results that come while a step runs; else the host does, between layers."""
         return self._tier is not None and self._tier.mailbox_SW is not None
 
-    def receive(self, slots_P: Tensor, wanted_P: Tensor, as_one_1: Tensor, joined_P: Tensor) -> None:
-        """Find out which joins of a layer have their results by now, and write the slots of these to ``joined``.
+    def receive(self, rows_P: Tensor, wanted_P: Tensor, as_one_1: Tensor, joined_P: Tensor) -> None:
+        """Find out which joins of a layer have their results by now, and write the rows of these to ``joined``.
 
         Arguments as of ``piggyback_receive``; on a GPU the results of late joins come into ``results_SD``.
         """
         tier = self._tier
         assert tier is not None and tier.result_flags_S is not None and tier.skips_S is not None
         _piggyback_receive(
-            slots_P, wanted_P, as_one_1, self._step_1, tier.result_flags_S, tier.results_SD, self.results_SD,
+            rows_P, wanted_P, as_one_1, self._step_1, tier.result_flags_S, self._host_results_SD, self.results_SD,
             tier.skips_S, joined_P,
         )  # fmt: skip
 
-    def post(self, slots_P: Tensor, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
-        """Do the same through the mailbox, for the slots that ``announce`` has named."""
+    def post(self, rows_P: Tensor, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
+        """Do the same through the mailbox, for the rows of slots that ``announce`` has named."""
         tier = self._tier
         assert tier is not None and tier.mailbox_SW is not None and tier.flags_S is not None
         _piggyback_send(
-            hidden_TD, q_TNH, k_TKH, v_TKH, slots_P, self.residuals_SD, tier.mailbox_SW, tier.flags_S, self._step_1
+            hidden_TD, q_TNH, k_TKH, v_TKH, rows_P, self.residuals_SD, tier.mailbox_SW, tier.flags_S, self._step_1
         )
 
     def join(self, rows_P: Tensor, attn_TD: Tensor, hidden_TD: Tensor) -> Tensor:

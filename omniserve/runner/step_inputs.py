@@ -121,8 +121,8 @@ class StepInputs:
     missed: set[str] = field(default_factory=set)
     """Requests whose joins did not join, as far as that is settled."""
     found: dict[int, Tensor] = field(default_factory=dict)
-    """If the device looks for results: layer with late joins -> the slots of the rows that joined there, ``[P]`` int64
-    on the device; -1 in other seats."""
+    """If the device looks for results: layer with late joins -> the rows that joined there, ``[P]`` int64 on the
+    device; -1 in other seats."""
 
     def leaving(self, layer: int) -> SeatRows | None:
         """Return the seats whose rows go to the host tier at a layer; None if all are empty."""
@@ -183,9 +183,18 @@ def stops_between_layers(plan: StepPlan) -> bool:
     return bool(plan.preemptible or plan.pipelined or any(chunk.from_layer for chunk in plan.chunks))
 
 
-def wanted_flag(join: PiggybackJoin) -> int:
-    """Return the flag that the result of a late join has; 0 for a join whose result is there."""
-    return 0 if join.is_ready else result_flag(join.epoch, join.layer, join.position)
+def wanted_flags(joins: Sequence[PiggybackJoin]) -> list[int]:
+    """Return ``wanted`` of ``piggyback_receive`` for the seats of a layer's joins.
+
+    0 where the result is there, else its flag for a token, and -1 for its drafts.
+    """
+    wanted: list[int] = []
+    for join in joins:
+        if join.is_ready:
+            wanted += [0] * join.num_rows
+        else:
+            wanted += [result_flag(join.epoch, join.layer, join.position), *[-1] * len(join.draft_ids)]
+    return wanted
 
 
 def sampled_rows(

@@ -250,8 +250,8 @@ class HostResidents:
             state.away = self._at_next_layer(away, draft_ids)  # an assumed join refers to this one
         return False
 
-    def assume(self, state: RequestState, *, has_device_rows: bool) -> AssumedJoin:
-        """Book that a token without drafts joins a step in flight at its layer, which is not the last one.
+    def assume(self, state: RequestState, draft_ids: tuple[int, ...] = (), *, has_device_rows: bool) -> AssumedJoin:
+        """Book that a token joins a step in flight at its layer, which is not the last one, with these drafts.
 
         Whether it does is told by ``settle``. Until then a later step may be planned as if it did: if it did not, the
         token misses that step, too.
@@ -260,7 +260,7 @@ class HostResidents:
         assert before is not None and before.layer < self.num_layers - 1
         if before.ready:
             self._ready[before.layer].remove(state)
-        state.away = away = self._at_next_layer(before, ())
+        state.away = away = self._at_next_layer(before, draft_ids)
         away.before = before
         age = None if before.ready else self._num_steps - before.sent
         return AssumedJoin(state, away, age, has_device_rows)

@@ -192,7 +192,7 @@ class Scheduler:
         if plan.preemptible or plan.pipelined:
             return False
         if (doubtful := plan.doubtful) and any(
-            join.request_id in doubtful and (self._is_last(join) or join.draft_ids) for join in plan.joins
+            join.request_id in doubtful and self._is_last(join) for join in plan.joins
         ):
             return False
         if any(chunk.from_layer or chunk.scores is not None or chunk.num_drafts for chunk in plan.chunks):
@@ -247,7 +247,7 @@ class Scheduler:
             if join.request_id in missed:
                 residents.miss(state, has_device_rows=has_device_rows)
             elif join.request_id in assumed:
-                assumed_joins.append(residents.assume(state, has_device_rows=has_device_rows))
+                assumed_joins.append(residents.assume(state, join.draft_ids, has_device_rows=has_device_rows))
             elif residents.advance(state, join.draft_ids, has_device_rows=has_device_rows):
                 rows += self._arrived(state, len(join.draft_ids), output)
         for row in plan.pipelined:

@@ -103,9 +103,9 @@ class FakeGpuEngine:
         expect, flags_S = tier.expect, tier.flags_S
         assert flags_S is not None
 
-        def delivered(step: int, layers_R: Tensor, slots_R: Tensor, **settings: bool) -> None:
-            expect(step, layers_R, slots_R, **settings)
-            flags_S[slots_R] = step
+        def delivered(step: int, layers_R: Tensor, slots_R: Tensor, widths_R: Tensor, **settings: bool) -> None:
+            expect(step, layers_R, slots_R, widths_R, **settings)
+            flags_S.view(-1, tier.max_rows)[slots_R] = step
 
         tier.expect = delivered  # type: ignore[method-assign]
 

@@ -1,6 +1,6 @@
 // Stress of the torch-free host tier with scalar kernels in place of the real ones, for the sanitizers: random requests
 // grow by one or a few tokens at a time, of which some are taken back, are cancelled, moved out and back, under injected
-// faults; rows come with submit or, one by one, by the mailbox. Every result
+// faults; rows come with submit or by the mailbox. Every result
 // is compared to the bit with a serial run over the request's own history, and blocks and rows of the mailbox are
 // poisoned by this thread as soon as the tier says that they are free: a thread that still touches them is a data race,
 // and a copy that strays is seen in the poison. In f32 if the seed is even, in bf16 (with V in token pairs) if not.
@@ -186,15 +186,16 @@ struct Pool {
 // another step before, while the row is anything; but not in steps that may skip rows.
 struct Device {
   struct Row {
-    int64_t slot, step;
+    int64_t row, step;  // row slot * kMaxRows + i is that of token i
     std::vector<char> data;  // empty: the row is skipped
     bool may_skip;
+    int64_t layer;
   };
 
   std::mt19937_64 rng;
   const int64_t row_bytes;
-  std::vector<char> mailbox = std::vector<char>(static_cast<size_t>(kSlots * row_bytes), kPoison);
-  std::vector<int64_t> flags = std::vector<int64_t>(kSlots, 0), skips = flags, result_flags = flags;
+  std::vector<char> mailbox = std::vector<char>(static_cast<size_t>(kSlots * kMaxRows * row_bytes), kPoison);
+  std::vector<int64_t> flags = std::vector<int64_t>(kSlots * kMaxRows, 0), skips = flags, result_flags = flags;
   std::mutex mutex;
   std::condition_variable wake;
   std::deque<Row> queue;
@@ -227,21 +228,21 @@ struct Device {
       queue.pop_front();
       lock.unlock();
       if (rng() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(rng() % 300));
-      int64_t* const flag = row.data.empty() ? &skips[row.slot] : &flags[row.slot];
+      int64_t* const flag = row.data.empty() ? &skips[row.row] : &flags[row.row];
       if (!row.may_skip && rng() % 4 == 0) {
         __atomic_store_n(flag, row.step + (rng() % 2 ? 1 : -1), __ATOMIC_RELEASE);
         std::this_thread::sleep_for(std::chrono::microseconds(rng() % 200));
       }
-      if (!row.data.empty()) std::memcpy(poison(row.slot), row.data.data(), row.data.size());
+      if (!row.data.empty()) std::memcpy(poison(row.row), row.data.data(), row.data.size());
       __atomic_store_n(flag, row.step, __ATOMIC_RELEASE);
       lock.lock();
     }
   }
 
-  char* poison(int64_t slot) {
-    char* const row = &mailbox[slot * row_bytes];
-    std::fill_n(row, row_bytes, kPoison);
-    return row;
+  char* poison(int64_t row) {
+    char* const data = &mailbox[row * row_bytes];
+    std::fill_n(data, row_bytes, kPoison);
+    return data;
   }
 };
 
@@ -330,14 +331,17 @@ struct Stress {
     requests[slot].state = Request::absent;
   }
 
-  void submit(int64_t layer, bool may_skip, std::vector<int64_t>& expected_layers, std::vector<int64_t>& expected_slots,
-              std::vector<Device::Row>& sent_rows) {
+  struct Expected {
+    std::vector<int64_t> layers, slots, widths;
+  };
+
+  void submit(int64_t layer, bool may_skip, Expected& expected, std::vector<Device::Row>& sent_rows) {
     const bool by_mailbox = below(2);
     std::vector<int64_t> slots{-1}, seats;
     for (int64_t slot = 0; slot < kSlots; ++slot) {
       const Request& request = requests[slot];
-      const bool can_be_sent = request.state == Request::ready && (!by_mailbox || request.num_rows == 1) &&
-                               (!request.was_skipped || (by_mailbox && may_skip));
+      const bool can_be_sent =
+          request.state == Request::ready && (!request.was_skipped || (by_mailbox && may_skip));
       if (can_be_sent && request.layer == layer && below(2)) slots.push_back(slot);
     }
     std::vector<std::vector<char>> rows;
@@ -349,6 +353,10 @@ struct Stress {
     };
     for (int64_t slot : slots) {
       std::vector<char> parts[3];  // q, k, v of all its rows
+      const bool is_skipped = slot != -1 && by_mailbox && may_skip && layer > 0 && below(3) == 0;
+      if (slot != -1 && by_mailbox && !is_skipped && below(4) == 0) {
+        requests[slot].num_rows = 1 + below(requests[slot].num_rows);  // the others are left out from this layer on
+      }
       const int64_t num_rows = slot == -1 ? 1 : requests[slot].num_rows;
       for (int64_t i = 0; i < num_rows; ++i) {
         seats.push_back(slot);
@@ -357,16 +365,20 @@ struct Stress {
       }
       if (slot == -1) continue;
       Request& request = requests[slot];
+      if (by_mailbox) {
+        expected.layers.push_back(layer);
+        expected.slots.push_back(slot);
+        expected.widths.push_back(num_rows);
+      }
       auto send = [&](Device::Row row) {
-        const int64_t place = below(1 + std::count(expected_layers.begin(), expected_layers.end(), layer));
+        auto is_here = [layer](const Device::Row& other) { return other.layer == layer; };
+        const int64_t place = below(1 + std::count_if(sent_rows.begin(), sent_rows.end(), is_here));
         sent_rows.insert(sent_rows.end() - place, std::move(row));
-        expected_layers.push_back(layer);
-        expected_slots.push_back(slot);
       };
-      if (by_mailbox && may_skip && layer > 0 && below(3) == 0) {
+      if (is_skipped) {
         request.was_skipped = true;
         ++skipped;
-        send({slot, num_steps, {}, may_skip});
+        send({slot * kMaxRows, num_steps, {}, may_skip, layer});
         continue;
       }
       request.state = Request::attending;
@@ -376,9 +388,14 @@ struct Stress {
       request.expected = serial(layer, request, parts[0]);
       request.by_mailbox = by_mailbox;
       if (!by_mailbox) continue;
-      Device::Row row{slot, num_steps, parts[0], may_skip};
-      for (int part : {1, 2}) row.data.insert(row.data.end(), parts[part].begin(), parts[part].end());
-      send(std::move(row));
+      for (int64_t i = 0; i < num_rows; ++i) {
+        Device::Row row{slot * kMaxRows + i, num_steps, {}, may_skip, layer};
+        for (const std::vector<char>& part : parts) {
+          const auto size = static_cast<std::ptrdiff_t>(part.size()) / num_rows;
+          row.data.insert(row.data.end(), part.begin() + i * size, part.begin() + (i + 1) * size);
+        }
+        send(std::move(row));
+      }
       ++sent;
     }
     if (by_mailbox) return;
@@ -449,7 +466,9 @@ struct Stress {
   void finish_task(const HostEvent& event) {
     Request& request = requests[event.slot];
     request.was_skipped = false;
-    if (request.by_mailbox && !closed) gpu.poison(event.slot);  // nobody uses it any more
+    for (int64_t i = 0; request.by_mailbox && !closed && i < kMaxRows; ++i) {
+      gpu.poison(event.slot * kMaxRows + i);  // nobody uses it any more
+    }
     CHECK(event.epoch == request.epoch && event.position == request.position, event.slot);
     if (request.state == Request::dying) {
       ++cancelled;
@@ -464,7 +483,7 @@ struct Stress {
     }
     ++done;
     CHECK(event.kind == EventKind::attention_done, event.slot);
-    const int64_t flag = __atomic_load_n(&gpu.result_flags[event.slot], __ATOMIC_ACQUIRE);
+    const int64_t flag = __atomic_load_n(&gpu.result_flags[event.slot * kMaxRows], __ATOMIC_ACQUIRE);
     CHECK(flag == result_flag(event.epoch, event.layer, event.position), event.slot);
     const char* got = &results[event.slot * kMaxRows * kHeads * kHeadSize * bytes];
     CHECK(std::memcmp(got, request.expected.data(), request.expected.size()) == 0, event.slot);
@@ -502,13 +521,14 @@ struct Stress {
       }
     }
     ++num_steps;
-    std::vector<int64_t> of_layer, slots;
+    Expected expected;
     std::vector<Device::Row> rows;
     const bool may_skip = below(2);
-    for (int64_t layer = 0; layer < kLayers; ++layer) submit(layer, may_skip, of_layer, slots, rows);
+    for (int64_t layer = 0; layer < kLayers; ++layer) submit(layer, may_skip, expected, rows);
     const bool sends_first = below(2);
     if (sends_first) gpu.send(rows);
-    tier.expect(num_steps, of_layer.data(), slots.data(), static_cast<int64_t>(slots.size()), may_skip);
+    tier.expect(num_steps, expected.layers.data(), expected.slots.data(), expected.widths.data(),
+                static_cast<int64_t>(expected.slots.size()), may_skip);
     if (!sends_first) gpu.send(std::move(rows));
     tier.wait(0.001);
     poll();

@@ -188,8 +188,11 @@ def test_bad_arguments_are_refused_and_leave_nothing_queued(open_driver: Callabl
     ):
         with pytest.raises(ValueError, match=message):
             tier.submit(0, torch.tensor(seats), *rows(len(seats)))
-    with pytest.raises(ValueError, match="slot 0 has 3 rows: the mailbox carries one, use submit"):
-        tier.expect(1, torch.tensor([0, 0]), torch.tensor([1, 0]))
+    for width in (0, 4):
+        with pytest.raises(ValueError, match=f"slot 0 is bound to 3 tokens: a task of {width} is not possible"):
+            tier.expect(1, torch.tensor([0, 0]), torch.tensor([1, 0]), torch.tensor([1, width]))
+    with pytest.raises(RuntimeError, match="there are 1 widths for 2 slots"):
+        tier.expect(1, torch.tensor([0, 0]), torch.tensor([1, 0]), torch.tensor([1]))
     assert not tier.busy
     tier.submit(0, torch.tensor([-1, 0, 0, 0, 1]), *rows(5))
     assert sorted((event.slot, event.position) for event in collect(tier, 2)) == [(0, 13), (1, 5)]

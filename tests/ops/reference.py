@@ -123,11 +123,18 @@ def piggyback_receive(
 ) -> None:  # fmt: skip
     """Let the seats join whose results are there, and those that want none; copy the results that are wanted.
 
-    With ``as_one`` all or none. The slots of the others are skipped in this step.
+    A seat that wants -1 does as the one before it. With ``as_one`` all or none. The slots of the others are skipped in
+    this step.
     """
     seats = [(seat, slot) for seat, slot in enumerate(slots_P.tolist()) if slot >= 0]
     wanted, flags = wanted_P.tolist(), result_flags_S.tolist()
-    here = [(seat, slot) for seat, slot in seats if wanted[seat] in (0, flags[slot])]
+    here: list[tuple[int, int]] = []
+    decision = False
+    for seat, slot in enumerate(slots_P.tolist()):
+        if wanted[seat] != -1:
+            decision = slot >= 0 and wanted[seat] in (0, flags[slot])
+        if slot >= 0 and decision:
+            here.append((seat, slot))
     if as_one_1.item() and len(here) < len(seats):
         here = []
     joined_P.fill_(-1)

@@ -260,6 +260,8 @@ def _piggyback_receive_samples(device: torch.device, dtype: torch.dtype) -> Iter
         ("some are there, odd width", [4, -1, 0, 3, 5], [there, there, other, 0, there], 0, 7),
         ("as one, and one is not there", [4, 0, 3], [there, other, 0], 1, 8),
         ("as one, and all are there", [4, 3, -1, 5], [there, 0, 0, there], 1, 2049),
+        ("drafts do as their tokens", [4, 5, 3, 2, 0, 1], [there, -1, 0, 0, other, -1], 0, 8),
+        ("as one, and a token with drafts is not there", [4, 5, 0, 1], [there, -1, other, -1], 1, 8),
     ):
         index = [torch.tensor(x, dtype=torch.int64, device=device) for x in (seats, wanted, [as_one], [9])]
         flags = torch.tensor([1, there, 0, other, there, there], dtype=torch.int64, device=device)

@@ -121,6 +121,7 @@ def test_receive_lets_join_what_is_there_and_skips_the_rest(seed: int) -> None:
     wanted = torch.where(wanted > 0, wanted + 2**40, 0).to(DEVICE)
     if draw.below(3) == 0 and len(slots):  # all are there
         wanted = torch.where(wanted > 0, flags.to(DEVICE)[slots], 0)
+    wanted[torch.rand(len(slots), generator=draw.rng) < (0.0, 0.4)[draw.below(2)]] = -1
     as_one, step = torch.tensor([draw.below(2)], device=DEVICE), torch.tensor([2**40 + draw.below(9)], device=DEVICE)
     skips, joined = torch.full((num_slots,), 7), torch.full_like(slots, 5)
     expected = copy_of(results), copy_of(skips), copy_of(joined)

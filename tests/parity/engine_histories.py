@@ -154,6 +154,8 @@ class Tally:
     rejected_drafts: int = 0
     host_drafts: int = 0
     dropped_drafts: int = 0
+    late_drafts: int = 0
+    missed_drafts: int = 0
     finished: int = 0
 
 
@@ -274,20 +276,24 @@ def watch_late_joins(engine: Engine, tally: Tally, rng: random.Random) -> None:
 
 
 def watch_received_joins(engine: Engine, tally: Tally) -> None:
-    """Count the late joins that the device itself looks for, as it does with a mailbox."""
+    """Count the late joins that the device itself looks for, as it does with a mailbox, and those with drafts."""
     runner = engine.runner
     launch, collect = runner.launch, runner.collect
-    doubtful: dict[int, int] = {}
+    doubtful: dict[int, tuple[int, set[str]]] = {}
 
     def launch_and_note(plan: StepPlan) -> LaunchedStep:
         step = launch(plan)
         if step.doubtful is not None:
-            doubtful[id(step)] = len(plan.doubtful)
+            with_drafts = {join.request_id for join in plan.joins if join.draft_ids and not join.is_ready}
+            doubtful[id(step)] = len(plan.doubtful), with_drafts
         return step
 
     def collect_and_count(step: LaunchedStep) -> StepOutput:
         output = collect(step)
-        if (count := doubtful.pop(id(step), 0)) > 0:
+        count, with_drafts = doubtful.pop(id(step), (0, set()))
+        if count > 0:
+            tally.late_drafts += len(with_drafts - output.missed)
+            tally.missed_drafts += len(with_drafts & output.missed)
             tally.missed_joins += len(output.missed)
             tally.late_joins += count - len(output.missed)
         return output

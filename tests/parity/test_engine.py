@@ -112,6 +112,22 @@ def test_drafts_change_no_token_of_any_family(family: str, device: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheduler", slow_except(("omniserve",), ["omniserve", "apex", "llumnix", "neo"]))
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_drafts_that_go_by_the_mailbox_change_no_token(scheduler: str, overlaps: bool, device: str) -> None:
+    """A token's drafts join with it or not at all, also where a later step is planned before that is known."""
+    model, reference = model_and_reference("llama", device)
+    reach = ("accepted_drafts", "rejected_drafts", "host_tokens", "late_drafts", "missed_drafts")
+    run_histories(
+        model, reference, range(860, 864), reach=reach[:3] if scheduler == "neo" else (*reach, "host_drafts"),
+        scheduler=scheduler, drafts=True, step_graphs="on", async_steps=overlaps, faults=lambda seed: seed % 2 == 0,
+        deaths=lambda seed: seed % 4 == 0, kv=lambda seed: ("tiered", "bidirectional")[seed % 2],
+        device_kv_bytes=9 * model.omniserve.spec.kv_block_bytes(8), host_kv_bytes=1 << 20, max_host_requests=16,
+        max_piggyback_seats=lambda seed: (4, 8, 16)[seed % 3], max_num_batched_tokens=64,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("faults", [False, True])
 @pytest.mark.parametrize(
     ("family", "scheduler"),

@@ -56,10 +56,10 @@ def test_decodes_entries_and_joins_are_in_their_places() -> None:
     assert inputs.attention.block_table_RM[2:, 0].tolist() == [0, 0], "padding names a block that exists"
     assert (inputs.attention.block_table_RM[:, 2:] == 77).all(), "no wider than the longest request of the step"
     assert inputs.attention.query_start_loc_R1.tolist() == [0, 1, 2, 3, 4]
-    assert inputs.slots_leaving(0).tolist() == [7, -1]
+    assert inputs.rows_leaving(0).tolist() == [7, -1]
     inputs.joined_LP[0, 1] = 9  # as the step writes it
-    assert inputs.slots_leaving(1).tolist() == [-1, 9], "who has joined leaves again"
-    joining = [inputs.slots_joining(layer).tolist() for layer in range(LAYERS)]
+    assert inputs.rows_leaving(1).tolist() == [-1, 9], "who has joined leaves again"
+    joining = [inputs.rows_joining(layer).tolist() for layer in range(LAYERS)]
     assert joining == [[4, -1], [-1, -1], [5, 6]]
     assert inputs.seat_positions.view(LAYERS, 2).tolist() == [[11, 0], [20, 0], [0, 0]]
 
@@ -76,9 +76,9 @@ def test_a_step_leaves_nothing_of_the_one_before() -> None:
     assert inputs.token_ids_T.tolist() == [3, 0, 0, 0, 0, 0]
     assert inputs.slot_mapping_T.tolist() == [4 * BLOCK + 1, -1, -1, -1]
     assert inputs.attention.seq_lens_R.tolist() == [2, 0, 0, 0]
-    assert (inputs.slots_leaving(0) == -1).all()
+    assert (inputs.rows_leaving(0) == -1).all()
     assert all((inputs.wanted(layer) == 0).all() for layer in range(LAYERS))
-    assert all((inputs.slots_joining(layer) == -1).all() for layer in range(LAYERS))
+    assert all((inputs.rows_joining(layer) == -1).all() for layer in range(LAYERS))
 
 
 def test_rows_of_chunks_and_views_that_stay_where_they_are() -> None:

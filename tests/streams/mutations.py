@@ -21,12 +21,14 @@ from omniserve.host import mover, tier
 from omniserve.host.mover import DirectMover, Mover, StagedMover
 from omniserve.host.tier import HostTier
 from omniserve.ops.streams import AsyncHostCopy, StreamEvent, wait_for
+from omniserve.runner import layer_loop
 from omniserve.runner.cuda_graphs.capture import CudaGraphCapture
 from omniserve.runner.cuda_graphs.inputs import StaticInputs
 from omniserve.runner.late_results import MissedJoins
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.runner import LaunchedStep, ModelRunner
 from omniserve.runner.safepoint import LayerThrottle
+from omniserve.runner.step_inputs import wanted_flags
 from tests.streams.tensors import LazyTensor
 
 Change = Callable[[], AbstractContextManager[None]]
@@ -54,9 +56,15 @@ def _replace(owner: Any, name: str, value: Any) -> Change:
 
 
 def _bring_without_waiting(rows: PiggybackRows, plan: Any) -> None:
-    slots = [join.slot for join in plan.joins if join.is_ready]
-    if rows._stream is not None and slots:
-        rows._gather(torch.tensor(slots))
+    ready = [
+        join.slot * rows.max_rows + i for join in plan.joins if join.is_ready for i in range(join.num_rows)
+    ]  # fmt: skip
+    if rows._stream is not None and ready:
+        rows._gather(torch.tensor(ready))
+
+
+def _drafts_by_themselves(joins: Any) -> list[int]:
+    return [max(0, flag) for flag in wanted_flags(joins)]
 
 
 def _follow_nothing(mover: Mover, device: torch.device) -> None:
@@ -146,11 +154,12 @@ def _compile_without_waiting(mover: DirectMover, compile: Any = DirectMover._com
 
 
 def _expect_what_is_there(
-    host: HostTier, step: int, layers: Tensor, slots: Tensor, expect: Any = HostTier.expect, **settings: bool
-) -> None:
+    host: HostTier, step: int, layers: Tensor, slots: Tensor, widths: Tensor, expect: Any = HostTier.expect,
+    **settings: bool,
+) -> None:  # fmt: skip
     assert host.flags_S is not None
-    host.flags_S[slots] = step
-    expect(host, step, layers, slots, **settings)
+    host.flags_S.view(-1, host.max_rows)[slots] = step
+    expect(host, step, layers, slots, widths, **settings)
 
 
 def _drain_one_stream(device: torch.device) -> None:
@@ -202,6 +211,7 @@ MUTATIONS: Mapping[str, Mutation] = {
     "captured layers do not wait for the results that join them": Mutation(
         "host, graphs", _replace(PiggybackRows, "bring", _bring_without_waiting)
     ),
+    "drafts join without their token": Mutation("drafts", _replace(layer_loop, "wanted_flags", _drafts_by_themselves)),
     "rows count as sent when they are expected": Mutation("host", _replace(HostTier, "expect", _expect_what_is_there)),
     "moves do not wait for the steps before them": Mutation(
         "host", _replace(Mover, "_follow_current_stream", _follow_nothing)

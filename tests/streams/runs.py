@@ -20,7 +20,7 @@ from omniserve.host.mover import StagedMover
 from omniserve.host.moves import HostMoves
 from omniserve.layers import TracedFamily, family_of, patching
 from tests.engine_settings import flat_config
-from tests.parity.engine_histories import BLOCK, Reference, Tally, poison, watch_received_joins
+from tests.parity.engine_histories import BLOCK, Reference, Tally, poison, watch_received_joins, with_prediction
 from tests.parity.models import tiny_model
 from tests.sched import preemptible
 from tests.streams.cuda import FakeCuda
@@ -62,12 +62,16 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 for _name in ("device", "host", "late results", "staged moves", "checkpoints", "shared blocks", "safepoints"):
     CASES = {**CASES, f"{_name}, graphs": {**CASES[_name], "step_graphs": "on"}}
 
+_DRAFTS = {**_HOST, "host_delay_s": 0.02, "drafts": True}
+CASES = {**CASES, "drafts": _DRAFTS, "drafts, graphs": {**_DRAFTS, "step_graphs": "on"}}
+
 REACH: Mapping[str, tuple[str, ...]] = {
     "device": ("device_tokens",),
     "conserve": ("checkpoints",),
     "safepoints": ("layer_preemptions",),
     "llumnix": ("swaps_out",),
     "late results": ("late_joins", "missed_joins", "host_output_tokens"),
+    "drafts": ("late_drafts", "missed_drafts", "accepted_drafts", "rejected_drafts"),
     "failing moves": ("host_failures", "host_output_tokens"),
     "checkpoints": ("checkpoints", "swaps_out", "host_output_tokens"),
 }
@@ -142,7 +146,8 @@ class Bench:
             stack.enter_context(self.cuda.mode)
             self.cuda.device.forget()
             model = self._model(family)
-            settings.pop("host_delay_s", None)
+            for name in ("host_delay_s", "drafts"):
+                settings.pop(name, None)
             if settings.pop("is_staged", False):
                 stack.enter_context(_staged())
             if settings.pop("moves_fail", False):
@@ -209,9 +214,12 @@ class Bench:
                         index, max_tokens = arrivals.pop(), rng.randint(1, reference.max_tokens)
                         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
                         kind = rng.choice(["LS", "BE", "BE", "BE"])
-                        request_id = engine.add(
-                            Request(prompt_token_ids=reference.prompts[index], sampling=sampling, service_class=kind)
+                        request = Request(
+                            prompt_token_ids=reference.prompts[index], sampling=sampling, service_class=kind
                         )
+                        if CASES[case].get("drafts"):
+                            request = with_prediction(request, reference.tokens[index], rng)
+                        request_id = engine.add(request)
                         which[request_id], got[request_id] = (index, max_tokens), []
                     if step == closes_after or not (arrivals or engine.has_unfinished):
                         break
@@ -228,7 +236,8 @@ class Bench:
                     if engine.last_plan_was_empty:
                         engine.wait(0.01)
                 tally = dataclasses.asdict(engine.stats())
-                tally |= {"late_joins": joins.late_joins, "missed_joins": joins.missed_joins}
+                names = ("late_joins", "missed_joins", "late_drafts", "missed_drafts")
+                tally |= {name: getattr(joins, name) for name in names}
                 if (constant := engine.runner.graphs) is not None:
                     tally |= {"decode_graphs": constant.num_decode_steps, "chunk_graphs": constant.num_chunk_steps}
                     tally["left_graphs"] = constant.num_steps_left

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 _TRIES = 20
 _USUAL = {
     "device, graphs", "host", "host, graphs", "late results", "late results, graphs", "staged moves", "checkpoints",
-    "shared blocks", "safepoints, graphs", "neo",
+    "shared blocks", "safepoints, graphs", "neo", "drafts, graphs",
 }  # fmt: skip
 """Cases of the default run."""
 

@@ -151,29 +151,32 @@ void HostTier::submit(int64_t layer, const int64_t* slots, int64_t num_seats, co
   notify(called);
 }
 
-void HostTier::expect(int64_t step, const int64_t* layers, const int64_t* slots, int64_t num_rows, bool may_skip) {
+void HostTier::expect(int64_t step, const int64_t* layers, const int64_t* slots, const int64_t* widths,
+                      int64_t num_tasks, bool may_skip) {
   if (config_.mailbox == nullptr) refuse("the host tier has no mailbox: make it with mailbox=True");
   if (step < 1) refuse("step must be >= 1 (a flag is 0 at the start), got ", step);
-  for (int64_t i = 0; i < num_rows; ++i) {
+  for (int64_t i = 0; i < num_tasks; ++i) {
     if (slots[i] != -1) check_layer(layers[i]);
   }
   Lock lock(mutex_);
-  check_free(slots, num_rows, may_skip);
-  for (int64_t i = 0; i < num_rows; ++i) {
+  check_free(slots, num_tasks, may_skip);
+  for (int64_t i = 0; i < num_tasks; ++i) {
     if (slots[i] == -1) continue;
     const Slot& task = slots_[static_cast<size_t>(slots[i])];
-    if (task.num_rows > 1) refuse("slot ", slots[i], " has ", task.num_rows, " rows: the mailbox carries one, use submit");
+    if (widths[i] < 1 || widths[i] > task.num_rows) {
+      refuse("slot ", slots[i], " is bound to ", task.num_rows, " tokens: a task of ", widths[i], " is not possible");
+    }
     // Its flag may still say `step` from then.
     const int64_t last = task.last_step;
     if (step <= last) refuse("slot ", slots[i], " was expected in step ", last, " before: steps rise, got ", step);
   }
-  for (int64_t i = 0; i < num_rows; ++i) {
+  for (int64_t i = 0; i < num_tasks; ++i) {
     if (slots[i] == -1) continue;
     Slot& task = slots_[static_cast<size_t>(slots[i])];
     task.last_step = step;
     if (++task.num_expected == 1 && task.failed) task.held = take_back(slots[i]);
     ++stats_.tasks_in_hand;
-    expected_.push_back({slots[i], layers[i], step, may_skip});
+    expected_.push_back({slots[i], layers[i], step, widths[i], may_skip});
   }
   if (expected_.empty()) return;
   watcher_called_ = true;

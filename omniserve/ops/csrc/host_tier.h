@@ -54,12 +54,13 @@ struct HostTierConfig {
   int num_threads;
   std::vector<int> cores;  // thread i is pinned to cores[i % size]; empty: not pinned
   bool prefault;           // touch the pool's pages ahead of the work: a first touch runs at a tenth of a copy's speed
-  // The mailbox; null: none. Whoever sends to a slot writes its row, then its flag, the step's number, with release
-  // order at system scope.
-  const char* mailbox = nullptr;   // [num_slots, (N + 2 * K) * H]: q, k, v of a slot
-  const int64_t* flags = nullptr;  // [num_slots], 0 at the start
-  const int64_t* skips = nullptr;  // [num_slots], 0 at the start: the step that last skipped the slot's row, released
-  int64_t* result_flags = nullptr;  // [num_slots], 0 at the start: result_flag() of the slot's last result, released
+  // The mailbox; null: none. Whoever sends to a slot writes the rows of its tokens, and behind each its flag, the step's
+  // number, with release order at system scope. Row slot * max_rows + i is that of token i.
+  const char* mailbox = nullptr;   // [num_slots * max_rows, (N + 2 * K) * H]: q, k, v of a token
+  const int64_t* flags = nullptr;  // [num_slots * max_rows], 0 at the start
+  // Of the rows of first tokens in [num_slots * max_rows], 0 at the start:
+  const int64_t* skips = nullptr;   // the step that last skipped the slot's rows, released
+  int64_t* result_flags = nullptr;  // result_flag() of the slot's last result, released
   double mailbox_spin_s = 200e-6;  // so long after the last flag, or the last expect(), its thread looks without a rest
   double mailbox_sleep_s = 20e-6;  // and then sleeps so long between two looks
   int64_t max_rows = 1;  // tokens of a task, at most; up to kMaxTaskRows
@@ -142,13 +143,15 @@ class HostTier {
   void submit(int64_t layer, const int64_t* slots, int64_t num_seats, const TokenRow* q, const TokenRow* k,
               const TokenRow* v);
 
-  // As submit(), for rows that come by the mailbox: the task of slots[i], at layers[i], is queued once its flag is
-  // `step`. Rows are named in the order in which they will be sent, as far as that is known: the order of looking.
+  // As submit(), for rows that come by the mailbox: the task of slots[i], at layers[i], is queued once the flags of its
+  // first widths[i] tokens are `step`; the slot is then bound to these alone. Tasks are named in the order in which their
+  // rows will be sent, as far as that is known: the order of looking.
   //
-  // With `may_skip` the device may skip rows, and a slot may have a task, or rows that are expected already: its row
-  // comes only if the device has used the result before. A row that comes takes the place of the slot's task, of which
-  // no event tells any more. A row that is skipped leaves the task as it is.
-  void expect(int64_t step, const int64_t* layers, const int64_t* slots, int64_t num_rows, bool may_skip = false);
+  // With `may_skip` the device may skip a task's rows, and a slot may have a task, or one that is expected already: its
+  // rows come only if the device has used the result before. A task whose rows come takes the place of the slot's last
+  // one, of which no event tells any more. Rows that are skipped leave it as it is.
+  void expect(int64_t step, const int64_t* layers, const int64_t* slots, const int64_t* widths, int64_t num_tasks,
+              bool may_skip = false);
 
   // Drop the slot's task and unbind the slot. True: one event is still to be polled, which comes when no thread touches
   // the slot or its blocks any more, nor a device the slot's row in the mailbox: what is expected is waited for. So is
@@ -175,7 +178,7 @@ class HostTier {
     int64_t size = 0;
   };
 
-  // A task's rows, q, k and v of all its tokens: the slot's own, or its row of the mailbox.
+  // A task's rows, q, k and v of all its tokens: the slot's own, or its one row of the mailbox.
   struct Rows {
     const char* q = nullptr;
     const char* k = nullptr;
@@ -190,7 +193,7 @@ class HostTier {
     int64_t num_rows = 1;
     std::vector<int32_t> block_table;
     int64_t last_step = 0;   // that expect() named
-    int64_t num_expected = 0;  // rows whose flags have not been seen
+    int64_t num_expected = 0;  // tasks whose flags have not been seen
     std::unique_ptr<HostEvent> held;  // failed or cancelled: the event comes when nothing is expected any more
     int64_t named_in = 0;    // the last call of submit() or expect() that named it
     // The task: in flight from submit() or its flag until poll() hands its event out, or the next row takes its place.
@@ -233,11 +236,12 @@ class HostTier {
     bool must_die = false;
   };
 
-  // A row whose flag has not been seen.
+  // A task whose flags have not been seen.
   struct Expected {
     int64_t slot;
     int64_t layer;
     int64_t step;
+    int64_t num_rows;
     bool may_skip;
   };
   enum class Arrival { waited_for, sent, skipped };
@@ -280,8 +284,9 @@ class HostTier {
   bool has_work() const { return !tasks_.empty() || !moves_.empty(); }
   void prefault();
   void watch();
-  Arrival look_at(const Expected& row) const;
+  Arrival look_at(const Expected& task) const;
   void take_flagged(bool all);
+  void copy_from_mailbox(const Expected& task);
   void begin_expected(const Expected& row);
   void drop_expected(int64_t slot);
   void fail_expected(const std::string& message);
@@ -299,10 +304,14 @@ class HostTier {
   char* k_rows(int64_t slot) const { return q_rows(slot) + round_up(config_.max_rows * q_bytes_); }
   char* v_rows(int64_t slot) const { return k_rows(slot) + round_up(config_.max_rows * kv_bytes_); }
   Rows own_rows(int64_t slot) const { return {q_rows(slot), k_rows(slot), v_rows(slot)}; }
-  // Nothing is copied out of the mailbox: a slot's next row is sent only after this task's event was polled.
-  Rows mailbox_rows(int64_t slot) const {
-    const char* const q = config_.mailbox + slot * (q_bytes_ + 2 * kv_bytes_);
+  Rows mailbox_row(int64_t slot, int64_t token) const {
+    const char* const q = config_.mailbox + (slot * config_.max_rows + token) * (q_bytes_ + 2 * kv_bytes_);
     return {q, q + q_bytes_, q + q_bytes_ + kv_bytes_};
+  }
+  // A row of the mailbox is read where it is: the slot's next one is sent only after the result was used. Several are
+  // copied, as attention reads the q of all tokens side by side.
+  Rows rows_of(const Expected& task) const {
+    return task.num_rows == 1 ? mailbox_row(task.slot, 0) : own_rows(task.slot);
   }
   static std::chrono::nanoseconds to_duration(double seconds) {
     constexpr double kLongest_s = 1e9;  // fits a nanosecond count, with room for today's clock

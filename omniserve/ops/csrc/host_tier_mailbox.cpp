@@ -2,6 +2,7 @@
 #include <sys/prctl.h>
 
 #include <chrono>
+#include <cstring>
 #include <string>
 #include <thread>
 
@@ -50,16 +51,32 @@ void HostTier::watch() {
   }
 }
 
-// Without `may_skip` no flag but the step's own is taken. The order of the two loads matters: a step that skips the slot
-// comes after one that has sent its row, so the row's flag is there if a later skip is.
-HostTier::Arrival HostTier::look_at(const Expected& row) const {
-  const bool is_past =
-      row.may_skip && __atomic_load_n(config_.skips + row.slot, __ATOMIC_ACQUIRE) >= row.step;
-  const int64_t flag = __atomic_load_n(config_.flags + row.slot, __ATOMIC_ACQUIRE);
-  if (flag == row.step) return Arrival::sent;
+// Without `may_skip` no flags but the step's own are taken. The order of the loads matters: a step that skips the slot
+// comes after one that has sent its rows, so the rows' flags are there if a later skip is.
+HostTier::Arrival HostTier::look_at(const Expected& task) const {
+  const int64_t first = task.slot * config_.max_rows;
+  const bool is_past = task.may_skip && __atomic_load_n(config_.skips + first, __ATOMIC_ACQUIRE) >= task.step;
+  const int64_t flag = __atomic_load_n(config_.flags + first, __ATOMIC_ACQUIRE);
+  if (flag == task.step) {
+    for (int64_t token = 1; token < task.num_rows; ++token) {
+      if (__atomic_load_n(config_.flags + first + token, __ATOMIC_ACQUIRE) != task.step) return Arrival::waited_for;
+    }
+    return Arrival::sent;
+  }
   // A row that was sent is not sent again before its result is there, which it cannot be unless its flag was seen.
-  if (is_past || (row.may_skip && flag > row.step)) return Arrival::skipped;
+  if (is_past || (task.may_skip && flag > task.step)) return Arrival::skipped;
   return Arrival::waited_for;
+}
+
+// The slot's own rows are free: its rows were sent, so the device has used the result that was computed from the last.
+void HostTier::copy_from_mailbox(const Expected& task) {
+  const auto q_bytes = static_cast<size_t>(q_bytes_), kv_bytes = static_cast<size_t>(kv_bytes_);
+  for (int64_t token = 0; token < task.num_rows; ++token) {
+    const Rows from = mailbox_row(task.slot, token);
+    std::memcpy(q_rows(task.slot) + token * q_bytes_, from.q, q_bytes);
+    std::memcpy(k_rows(task.slot) + token * kv_bytes_, from.k, kv_bytes);
+    std::memcpy(v_rows(task.slot) + token * kv_bytes_, from.v, kv_bytes);
+  }
 }
 
 // Queue the tasks of rows whose flags are there, and drop the rows that were skipped. Layers are sent in the order in
@@ -86,6 +103,9 @@ void HostTier::take_flagged(bool all) {
   if (flagged_.empty()) return;
   const auto begin = watched_.begin();
   watched_.erase(begin + static_cast<std::ptrdiff_t>(kept), begin + static_cast<std::ptrdiff_t>(i));
+  for (const auto& [task, arrival] : flagged_) {
+    if (arrival == Arrival::sent && task.num_rows > 1) copy_from_mailbox(task);
+  }
   Called called;
   Lock lock(mutex_);
   for (const auto& [row, arrival] : flagged_) {
@@ -114,7 +134,8 @@ void HostTier::begin_expected(const Expected& row) {
   --task.num_expected;
   task.held.reset();
   take_back(row.slot);
-  claim(row.slot, row.layer, mailbox_rows(row.slot));
+  task.num_rows = row.num_rows;
+  claim(row.slot, row.layer, rows_of(row));
   enqueue(row.slot);
 }
 
@@ -134,7 +155,7 @@ void HostTier::fail_expected(const std::string& message) {
         continue;
       }
       --task.num_expected;
-      claim(row.slot, row.layer, mailbox_rows(row.slot));
+      claim(row.slot, row.layer, rows_of(row));
       fail_task(task, row.slot, message);
       publish_task(task, row.slot);
     }

@@ -124,18 +124,19 @@ int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor re
     check_contiguous(*mailbox_SW, "mailbox");
     check_aligned(*mailbox_SW, "mailbox");
     check_type(*mailbox_SW, results_SMD.scalar_type(), "mailbox");
-    STD_TORCH_CHECK(mailbox_SW->size(0) == config.num_slots && mailbox_SW->size(1) == width, "mailbox must be [",
-                    config.num_slots, ", ", width, "], got ", shape_of(*mailbox_SW));
+    const int64_t num_rows = config.num_slots * config.max_rows;
+    STD_TORCH_CHECK(mailbox_SW->size(0) == num_rows && mailbox_SW->size(1) == width, "mailbox must be [", num_rows,
+                    ", ", width, "], got ", shape_of(*mailbox_SW));
     check_dim(*flags_3S, 2, "flags");
     check_type(*flags_3S, ScalarType::Long, "flags");
     check_contiguous(*flags_3S, "flags");
     check_aligned(*flags_3S, "flags");
-    STD_TORCH_CHECK(flags_3S->size(0) == 3 && flags_3S->size(1) == config.num_slots, "flags must be [3, ",
-                    config.num_slots, "], got ", shape_of(*flags_3S));
+    STD_TORCH_CHECK(flags_3S->size(0) == 3 && flags_3S->size(1) == num_rows, "flags must be [3, ", num_rows, "], got ",
+                    shape_of(*flags_3S));
     config.mailbox = static_cast<const char*>(mailbox_SW->const_data_ptr());
     config.result_flags = static_cast<int64_t*>(flags_3S->mutable_data_ptr());
-    config.flags = config.result_flags + config.num_slots;
-    config.skips = config.flags + config.num_slots;
+    config.flags = config.result_flags + num_rows;
+    config.skips = config.flags + num_rows;
   }
   config.mailbox_spin_s = mailbox_spin_s;
   config.mailbox_sleep_s = mailbox_sleep_s;
@@ -191,13 +192,16 @@ void submit(int64_t tier, int64_t layer, Tensor slots_P, Tensor q_PNH, Tensor k_
                       v.data());
 }
 
-void expect(int64_t tier, int64_t step, Tensor layers_R, Tensor slots_R, bool may_skip) {
-  check_index(layers_R, ScalarType::Long, "layers");
-  check_index(slots_R, ScalarType::Long, "slots");
-  STD_TORCH_CHECK(layers_R.size(0) == slots_R.size(0), "there are ", layers_R.size(0), " layers for ", slots_R.size(0),
-                  " slots");
+void expect(int64_t tier, int64_t step, Tensor layers_R, Tensor slots_R, Tensor widths_R, bool may_skip) {
+  const int64_t num_tasks = slots_R.size(0);
+  for (const auto& [tensor, name] :
+       {std::pair<const Tensor&, const char*>{layers_R, "layers"}, {slots_R, "slots"}, {widths_R, "widths"}}) {
+    check_index(tensor, ScalarType::Long, name);
+    STD_TORCH_CHECK(tensor.size(0) == num_tasks, "there are ", tensor.size(0), " ", name, " for ", num_tasks, " slots");
+  }
   find(tier)->tier->expect(step, static_cast<const int64_t*>(layers_R.const_data_ptr()),
-                           static_cast<const int64_t*>(slots_R.const_data_ptr()), slots_R.size(0), may_skip);
+                           static_cast<const int64_t*>(slots_R.const_data_ptr()),
+                           static_cast<const int64_t*>(widths_R.const_data_ptr()), num_tasks, may_skip);
 }
 
 bool cancel(int64_t tier, int64_t slot) { return find(tier)->tier->cancel(slot); }
@@ -282,7 +286,7 @@ STABLE_TORCH_LIBRARY(omniserve_host, m) {
   m.def("interleave(Tensor(a!) memory, Tensor nodes) -> ()");
   m.def("begin_token(int tier, int slot, int epoch, int position, int[] block_ids, int num_rows) -> ()");
   m.def("submit(int tier, int layer, Tensor slots_P, Tensor q_PNH, Tensor k_PKH, Tensor v_PKH) -> ()");
-  m.def("expect(int tier, int step, Tensor layers_R, Tensor slots_R, bool may_skip=False) -> ()");
+  m.def("expect(int tier, int step, Tensor layers_R, Tensor slots_R, Tensor widths_R, bool may_skip=False) -> ()");
   m.def("cancel(int tier, int slot) -> bool");
   m.def(
       "start_move(int tier, int move_id, bool to_host, Tensor(a!) k_LBKSH, Tensor(b!) v_LBKSH, int[] cache_ids, "

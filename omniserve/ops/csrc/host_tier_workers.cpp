@@ -282,7 +282,7 @@ void HostTier::publish_task(Slot& task, int64_t slot) {
     if (config_.result_flags != nullptr) {
       // Whoever sees the flag, or has polled the event, sees the result.
       const int64_t flag = result_flag(task.epoch, task.layer, task.position);
-      __atomic_store_n(config_.result_flags + slot, flag, __ATOMIC_RELEASE);
+      __atomic_store_n(config_.result_flags + slot * config_.max_rows, flag, __ATOMIC_RELEASE);
     }
   }
   deliver(task, std::move(event));

@@ -166,10 +166,12 @@ void piggyback_receive(Tensor slots, Tensor wanted, Tensor as_one, Tensor step, 
   auto* const skip_of_slot = static_cast<int64_t*>(skips.mutable_data_ptr());
   auto* const joined_seats = static_cast<int64_t*>(joined.mutable_data_ptr());
   const int64_t number = *static_cast<const int64_t*>(step.const_data_ptr());
-  bool all_here = true;
+  bool all_here = true, is_here = false;
   for (int64_t seat = 0; seat < num_seats; ++seat) {
     const int64_t slot = slot_of_seat[seat], flag = wanted_of_seat[seat];
-    const bool is_here = slot >= 0 && (flag == 0 || __atomic_load_n(flag_of_slot + slot, __ATOMIC_ACQUIRE) == flag);
+    if (flag >= 0) {  // else it does as the seat before it
+      is_here = slot >= 0 && (flag == 0 || __atomic_load_n(flag_of_slot + slot, __ATOMIC_ACQUIRE) == flag);
+    }
     joined_seats[seat] = is_here ? slot : -1;
     all_here = all_here && (is_here || slot < 0);
   }

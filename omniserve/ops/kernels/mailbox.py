@@ -44,6 +44,11 @@ _RELEASE_SOME = tl.constexpr("""{
 """Store $2 to $1, released to the whole system, where $3 is not 0."""
 
 
+@triton.jit
+def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.maximum(a, b)
+
+
 @triton.jit(
     debug=True,
     do_not_specialize=["num_seats", "num_slots"],
@@ -70,7 +75,7 @@ def _receive_kernel(
     is_planned = slot >= 0
     flag = tl.load(wanted + seat, mask=seat < num_seats, other=0)
     places = flags + tl.where(is_planned, slot, 0)
-    is_late = is_planned & (flag != 0)  # a seat whose result is there need not wait for the bus
+    is_late = is_planned & (flag > 0)  # a seat whose result is there need not wait for the bus
     if INTERPRETED:
         found = tl.load(places, mask=is_late, other=0)
     else:
@@ -78,6 +83,10 @@ def _receive_kernel(
             _ACQUIRE_SOME, "=l,l,r", [places, is_late.to(tl.int32)], tl.int64, is_pure=False, pack=1
         )
     is_here = is_planned & ((flag == 0) | (found == flag))
+    # A seat with -1 does as the seat before it: the largest of these numbers, up to a seat, is that of the last seat
+    # that decides for itself.
+    decided = tl.where(flag >= 0, 2 * seat + is_here.to(tl.int32), 0)
+    is_here = is_planned & (tl.associative_scan(decided, 0, _larger) % 2 != 0)
     num_away = tl.sum((is_planned & (is_here == 0)).to(tl.int32), 0)
     is_here = is_here & ((num_away == 0) | (tl.load(as_one) == 0))
     is_skipped = is_planned & (is_here == 0)
@@ -157,11 +166,12 @@ def piggyback_receive(
 ) -> None:  # fmt: skip
     """Find out which late joins of a layer have their results by now, and fetch these.
 
-    A seat with ``wanted`` != 0 is a late join: its result is there if ``result_flags[slot] == wanted``. It is then
-    copied from ``host_results`` to ``results``. With ``as_one`` != 0 a seat whose result is not there keeps all others
-    away, too. ``joined`` becomes the slots of the seats that join, -1 elsewhere, and ``skips[slot] = step`` is written
-    for each other slot that is not -1, with release order at system scope. Each flag is looked at once, with acquire
-    order. ``result_flags``, ``host_results`` and ``skips`` are pinned CPU memory.
+    A seat with ``wanted`` > 0 is a late join: its result is there if ``result_flags[slot] == wanted``. It is then
+    copied from ``host_results`` to ``results``. A seat with -1, a draft's, does as the seat before it. With ``as_one``
+    != 0 a seat whose result is not there keeps all others away, too. ``joined`` becomes the slots of the seats that
+    join, -1 elsewhere, and ``skips[slot] = step`` is written for each other slot that is not -1, with release order at
+    system scope. Each flag is looked at once, with acquire order. ``result_flags``, ``host_results`` and ``skips`` are
+    pinned CPU memory.
     Paper: omniserve 3.2.3.
     """
     (num_slots, width), (num_seats,) = results_SD.shape, slots_P.shape

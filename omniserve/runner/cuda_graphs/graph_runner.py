@@ -78,6 +78,7 @@ class CudaGraphRunner:
             StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats), num_layers=spec.num_layers,
             max_blocks=-(-max_model_len // config.block_size), device=device, is_directed=is_directed,
             layer_input=(spec.hidden_size, model.dtype) if loop.safepoint is not None else None,
+            max_host_rows=loop.rows.max_rows,
         )  # fmt: skip
         self._capture = Capture()
         if device.type == "cuda":
@@ -216,7 +217,7 @@ class PaddedLayers:
 
         def attend_with_seats(layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
             if num_seats:
-                self.rows.post(inputs.slots_leaving(layer), hidden_TD, q_TNH, k_TKH, v_TKH)
+                self.rows.post(inputs.rows_leaving(layer), hidden_TD, q_TNH, k_TKH, v_TKH)
             if layer_input_TD is not None:
                 layer_input_TD.copy_(hidden_TD)
             attn_TD = self.rows.no_results
@@ -225,23 +226,23 @@ class PaddedLayers:
                 _store_kv(k_TKH[:num_rows], v_TKH[:num_rows], k_cache, v_cache, inputs.slot_mapping_T)
                 attn_TD = attend(layer, q_TNH[:num_rows])
             if num_seats:
-                attn_TD = self.rows.join(self._slots_joined(inputs, layer), attn_TD, hidden_TD)
+                attn_TD = self.rows.join(self._rows_joined(inputs, layer), attn_TD, hidden_TD)
             return attn_TD
 
         hidden_TD = model.embed(inputs.token_ids_T, inputs.positions_T)
         rotary = self._rotary_per_layer(inputs)
         return model.run_layers(range(model.num_layers), hidden_TD, rotary, attend_with_seats, fused=True)
 
-    def _slots_joined(self, inputs: StaticInputs, layer: int) -> Tensor:
-        """Find out which rows join at a layer, and return their slots ``[P]``.
+    def _rows_joined(self, inputs: StaticInputs, layer: int) -> Tensor:
+        """Find out which rows join at a layer, and return them, ``[P]``.
 
         No join is late at the last layer (``sched.late_joins.late_layers``), so there all planned rows join.
         """
-        slots_P = inputs.slots_joining(layer)
+        rows_P = inputs.rows_joining(layer)
         if layer == self.model.num_layers - 1:
-            return slots_P
+            return rows_P
         joined_P = inputs.joined_LP[layer]
-        self.rows.receive(slots_P, inputs.wanted(layer), inputs.as_one_1, joined_P)
+        self.rows.receive(rows_P, inputs.wanted(layer), inputs.as_one_1, joined_P)
         return joined_P
 
     def attend(self, layer: int, q_TNH: Tensor, metadata: AttentionMetadata) -> Tensor:

@@ -5,15 +5,17 @@ Legend: T device rows, P piggyback seats, L layers, M blocks per request, all of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import StepPlan, joins_by_layer
+from omniserve.core.plan import PiggybackEntry, PiggybackJoin, StepPlan, joins_by_layer
 from omniserve.ops.attention import AttentionMetadata
 from omniserve.ops.streams import upload
 from omniserve.runner.cuda_graphs.shapes import StepShape
-from omniserve.runner.step_inputs import DeviceRows, wanted_flag
+from omniserve.runner.step_inputs import DeviceRows, wanted_flags
 
 
 class InputMemory:
@@ -26,9 +28,11 @@ class InputMemory:
 
     def __init__(
         self, largest: StepShape, *, num_layers: int, max_blocks: int, device: torch.device, is_directed: bool = False,
-        layer_input: tuple[int, torch.dtype] | None = None,
+        layer_input: tuple[int, torch.dtype] | None = None, max_host_rows: int = 1,
     ) -> None:  # fmt: skip
         self.num_layers, self.device = num_layers, device
+        self.max_host_rows = max_host_rows
+        """Rows that the host tier has of each slot."""
         self.longs = torch.zeros(sum(_long_sizes(largest, num_layers)), dtype=torch.int64, device=device)
         self.joined = torch.full((num_layers * largest.seats,), -1, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(largest.rows, dtype=torch.int32, device=device)
@@ -55,21 +59,21 @@ class StaticInputs:
         self.shape = shape
         self._memory = memory
         self._longs = memory.longs[: sum(_long_sizes(shape, num_layers))]
-        token_ids, positions, slots, seat_slots, seat_positions, wanted, as_one = self._longs.split(
+        token_ids, positions, slots, seat_rows, seat_positions, wanted, as_one = self._longs.split(
             _long_sizes(shape, num_layers)
         )
         self.token_ids_T: Tensor = token_ids
         """``[T + P]``; the seats hold the tokens that enter."""
         self.positions_T: Tensor = positions
         self.slot_mapping_T: Tensor = slots
-        self._seat_slots = seat_slots.view(num_layers + 1, seats)
+        self._seat_rows = seat_rows.view(num_layers + 1, seats)
         self.seat_positions: Tensor = seat_positions
         """``[L * P]``: positions of the tokens in the seats before the attention of each layer."""
         self._wanted_LP = wanted.view(num_layers, seats)
         self.as_one_1: Tensor = as_one
         """Not 0: a late join that misses its layer keeps all others of the layer away, too."""
         self.joined_LP: Tensor = memory.joined[: num_layers * seats].view(num_layers, seats)
-        """The step writes here the slots of the rows that have joined at each layer but the last; -1: none has."""
+        """The step writes here the rows that have joined at each layer but the last; -1: none has."""
         self.layer_input_TD: Tensor | None = None
         """``[T + P, D]``: the step writes here what goes into each layer, for rows that leave before it."""
         if memory.layer_input is not None:
@@ -83,16 +87,16 @@ class StaticInputs:
         )
         """The metadata of a step of decodes. If blocks may run from the right it always has a direction table."""
 
-    def slots_leaving(self, layer: int) -> Tensor:
-        """Return the slots ``[P]`` of the rows that leave at a layer: those that joined the one before, or enter."""
-        return self.joined_LP[layer - 1] if layer else self._seat_slots[0]
+    def rows_leaving(self, layer: int) -> Tensor:
+        """Return the rows ``[P]`` that leave at a layer: those that joined the one before, or enter (``SeatRows``)."""
+        return self.joined_LP[layer - 1] if layer else self._seat_rows[0]
 
-    def slots_joining(self, layer: int) -> Tensor:
-        """Return the slots ``[P]`` of the rows that are planned to join at a layer."""
-        return self._seat_slots[layer + 1]
+    def rows_joining(self, layer: int) -> Tensor:
+        """Return the rows ``[P]`` that are planned to join at a layer."""
+        return self._seat_rows[layer + 1]
 
     def wanted(self, layer: int) -> Tensor:
-        """Return the flags ``[P]`` of the results that late joins of a layer wait for; 0 in other seats."""
+        """Return the flags ``[P]`` of the results that late joins of a layer wait for (``wanted_flags``)."""
         return self._wanted_LP[layer]
 
     def fill(self, plan: StepPlan, rows: DeviceRows, *, decodes: bool) -> None:
@@ -103,29 +107,40 @@ class StaticInputs:
         """
         num_rows, seats = len(rows.token_ids), self.shape.seats
         longs = self._host_buffer(self._longs)
-        token_ids, positions, slots, seat_slots, seat_positions, wanted, as_one = (
+        token_ids, positions, slots, seat_rows, seat_positions, wanted, as_one = (
             part.numpy() for part in longs.split(_long_sizes(self.shape, self._memory.num_layers))
         )
         token_ids[:] = positions[:] = 0
         seat_positions[:] = wanted[:] = 0
         as_one[:] = plan.joins_as_one
-        slots[:] = seat_slots[:] = -1
+        slots[:] = seat_rows[:] = -1
         token_ids[:num_rows], positions[:num_rows], slots[:num_rows] = rows.token_ids, rows.positions, rows.slot_mapping
         if seats:
             first = self.shape.rows
-            slots_LP, positions_LP = seat_slots.reshape(-1, seats), seat_positions.reshape(-1, seats)
+            rows_LP, positions_LP = seat_rows.reshape(-1, seats), seat_positions.reshape(-1, seats)
             wanted_LP = wanted.reshape(-1, seats)
-            for seat, entry in enumerate(plan.entries):
-                token_ids[first + seat], positions[first + seat] = entry.token_id, entry.position
-                slots_LP[0, seat], positions_LP[0, seat] = entry.slot, entry.position
+            num_entering = self._fill_seats(plan.entries, rows_LP[0], positions_LP[0])
+            positions[first : first + num_entering] = positions_LP[0, :num_entering]
+            token_ids[first : first + num_entering] = [
+                token_id for entry in plan.entries for token_id in (entry.token_id, *entry.draft_ids)
+            ]
             for layer, joins in joins_by_layer(plan).items():
-                slots_LP[layer + 1, : len(joins)] = [join.slot for join in joins]
-                wanted_LP[layer, : len(joins)] = [wanted_flag(join) for join in joins]
-                if layer + 1 < self._memory.num_layers:
-                    positions_LP[layer + 1, : len(joins)] = [join.position for join in joins]
+                leaves = layer + 1 < self._memory.num_layers
+                count = self._fill_seats(joins, rows_LP[layer + 1], positions_LP[layer + 1] if leaves else None)
+                wanted_LP[layer, :count] = wanted_flags(joins)
         self._longs.copy_(longs, non_blocking=True)
         if decodes and self.shape.rows:
             self._fill_tables(rows)
+
+    def _fill_seats(
+        self, tokens: Sequence[PiggybackEntry | PiggybackJoin], rows_P: np.ndarray, positions_P: np.ndarray | None
+    ) -> int:
+        """Write the rows of tokens and of their drafts, and their positions; return how many these are."""
+        places = [(token, i) for token in tokens for i in range(token.num_rows)]
+        rows_P[: len(places)] = [token.slot * self._memory.max_host_rows + i for token, i in places]
+        if positions_P is not None:
+            positions_P[: len(places)] = [token.position + i for token, i in places]
+        return len(places)
 
     def _fill_tables(self, rows: DeviceRows) -> None:
         num_rows, num_blocks = rows.block_table.shape
@@ -149,7 +164,7 @@ class StaticInputs:
 
 
 def _long_sizes(shape: StepShape, num_layers: int) -> list[int]:
-    """Return the lengths of: token ids, positions, slots of rows, slots of seats, positions of seats, flags that late
+    """Return the lengths of: token ids, positions, slots of rows, rows of seats, positions of seats, flags that late
     joins wait for, whether they join as one.
     """
     rows, seats = shape.rows, shape.seats
