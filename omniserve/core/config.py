@@ -66,6 +66,9 @@ class ExecutionConfig:
     """Full KV blocks without a request keep their KV on the device until the memory is needed, and a request with the
     same first tokens begins behind them; so does a preempted one. With kv ``paged`` and ``tiered``, and not for models
     with recurrent states."""
+    ls_prefix_share: float = 0.25
+    """Share of the device's blocks, in [0, 1), in which the prefix cache keeps what LS requests have had there last,
+    before all else. BE requests that are admitted leave it these blocks, under policies that reserve memory for LS."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model or its tokenizer, when it is loaded by its name; it can do anything."""
 
@@ -74,6 +77,8 @@ class ExecutionConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be a number >= 0, got {value}")
+        if not 0 <= self.ls_prefix_share < 1:
+            raise ValueError(f"ls_prefix_share must be a share in [0, 1), got {self.ls_prefix_share}")
         if self.step_graphs not in ("auto", "on", "off"):
             raise ValueError(f"step_graphs must be auto, on or off, got {self.step_graphs!r}")
 

@@ -40,7 +40,7 @@ class SchedulerStats:
     swaps_in: int = 0
     checkpoints: int = 0
     """Counter: copies of full BE blocks to the host tier, ahead of need."""
-    cached_tokens: int = 0
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
     """Counter: prompt tokens whose KV the prefix cache had when their request began."""
     resumed_tokens: int = 0
     """Counter: tokens of preempted requests whose KV was kept, so that they were not recomputed."""

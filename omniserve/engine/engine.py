@@ -119,7 +119,10 @@ class Engine:
                 mailbox=has_mailbox,
                 max_rows=host_rows(config, self.spec, has_own_memory=patched.device.type != "cpu"),
             )  # fmt: skip
-        caches: dict[str, Any] = {"prefix_cache": True} if config.execution.prefix_cache else {}
+        caches: dict[str, Any] = {}
+        if config.execution.prefix_cache:
+            num_protected = int(config.execution.ls_prefix_share * num_device_blocks)
+            caches = {"prefix_cache": True, "num_protected_blocks": num_protected}
         self.kv = manager(
             num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size,
             **caches,

@@ -262,7 +262,8 @@ class CanEvict(Protocol):
 class CanCache(Protocol):
     """Keeps the KV of full device blocks for requests that begin with the same tokens; see ``kv.prefix_cache``.
 
-    The constructor of such a manager takes ``prefix_cache``. A block that several requests use counts for each.
+    The constructor of such a manager takes ``prefix_cache``, and how many blocks are protected: of the blocks that were
+    marked so many stay longest without users. A block that several requests use counts for each.
     ``kv.prefix_cache.CachesPrefixes`` implements this.
     """
 
@@ -275,16 +276,19 @@ class CanCache(Protocol):
     def num_used(self, keys: Sequence[bytes]) -> int:
         """Return how many of the cached blocks of these keys have users. To share these takes no free block."""
 
+    def num_protected(self) -> int:
+        """Return how many blocks are without users now, and protected."""
+
     def begin(
-        self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0
+        self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0, marks: bool = False
     ) -> tuple[int, ...] | None:
         """Give a request that has no table one on the device, which begins with the cached blocks of these keys.
 
-        The rest is as in ``allocate``: blocks for ``num_tokens`` in all.
+        The rest is as in ``allocate``: blocks for ``num_tokens`` in all. ``marks``: these cached blocks are marked.
         """
 
-    def publish(self, request_id: str, first: int, keys: Sequence[bytes]) -> None:
-        """Give the device blocks of a request at rest these keys, from its block ``first`` on.
+    def publish(self, request_id: str, first: int, keys: Sequence[bytes], *, marks: bool = False) -> None:
+        """Give the device blocks of a request at rest these keys, from its block ``first`` on, and mark them or not.
 
         Steps that have been launched write their KV, so later steps can read it: device work runs in order.
         """

@@ -2,11 +2,13 @@
 
 Paper: vLLM 4.4 (shared prefix). The chain of hashes is that of vLLM's automatic prefix caching. A block without users
 keeps its KV until a request needs the memory; the one that has been without users for the longest time is taken first.
+A share of the blocks is protected: prefixes of LS requests stay there as long as there are others to take.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter, OrderedDict
@@ -42,25 +44,41 @@ class CachingPool(BlockPool):
 
     Such *idle* blocks count as free: ``take`` forgets them when no other block is left, the longest idle first. Callers
     give a request's blocks back from its last one on, so what is forgotten first is the end of a prefix.
+
+    Blocks may be marked: of those that are, so many that have been idle for the shortest time are forgotten last.
+
+    Args:
+        most_protected: How many.
     """
 
-    def __init__(self, num_blocks: int, name: str) -> None:
+    def __init__(self, num_blocks: int, name: str, *, most_protected: int = 0) -> None:
         super().__init__(num_blocks, name)
+        self.most_protected = most_protected
         self._num_users = [0] * num_blocks
         self._keys: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._is_marked = bytearray(num_blocks)
+        self._idle: OrderedDict[int, int] = OrderedDict()
+        """Those without a mark: block -> when it became idle; the longest idle first."""
+        self._idle_marked: OrderedDict[int, int] = OrderedDict()
+        self._clock = itertools.count()
 
     @property
     def num_free(self) -> int:
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._idle) + len(self._idle_marked)
+
+    @property
+    def num_protected(self) -> int:
+        """Idle blocks that are forgotten last."""
+        return min(len(self._idle_marked), self.most_protected)
 
     def take(self, count: int, after: int | None = None) -> list[int] | None:
         if count > self.num_free:
             return None
         while len(self._free) < count:
-            block, _ = self._idle.popitem(last=False)
+            block = self._longest_idle()
             del self._blocks[self._keys.pop(block)]
+            self._is_marked[block] = 0
             super().give_back([block])
         taken = super().take(count, after)
         assert taken is not None
@@ -81,9 +99,20 @@ class CachingPool(BlockPool):
             if self._num_users[block]:
                 continue
             if block in self._keys:
-                self._idle[block] = None
+                (self._idle_marked if self._is_marked[block] else self._idle)[block] = next(self._clock)
             else:
                 super().give_back([block])
+
+    def _longest_idle(self) -> int:
+        """Take the idle block that is to be forgotten next out of its queue."""
+        idle, marked = self._idle, self._idle_marked
+        if len(marked) > self.most_protected or not idle:
+            first = next(iter(marked))
+            if not idle or marked[first] < idle[next(iter(idle))]:
+                del marked[first]
+                return first
+        block, _ = idle.popitem(last=False)
+        return block
 
     def has(self, key: bytes) -> bool:
         """Tell whether a block has this key."""
@@ -93,10 +122,11 @@ class CachingPool(BlockPool):
         """Return how many of the blocks with these keys have no user."""
         return sum(not self._num_users[self._blocks[key]] for key in keys)
 
-    def begin(self, keys: Sequence[bytes], count: int, *, reserve: int = 0) -> list[int] | None:
+    def begin(self, keys: Sequence[bytes], count: int, *, reserve: int = 0, marks: bool = False) -> list[int] | None:
         """Take ``count`` ids, the first of which are the blocks with these keys; None, and nothing taken, if in vain.
 
-        Idle blocks are no longer free then. ``reserve`` ids must still be free, if any that is free now is taken.
+        Idle blocks are no longer free then. ``reserve`` ids must still be free, if any that is free now is taken. The
+        blocks with these keys are marked if ``marks``.
         """
         blocks = [self._blocks[key] for key in keys]
         num_taken = count - len(blocks) + self.num_idle(keys)
@@ -104,16 +134,22 @@ class CachingPool(BlockPool):
             return None
         for block in blocks:
             self._idle.pop(block, None)
+            self._idle_marked.pop(block, None)
+            self._is_marked[block] |= marks
             self._num_users[block] += 1
         others = self.take(count - len(blocks))
         assert others is not None
         return blocks + others
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Let others find a block that has a user; not if it has a key already, or another block has this one."""
+    def publish(self, block: int, key: bytes, *, marks: bool = False) -> None:
+        """Let others find a block that has a user; not if it has a key already, or another block has this one.
+
+        ``marks``: mark it then.
+        """
         assert self._num_users[block], f"{self.name} block {block} has no user"
         if block not in self._keys and key not in self._blocks:
             self._keys[block], self._blocks[key] = key, block
+            self._is_marked[block] = marks
 
     def check(self, owned: Iterable[int]) -> None:
         """Verify that ``owned`` has each id as often as it has users, and that all others are free or idle.
@@ -125,8 +161,12 @@ class CachingPool(BlockPool):
         wrong = [block for block, users in enumerate(self._num_users) if counts[block] != users]
         assert not wrong, f"{self.name} blocks with other users than those that own them: {wrong[:16]}"
         without = sorted(block for block, users in enumerate(self._num_users) if not users)
-        assert sorted([*self._free, *self._idle]) == without, f"{self.name} blocks are lost, or free and idle"
-        assert self._keys.keys() >= self._idle.keys(), f"an idle {self.name} block has no key"
+        idle = [*self._idle, *self._idle_marked]
+        assert sorted([*self._free, *idle]) == without, f"{self.name} blocks are lost, or free and idle"
+        assert self._keys.keys() >= set(idle), f"an idle {self.name} block has no key"
+        marks = [*(0 for _ in self._idle), *(1 for _ in self._idle_marked)]
+        assert [self._is_marked[block] for block in idle] == marks, f"idle {self.name} blocks are in the wrong queue"
+        assert not any(self._is_marked[block] for block in range(self.num_blocks) if block not in self._keys)
         assert {key: block for block, key in self._keys.items()} == self._blocks
 
 
@@ -156,17 +196,22 @@ class CachesPrefixes(ABC):
         assert self._cache is not None
         return len(keys) - self._cache.num_idle(keys)
 
+    def num_protected(self) -> int:
+        assert self._cache is not None
+        return self._cache.num_protected
+
     def begin(
-        self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0
+        self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0, marks: bool = False
     ) -> tuple[int, ...] | None:
         assert self._cache is not None
-        blocks = self._cache.begin(keys, -(-num_tokens // self.block_size), reserve=reserve_blocks)
+        count = -(-num_tokens // self.block_size)
+        blocks = self._cache.begin(keys, count, reserve=reserve_blocks, marks=marks)
         if blocks is None:
             return None
         self._adopt(request_id, blocks)
         return tuple(blocks)
 
-    def publish(self, request_id: str, first: int, keys: Sequence[bytes]) -> None:
+    def publish(self, request_id: str, first: int, keys: Sequence[bytes], *, marks: bool = False) -> None:
         assert self._cache is not None
         for block, key in zip(self._device_blocks(request_id)[first:], keys, strict=False):
-            self._cache.publish(block, key)
+            self._cache.publish(block, key, marks=marks)

@@ -42,10 +42,13 @@ class TieredKVManager(CachesPrefixes, KVManager):
     """Paged KV on two tiers."""
 
     def __init__(
-        self, *, num_device_blocks: int, num_host_blocks: int, block_size: int, prefix_cache: bool = False
-    ) -> None:
+        self, *, num_device_blocks: int, num_host_blocks: int, block_size: int, prefix_cache: bool = False,
+        num_protected_blocks: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
-        self._cache = CachingPool(num_device_blocks, "device") if prefix_cache else None
+        self._cache: CachingPool | None = None
+        if prefix_cache:
+            self._cache = CachingPool(num_device_blocks, "device", most_protected=num_protected_blocks)
         self._pools: dict[Tier, BlockPool] = {
             Tier.DEVICE: self._cache or BlockPool(num_device_blocks, "device"),
             Tier.HOST: RunPool(num_host_blocks, "host"),

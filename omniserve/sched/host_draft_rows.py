@@ -110,9 +110,10 @@ def with_host_drafts(
         reserve_blocks: Host blocks that stay free for tokens that are certain.
     """
     units = [_entering(entry, states[entry.request_id], seats, max_model_len, cost) for entry in entries]
-    units += [_joining(join, states[join.request_id]) for join in joins]
-    if not any([unit.drafts for unit in units]):
+    away = [states[join.request_id].away for join in joins]
+    if not any([unit.drafts for unit in units]) and not any([token is not None and token.draft_ids for token in away]):
         return list(entries), list(joins)
+    units += [_joining(join, states[join.request_id]) for join in joins]
     rates = _Rates(cost, chunks, units) if cost is not None else None
     counts = _num_taken(units, seats, rates, bound_s=bound_s)
     taken = [

@@ -6,10 +6,12 @@ A KV manager that caches does the rest; see ``kv.prefix_cache``.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from omniserve.core.request import ServiceClass
 from omniserve.kv.base import CanCache, KVManager
 from omniserve.kv.prefix_cache import PrefixKeys
 
@@ -36,8 +38,8 @@ class Prefixes:
     def __init__(self, kv: KVManager) -> None:
         self._cache = kv if isinstance(kv, CanCache) and kv.caches_prefixes() else None
         self._block_size = kv.block_size
-        self.num_cached_tokens = 0
-        """Counter: prompt tokens that were found at their request's first admission."""
+        self.num_cached_tokens: Counter[str] = Counter()
+        """Counter, by class: prompt tokens that were found at their request's first admission."""
 
     def note_arrival(self, state: RequestState) -> None:
         """Look up a new request."""
@@ -53,6 +55,11 @@ class Prefixes:
         """Return how many blocks of other requests a WAITING one would share."""
         return self._cache.num_used(self._found(state)) if self._cache is not None else 0
 
+    @property
+    def num_kept_for_ls(self) -> int:
+        """Free blocks that hold prefixes of LS requests, and are to be left to these."""
+        return self._cache.num_protected() if self._cache is not None else 0
+
     def allocate(self, state: RequestState, *, reserve_blocks: int) -> tuple[int, ...] | None:
         """Return device blocks for all known tokens of a WAITING request, those from the cache first.
 
@@ -61,7 +68,10 @@ class Prefixes:
         keys = self._found(state)
         if self._cache is None or not keys:
             return None
-        return self._cache.begin(state.request_id, keys, state.num_tokens, reserve_blocks=reserve_blocks)
+        return self._cache.begin(
+            state.request_id, keys, state.num_tokens, reserve_blocks=reserve_blocks,
+            marks=state.kind is ServiceClass.LS,
+        )  # fmt: skip
 
     def note_admission(self, state: RequestState) -> None:
         """Book that a request was admitted with what the last look has found."""
@@ -71,7 +81,7 @@ class Prefixes:
         prefix.num_published = 0
         if prefix.num_prompt_tokens is None:
             prefix.num_prompt_tokens = prefix.num_found * self._block_size
-            self.num_cached_tokens += prefix.num_prompt_tokens
+            self.num_cached_tokens[state.service_class] += prefix.num_prompt_tokens
 
     def publish(self, state: RequestState) -> None:
         """Let later requests find the blocks that a DEVICE request has filled by now."""
@@ -82,7 +92,8 @@ class Prefixes:
         num_full, first = num_known // self._block_size, prefix.num_published
         if num_full > first:
             keys = prefix.keys.up_to(state.token_ids, num_full)
-            self._cache.publish(state.request_id, first, keys[first:num_full])
+            marks = state.kind is ServiceClass.LS
+            self._cache.publish(state.request_id, first, keys[first:num_full], marks=marks)
             prefix.num_published = num_full
 
     def _found(self, state: RequestState) -> Sequence[bytes]:

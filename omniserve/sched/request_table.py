@@ -347,7 +347,7 @@ class RequestTable:
     def reserve_for_ls(self, state: RequestState) -> int:
         """Return what a BE request leaves free: no block if it has the device to itself, or it might never run."""
         others = len(self.device[LS]) + len(self.waiting[LS]) + sum(s is not state for s in self.device[BE])
-        return self.limits.ls_reserve_blocks if others else 0
+        return self.limits.ls_reserve_blocks + self.prefixes.num_kept_for_ls if others else 0
 
     def host_blocks_for(self, state: RequestState) -> tuple[int, ...] | None:
         """Return blocks for a resident's newest token; if the host is full, the youngest resident is recomputed."""

@@ -436,7 +436,7 @@ class Scheduler:
             state_slots_used=self.requests.state_slots.num_used,
             state_slots_total=self.requests.state_slots.num_slots,
             checkpoints=self.requests.checkpoints.num_blocks_copied,
-            cached_tokens=self.requests.prefixes.num_cached_tokens,
+            cached_tokens={name: self.requests.prefixes.num_cached_tokens[name] for name in self._classes},
             **counters,
             rejected=dict(self._rejected),
         )

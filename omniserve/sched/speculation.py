@@ -11,6 +11,8 @@ MAX_DRAFTS = 8
 """Most drafts of a request in a step."""
 _LEAST_CHANCE = 0.3
 """While guesses are less often right than this, none is computed: rows may cost more than predicted."""
+_SILENT_TOKENS, _ASKED_EVERY = 16, 4
+"""A drafter that has known nothing for so many tokens is asked at every so manyth only."""
 _DECLINED_TOKENS = 16
 """Steps that had no time or memory for drafts will not have it soon."""
 _MEMORY = 0.8
@@ -29,6 +31,8 @@ class Speculation:
         self._guess: tuple[int, int] | None = None
         """(position, token id) of the last guess, until it is known whether it was right."""
         self._declined_until = 0
+        self._known_at = -1
+        """Tokens of the text when the drafter knew something last; -1: it was never asked."""
 
     @property
     def chance(self) -> float:
@@ -74,7 +78,13 @@ class Speculation:
             position, token_id = self._guess
             is_right = token_ids[position] == token_id
             self._note(int(is_right), is_wrong=not is_right)
+        if self._known_at < 0:
+            self._known_at = end
+        if end - self._known_at > _SILENT_TOKENS and end % _ASKED_EVERY:
+            return []
         drafts = self._drafter.draft(token_ids, end, most)
+        if drafts:
+            self._known_at = end
         self._guess = (end, drafts[0]) if drafts else None
         return drafts
 

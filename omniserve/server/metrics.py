@@ -180,6 +180,7 @@ class _EngineCollector(Collector):
         )
         yield _counter("output_tokens", "Output tokens", s.output_tokens, by_class)
         yield _counter("prompt_tokens", "Prompt tokens", s.prompt_tokens, by_class)
+        yield _counter("cached_tokens", "Prompt tokens that the prefix cache had", s.cached_tokens, by_class)
         yield _counter("swaps", "Requests whose KV moved", {"out": s.swaps_out, "in": s.swaps_in}, ["direction"])
         by_threads = {str(num_threads): num_steps for num_threads, num_steps in sorted(s.steps_by_threads.items())}
         yield _counter("steps_by_threads", "Steps by the device tier's CPU threads", by_threads, ["threads"])
@@ -195,7 +196,6 @@ class _EngineCollector(Collector):
             ("preempted_tokens", "Tokens that preempted requests had computed", s.preempted_tokens),
             ("layer_preemptions", "Chunks that left a step between two layers", s.layer_preemptions),
             ("checkpoints", "KV blocks of running requests copied to the host tier", s.checkpoints),
-            ("cached_tokens", "Prompt tokens that the prefix cache had", s.cached_tokens),
             ("resumed_tokens", "Tokens of preempted requests that were not recomputed", s.resumed_tokens),
             ("host_kv_read_bytes", "K and V bytes that host attention went through", s.host_kv_bytes_read),
             ("host_busy_seconds", "Time of host threads at work, attention and copies", s.host_busy_seconds),

@@ -13,7 +13,8 @@ from omniserve.kv.prefix_cache import CachingPool, PrefixKeys
 def test_random_histories_keep_what_they_say(seed: int) -> None:
     """Whoever begins with published blocks gets those that hold what was written under their keys."""
     rng = random.Random(seed)
-    pool = CachingPool(rng.choice([3, 20, 60]), "test")
+    size_of_pool = rng.choice([3, 20, 60])
+    pool = CachingPool(size_of_pool, "test", most_protected=rng.choice([0, size_of_pool // 3]))
     prompts = [[rng.randrange(3) for _ in range(rng.randint(1, 30))] for _ in range(6)]
     size = 2
     written: dict[int, bytes] = {}
@@ -27,7 +28,7 @@ def test_random_histories_keep_what_they_say(seed: int) -> None:
             found = next((i for i, key in enumerate(keys) if not pool.has(key)), len(keys))
             count, reserve = found + rng.randint(0, 4), rng.choice([0, 3])
             needed, free = count - found + pool.num_idle(keys[:found]), pool.num_free
-            blocks = pool.begin(keys[:found], count, reserve=reserve)
+            blocks = pool.begin(keys[:found], count, reserve=reserve, marks=rng.random() < 0.3)
             assert (blocks is None) == (needed > 0 and needed + reserve > free)
             assert pool.num_free == free - (needed if blocks is not None else 0)
             if blocks is not None:
@@ -41,7 +42,7 @@ def test_random_histories_keep_what_they_say(seed: int) -> None:
         elif owners and action < 0.7:
             blocks, keys, first = rng.choice(owners)
             for block, key in list(zip(blocks, keys, strict=False))[first : rng.randint(first, len(blocks))]:
-                pool.publish(block, key)
+                pool.publish(block, key, marks=rng.random() < 0.3)
         elif owners:
             blocks, _, _ = owners.pop(rng.randrange(len(owners)))
             pool.give_back(reversed(blocks))
@@ -49,6 +50,48 @@ def test_random_histories_keep_what_they_say(seed: int) -> None:
             written[block] = b"poison"
         pool.check(block for blocks, _, _ in owners for block in blocks)
     assert num_found > 0
+
+
+def filled(pool: CachingPool, *names: str, marks: bool = False) -> None:
+    """Fill a block for each name, which is its key, and give it back."""
+    for name in names:
+        blocks = pool.begin([], 1)
+        assert blocks is not None
+        pool.publish(blocks[0], name.encode(), marks=marks)
+        pool.give_back(blocks)
+
+
+def kept(pool: CachingPool, *names: str) -> str:
+    return "".join(name for name in names if pool.has(name.encode()))
+
+
+def test_the_blocks_that_were_idle_longest_are_forgotten_first_but_for_protected_ones() -> None:
+    pool = CachingPool(6, "test", most_protected=2)
+    filled(pool, "a", "b", "c", marks=True)
+    filled(pool, "d", "e")
+    assert pool.num_protected == 2 and pool.num_free == 6
+    for count, left in ((1, "abcde"), (2, "bcde"), (3, "bce"), (4, "bc"), (5, "c"), (6, "")):
+        blocks = pool.begin([], count)
+        assert blocks is not None
+        assert kept(pool, *"abcde") == left, "a is more than may be protected, and was idle longer than d"
+        pool.give_back(blocks)
+
+
+def test_a_block_that_a_request_with_marks_finds_is_protected_from_then_on() -> None:
+    pool = CachingPool(4, "test", most_protected=1)
+    filled(pool, *"abc")
+    found = pool.begin([b"a"], 1, marks=True)
+    assert found is not None and pool.num_protected == 0, "it has a user"
+    pool.give_back(found)
+    assert pool.num_protected == 1
+    blocks = pool.begin([], 3)
+    assert blocks is not None and kept(pool, *"abc") == "a"
+    pool.give_back(blocks)
+    blocks = pool.begin([], 4)
+    assert blocks is not None and kept(pool, *"abc") == "", "there was no other"
+    pool.give_back(blocks)
+    filled(pool, "d")
+    assert pool.num_protected == 0, "a block that was forgotten is not marked any more"
 
 
 def test_a_block_is_not_freed_more_often_than_it_is_used() -> None:

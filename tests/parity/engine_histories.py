@@ -435,7 +435,7 @@ def run_history(
     tally.preemptions += stats.preemptions
     tally.halted += stats.layer_preemptions
     tally.resumed_tokens += stats.resumed_tokens
-    tally.cached_tokens += stats.cached_tokens
+    tally.cached_tokens += sum(stats.cached_tokens.values())
     if isinstance(engine.kv, BidirectionalKVManager):
         tally.shared_blocks += engine.kv._device.num_shared_blocks
         tally.relocated_blocks += engine.kv._device.num_relocated_blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 
 import pytest
@@ -108,6 +109,40 @@ def test_memory_comes_before_what_nobody_uses() -> None:
         engine.generate([_request(*range(101, 149))])  # takes seven blocks
         (again,) = engine.generate([_request(*range(1, 41))])
         assert again.num_cached_tokens == 16, "the end of the prefix was forgotten first"
+
+
+@pytest.mark.parametrize("kv", ["paged", "tiered"])
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_a_flood_of_best_effort_prompts_leaves_latency_sensitive_prefixes_their_share(kv: str, share: float) -> None:
+    """A chat beside a flood, of which always more wait than there is memory for: its next turn finds the last one."""
+    model, _ = model_and_reference("llama", "cpu")
+    rng = random.Random(0)
+    found = []
+    with _engine(model, kv=kv, ls_prefix_share=share, max_num_seqs=16, max_num_batched_tokens=64) as engine:
+
+        def flood() -> None:
+            prompt = [rng.randrange(1, 90) for _ in range(48)]
+            engine.add(_request(*prompt, max_tokens=8, service_class="BE"))
+
+        chat = list(range(1, 41))
+        for turn in range(6):
+            for _ in range(20):
+                flood()
+            request_id = engine.add(_request(*chat, max_tokens=8))
+            is_running = True
+            while is_running or engine.stats().waiting["BE"] > 2:
+                for output in engine.step():
+                    if output.request_id == request_id:
+                        chat += output.new_token_ids
+                        is_running = is_running and not output.finished
+                        found.append(output.num_cached_tokens) if output.finished else None
+                engine.scheduler.check_integrity()
+            chat += [turn, 50, 51]
+    assert found[0] == 0 and len(found) == 6
+    if share:
+        assert found[1:] == [(40 + 11 * turn + 7) // 8 * 8 for turn in range(5)], "all but the last token of a turn"
+    else:
+        assert found[1:] == [0] * 5, "the flood took all of it"
 
 
 @pytest.mark.parametrize("kv", ["incremental", "bidirectional"])

@@ -123,6 +123,23 @@ def test_drafts_that_are_right_become_more() -> None:
     assert speculation.draft(text, len(text), 0) == []
 
 
+def test_a_drafter_that_knows_nothing_is_asked_seldom_until_it_does() -> None:
+    drafter = _Fixed()
+    speculation, text = Speculation(drafter), [0]
+    for _ in range(16 + 100):
+        assert speculation.draft(text, len(text), 8) == []
+        text.append(1)
+    assert 16 + 100 // 4 <= drafter.num_asked <= 18 + 100 // 4
+    drafter.guess = (1,) * 8
+    num_asked = drafter.num_asked
+    found = []
+    for _ in range(10):
+        found.append(bool(speculation.draft(text, len(text), 8)))
+        text.append(1)
+    assert sum(found) >= 7 and found == sorted(found), "four tokens later at most, and from then on at each"
+    assert drafter.num_asked - num_asked == sum(found)
+
+
 def test_what_follows_a_pending_token_is_known_by_two_guesses() -> None:
     assert Speculation(_Fixed(1, 2)).knows_next([0], 1)
     assert not Speculation(_Fixed(1)).knows_next([0], 1)
