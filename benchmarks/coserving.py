@@ -246,10 +246,9 @@ def measure(run: Run, load: CoServingLoad, servers: Servers, seed: int) -> dict[
             server, load.requests(run.point, seed + run.repeat, slo), cutoff_s=load.seconds + load.drain_s,
             may_be_cut_off=True, wire=servers.wire,
         )  # fmt: skip
-        after = server.metrics() if is_ours else {}
-    counts = counters(before, after) if is_ours else {}
-    if is_ours:  # it has ended, and its CPU time is this process's
-        counts["others_busy_cores"] = others.cores()
+        counts: dict[str, Any] = {}
+        if is_ours:
+            counts = counters(before, server.metrics()) | {"others_busy_cores": others.cores()}
     return dataclasses.asdict(run) | {
         "rate": load.mean_rate(run.point),
         "summaries": [

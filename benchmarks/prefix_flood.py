@@ -5,8 +5,9 @@
 Some chats go on turn by turn, in random order: a prompt is a system prompt that is the same for all chats of a tenant,
 what was said in the chat so far, and new tokens. Beside them so many random BE requests are always unfinished, until
 their prompts come to ``--flood`` times the device's KV. ``hit_rate`` is the share of the LS prompts' tokens that the
-cache had, ``ttft_ms`` the median time to first token of turns but the first. ``alone`` is without the flood; the others
-are named by ``ls_prefix_share``.
+cache had, ``ttft_ms`` the median time to first token of turns but the first: without an objective, a prompt of which
+little is left shares its step with BE prompts. ``alone`` is without the flood; the others are named by
+``ls_prefix_share``.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def run(
         flood: set[str] = set()
         current: tuple[str, int, float] | None = None
         answer: list[int] = []
+        run_began_s = time.perf_counter()
         while current is not None or num_turns < talks.num_turns:
             # The turns are spread over the flood.
             if current is None and num_flooded * talks.num_turns >= num_turns * flood_tokens:
@@ -93,8 +95,9 @@ def run(
                     if out.finished:
                         talks.answered(number, answer)
                         current = None
-        stats = engine.stats()
+        stats, took_s = engine.stats(), time.perf_counter() - run_began_s
     return {
+        "seconds": took_s,
         "hit_rate": stats.cached_tokens["LS"] / stats.prompt_tokens["LS"],
         "ttft_ms": 1e3 * statistics.median(ttfts_s),
         "flood_over_cache": num_flooded / (config.device_kv_bytes / _token_bytes(model)),

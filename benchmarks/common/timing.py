@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import psutil  # comes with accelerate
 import torch
 
 Result = TypeVar("Result")
@@ -59,10 +60,18 @@ def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
+def _cpu_s(process: psutil.Process) -> float:
+    """Return the CPU seconds of a process and of the children that it has waited for; 0 if it is gone."""
+    try:
+        return sum(process.cpu_times()[:4])
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
 class OtherLoad:
     """CPU time of all other processes since this was made; steal time counts as theirs.
 
-    Children are others as long as they run; those that were waited for are not.
+    This process's children and theirs are no others, as long as they run, and if they were waited for.
     """
 
     def __init__(self) -> None:
@@ -72,7 +81,8 @@ class OtherLoad:
     def _others_so_far_s() -> float:
         user, nice, system, _, _, irq, softirq, steal, *_ = Path("/proc/stat").read_text().split("\n")[0].split()[1:]
         busy = sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
-        return busy - sum(os.times()[:4])
+        descendants = psutil.Process().children(recursive=True)
+        return busy - sum(os.times()[:4]) - sum(map(_cpu_s, descendants))
 
     def cores(self) -> float:
         """Return the mean number of cores that others kept busy."""

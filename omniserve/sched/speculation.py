@@ -28,6 +28,8 @@ class Speculation:
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._num_right, self._num_told = 1.0, 2.0
+        self.num_likely = _num_likely(self.chance)
+        """So many drafts are right, all of them, with the least chance that is worth a row."""
         self._guess: tuple[int, int] | None = None
         """(position, token id) of the last guess, until it is known whether it was right."""
         self._declined_until = 0
@@ -43,13 +45,6 @@ class Speculation:
         """Return how many of so many drafts are right on average."""
         chance = self.chance
         return chance * (1 - chance**count) / (1 - chance) if chance < 1 else float(count)
-
-    @property
-    def num_likely(self) -> int:
-        """Return how many drafts are right, all of them, with the least chance that is worth a row."""
-        if self.chance >= 1:
-            return MAX_DRAFTS
-        return min(MAX_DRAFTS, int(math.log(_LEAST_CHANCE) / math.log(self.chance))) if self.chance > 0 else 0
 
     def draft(self, token_ids: Sequence[int], end: int, most: int) -> list[int]:
         """Return drafts of what follows ``token_ids[:end]``, at most ``most``; none while too few of them are right."""
@@ -91,3 +86,10 @@ class Speculation:
     def _note(self, num_right: int, *, is_wrong: bool) -> None:
         self._num_right = _MEMORY * self._num_right + num_right
         self._num_told = _MEMORY * self._num_told + num_right + is_wrong
+        self.num_likely = _num_likely(self.chance)
+
+
+def _num_likely(chance: float) -> int:
+    if chance >= 1:
+        return MAX_DRAFTS
+    return min(MAX_DRAFTS, int(math.log(_LEAST_CHANCE) / math.log(chance))) if chance > 0 else 0
