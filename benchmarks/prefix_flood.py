@@ -6,7 +6,8 @@ Some chats go on turn by turn, in random order: a prompt is a system prompt that
 what was said in the chat so far, and new tokens. Beside them so many random BE requests are always unfinished, until
 their prompts come to ``--flood`` times the device's KV. ``hit_rate`` is the share of the LS prompts' tokens that the
 cache had, ``ttft_ms`` the median time to first token of turns but the first: without an objective, a prompt of which
-little is left shares its step with BE prompts. ``alone`` is without the flood; the others are named by
+little is left shares its step with BE prompts. ``ttft_over_predicted`` is the median of what they take over what was
+predicted as they came. ``alone`` is without the flood; the others are named by
 ``ls_prefix_share``.
 """
 
@@ -67,11 +68,13 @@ def run(
     rng, talks = random.Random(7), chats()
     sampling = SamplingParams(max_tokens=output, ignore_eos=True)
     ttfts_s: list[float] = []
+    over_predicted: list[float] = []
     num_flooded = num_turns = 0
     with Engine(model, config, profile=profile) as engine:
         flood: set[str] = set()
         current: tuple[str, int, float] | None = None
         answer: list[int] = []
+        predicted_s: float | None = None
         run_began_s = time.perf_counter()
         while current is not None or num_turns < talks.num_turns:
             # The turns are spread over the flood.
@@ -80,6 +83,7 @@ def run(
                 num_turns += 1
                 request = Request(prompt_token_ids=prompt, sampling=sampling, service_class="LS")
                 current, answer = (engine.add(request), number, time.perf_counter()), []
+                predicted_s = engine.predicted_ttft_s(current[0])
             while num_flooded < flood_tokens and len(flood) < at_once:
                 tokens = [rng.randrange(1, 400) for _ in range(flood_prompt)]
                 flood.add(engine.add(Request(prompt_token_ids=tokens, sampling=sampling, service_class="BE")))
@@ -91,6 +95,8 @@ def run(
                     _, number, began_s = current
                     if not answer and not talks.is_first(number):
                         ttfts_s.append(time.perf_counter() - began_s)
+                        if predicted_s is not None:
+                            over_predicted.append(ttfts_s[-1] / predicted_s)
                     answer += out.new_token_ids
                     if out.finished:
                         talks.answered(number, answer)
@@ -100,6 +106,7 @@ def run(
         "seconds": took_s,
         "hit_rate": stats.cached_tokens["LS"] / stats.prompt_tokens["LS"],
         "ttft_ms": 1e3 * statistics.median(ttfts_s),
+        "ttft_over_predicted": statistics.median(over_predicted),
         "flood_over_cache": num_flooded / (config.device_kv_bytes / _token_bytes(model)),
         "be_tokens": stats.output_tokens.get("BE", 0),
     }

@@ -260,7 +260,7 @@ def result_of(requests: list[RequestResult], slo: SLO) -> Result:
 
     return Result(
         duration_s=10.0, end_s=12.0, num_steps=3, classes={"LS": group("LS"), "BE": group("BE")}, host_share=0.25,
-        host_tier_busy=0.5, host_steps_per_layer=1.0, warm_up_output_tokens=50,
+        host_tier_busy=0.5, host_steps_per_layer=1.0, accepted_drafts=0, rejected_drafts=0, warm_up_output_tokens=50,
         preemptions=0, swaps_out=0, swaps_in=0, num_too_long=0, wall_s=0.1, requests=tuple(requests),
     )  # fmt: skip
 
