@@ -68,7 +68,8 @@ class ExecutionConfig:
     with recurrent states."""
     ls_prefix_share: float = 0.25
     """Share of the device's blocks, in [0, 1), in which the prefix cache keeps what LS requests have had there last,
-    before all else. BE requests that are admitted leave it these blocks, under policies that reserve memory for LS."""
+    before all else. BE requests that come to the device leave it these blocks, under policies that reserve memory for
+    LS."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model or its tokenizer, when it is loaded by its name; it can do anything."""
 

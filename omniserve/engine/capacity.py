@@ -81,7 +81,7 @@ def require_cacheable(config: EngineConfig, spec: ModelSpec) -> None:
         raise ValueError("prefix_cache is not for models with recurrent states, which no block holds: set it to False")
 
 
-def host_rows(config: EngineConfig, spec: ModelSpec, *, has_own_memory: bool) -> int:
+def rows_per_host_request(config: EngineConfig, spec: ModelSpec, *, has_own_memory: bool) -> int:
     """Return how many rows the host tier has for each request: one for its token, and one for each draft beside it.
 
     A device with memory of its own holds the residuals and results of all of them there; they may take a small share of

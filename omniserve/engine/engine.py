@@ -21,7 +21,7 @@ from omniserve.core.request import Completion, Request, RequestLimits, RequestOu
 from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
-from omniserve.engine.capacity import fit_states, host_rows, max_model_len, num_blocks, require_cacheable
+from omniserve.engine.capacity import fit_states, max_model_len, num_blocks, require_cacheable, rows_per_host_request
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, StepLog, Stepper
@@ -117,7 +117,7 @@ class Engine:
             self.host_tier = HostTier.of(
                 config, self.spec, dtype=patched.dtype, device=patched.device, num_threads=host_threads,
                 mailbox=has_mailbox,
-                max_rows=host_rows(config, self.spec, has_own_memory=patched.device.type != "cpu"),
+                max_rows=rows_per_host_request(config, self.spec, has_own_memory=patched.device.type != "cpu"),
             )  # fmt: skip
         caches: dict[str, Any] = {}
         if config.execution.prefix_cache:

@@ -262,8 +262,9 @@ class CanEvict(Protocol):
 class CanCache(Protocol):
     """Keeps the KV of full device blocks for requests that begin with the same tokens; see ``kv.prefix_cache``.
 
-    The constructor of such a manager takes ``prefix_cache``, and how many blocks are protected: of the blocks that were
-    marked so many stay longest without users. A block that several requests use counts for each.
+    The constructor of such a manager takes ``prefix_cache`` and ``num_protected_blocks``: so many idle blocks that were
+    marked are kept before all others (``kv.prefix_cache.CachingPool``). A block that several requests use counts for
+    each.
     ``kv.prefix_cache.CachesPrefixes`` implements this.
     """
 

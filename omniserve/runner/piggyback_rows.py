@@ -22,7 +22,7 @@ from omniserve.core.plan import PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.host.tier import HostTier
 from omniserve.layers.patching import PatchedModel, Rotary
 from omniserve.ops.streams import upload
-from omniserve.runner.step_inputs import SeatRows, StepInputs
+from omniserve.runner.step_inputs import SeatRows, StepInputs, rows_of
 
 _piggyback_concat = torch.ops.omniserve.piggyback_concat.default
 _residual_fetch = torch.ops.omniserve.residual_fetch.default
@@ -62,7 +62,7 @@ class PiggybackRows:
         """Copy the results that join a step to the device; the step's stream waits for the copy, the host does not."""
         if self._stream is None:
             return
-        rows = [join.slot * self.max_rows + i for join in plan.joins if join.is_ready for i in range(join.num_rows)]
+        rows = rows_of([join for join in plan.joins if join.is_ready], self.max_rows)
         if not rows:
             return
         self._gather(torch.tensor(rows))

@@ -183,6 +183,20 @@ def stops_between_layers(plan: StepPlan) -> bool:
     return bool(plan.preemptible or plan.pipelined or any(chunk.from_layer for chunk in plan.chunks))
 
 
+def rows_of(tokens: Sequence[PiggybackEntry | PiggybackJoin], max_host_rows: int) -> list[int]:
+    """Return the rows of host tokens, each followed by those of its drafts, as in ``SeatRows.rows_P``."""
+    if not any([token.draft_ids for token in tokens]):
+        return [token.slot * max_host_rows for token in tokens]
+    return [token.slot * max_host_rows + i for token in tokens for i in range(token.num_rows)]
+
+
+def positions_of(tokens: Sequence[PiggybackEntry | PiggybackJoin]) -> list[int]:
+    """Return the positions of host tokens, each followed by those of its drafts."""
+    if not any([token.draft_ids for token in tokens]):
+        return [token.position for token in tokens]
+    return [token.position + i for token in tokens for i in range(token.num_rows)]
+
+
 def wanted_flags(joins: Sequence[PiggybackJoin]) -> list[int]:
     """Return ``wanted`` of ``piggyback_receive`` for the seats of a layer's joins.
 
@@ -311,21 +325,12 @@ def _seats(plan: StepPlan, max_host_rows: int, device: torch.device) -> tuple[Se
     """Return the seats of a step whose rows enter, None if none does, and those that results come into, by layer."""
     by_layer = joins_by_layer(plan)
     groups: list[Sequence[PiggybackEntry | PiggybackJoin]] = [plan.entries, *by_layer.values()]
-    slots = np.full((len(groups), plan.num_piggyback_seats), -1, np.int64)
-    offsets = np.zeros_like(slots)
-    positions: list[tuple[int, ...]] = []
+    rows = np.full((len(groups), plan.num_piggyback_seats), -1, np.int64)
     for group, tokens in enumerate(groups):
-        taken = len(tokens)
-        if any([token.draft_ids for token in tokens]):
-            taken = sum([token.num_rows for token in tokens])
-            slots[group, :taken] = [token.slot for token in tokens for _ in range(token.num_rows)]
-            offsets[group, :taken] = [offset for token in tokens for offset in range(token.num_rows)]
-            positions.append(tuple(token.position + offset for token in tokens for offset in range(token.num_rows)))
-        else:
-            slots[group, :taken] = [token.slot for token in tokens]
-            positions.append(tuple([token.position for token in tokens]))
-    rows = slots * max_host_rows + offsets
-    rows[slots < 0] = -1
+        taken = rows_of(tokens, max_host_rows)
+        rows[group, : len(taken)] = taken
+    slots = rows // max_host_rows  # an empty seat's stays -1
+    positions = [tuple(positions_of(tokens)) for tokens in groups]
     parts = zip(_on(device, rows).unbind(0), torch.from_numpy(slots).unbind(0), positions, strict=True)
     entering, *joining = [SeatRows(rows_P=rows_P, slots_P=slots_P, positions=some) for rows_P, slots_P, some in parts]
     for index, joins in enumerate(by_layer.values()):

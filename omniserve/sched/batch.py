@@ -286,7 +286,7 @@ class Batch:
         if first is None or requests.waiting[LS] or requests.is_full(BE) or not requests.needs_restore(first):
             return
         # Each device request may need one more block soon.
-        self._restore(first, self._limits.ls_reserve_blocks + sum(map(len, requests.device.values())))
+        self._restore(first, requests.ls_reserve + sum(map(len, requests.device.values())))
 
     def _add_drafts(
         self, host_rows: HostRows, preemptible: frozenset[str], decision: Decision | None

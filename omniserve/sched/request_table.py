@@ -344,10 +344,15 @@ class RequestTable:
         num_blocks = -(-state.num_tokens // self.kv.block_size)
         return num_blocks - self.prefixes.num_shared(state) if state.phase is Phase.WAITING else num_blocks
 
+    @property
+    def ls_reserve(self) -> int:
+        """Free device blocks that BE work leaves to LS requests: the reserve, and the protected prefixes of these."""
+        return self.limits.ls_reserve_blocks + self.prefixes.num_kept_for_ls
+
     def reserve_for_ls(self, state: RequestState) -> int:
         """Return what a BE request leaves free: no block if it has the device to itself, or it might never run."""
         others = len(self.device[LS]) + len(self.waiting[LS]) + sum(s is not state for s in self.device[BE])
-        return self.limits.ls_reserve_blocks + self.prefixes.num_kept_for_ls if others else 0
+        return self.ls_reserve if others else 0
 
     def host_blocks_for(self, state: RequestState) -> tuple[int, ...] | None:
         """Return blocks for a resident's newest token; if the host is full, the youngest resident is recomputed."""

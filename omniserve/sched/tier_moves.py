@@ -161,7 +161,7 @@ class TierMoves:
         ls_blocks = sum(self._kv.num_blocks(state.request_id) for state in requests.device[LS])
         ls_may_take = self._ls_peak.push(batch.now_s, ls_blocks) - ls_blocks
         # Each device request may need one more block soon; twice that keeps the next step from undoing the move.
-        margin = max(self._limits.ls_reserve_blocks, ls_may_take) + 2 * sum(map(len, requests.device.values()))
+        margin = max(requests.ls_reserve, ls_may_take) + 2 * sum(map(len, requests.device.values()))
         nothing_waits = nothing_left_out and not any(requests.waiting.values())
         if not nothing_waits or batch.moves or self._kv.num_free(Tier.DEVICE) <= margin:
             self._light_since_s = None
@@ -212,7 +212,7 @@ class Parking:
             if requests.is_full(BE):
                 return
             others = sum(map(len, requests.device.values())) + len(requests.moving)
-            reserve = requests.limits.ls_reserve_blocks + others + 1 if others else 0
+            reserve = requests.ls_reserve + others + 1 if others else 0
             if not batch.start_move(state, MoveDirection.TO_DEVICE, reserve_blocks=reserve):
                 return
 

@@ -28,7 +28,8 @@ HOST_SHARE = 0.7
 omniserve's Table 1 (ten requests of 1,000 tokens)."""
 _DRAFT_SHARE = 0.2
 """What a draft takes of the time of a key that it sees, for each query head that shares the KV head, at most all of it:
-measured in bf16 with AVX2 (benchmarks/results/host_rows.json); about half of that with AMX."""
+measured in bf16, heads of 128, with AVX2 (benchmarks/results/host_rows.json); 0.6 of that with AMX, half with heads
+of 64."""
 _THREAD_TASK_S = 15e-6  # of a host's thread for a task, besides those of its bytes
 _HOST_LATENCY_S = 100e-6  # from a step's end to a thread and back
 _NETWORK_LATENCY_S = 100e-6  # the same for a remote host, besides

@@ -27,6 +27,7 @@ class StepRecord:
 
 
 _layer = attrgetter("layer")
+_TOKEN = (SampledToken(token_id=TOKEN),)
 
 
 class SimulatedRunner:
@@ -159,4 +160,4 @@ class SimulatedRunner:
 
 def _tokens(draft_ids: Sequence[int]) -> tuple[SampledToken, ...]:
     """Return the tokens that a row brings with these drafts: one for itself, and one for each that is right."""
-    return (SampledToken(token_id=TOKEN),) * (1 + num_right(draft_ids))
+    return _TOKEN * (1 + num_right(draft_ids)) if draft_ids else _TOKEN

@@ -111,14 +111,23 @@ def test_memory_comes_before_what_nobody_uses() -> None:
         assert again.num_cached_tokens == 16, "the end of the prefix was forgotten first"
 
 
-@pytest.mark.parametrize("kv", ["paged", "tiered"])
+@pytest.mark.parametrize(("kv", "host_kv_bytes"), [("paged", 0), ("tiered", 0), ("tiered", 1 << 20)])
 @pytest.mark.parametrize("share", [0.0, 0.25])
-def test_a_flood_of_best_effort_prompts_leaves_latency_sensitive_prefixes_their_share(kv: str, share: float) -> None:
-    """A chat beside a flood, of which always more wait than there is memory for: its next turn finds the last one."""
+def test_a_flood_of_best_effort_prompts_leaves_latency_sensitive_prefixes_their_share(
+    kv: str, host_kv_bytes: int, share: float
+) -> None:
+    """A chat beside a flood, of which always more wait than there is memory for: its next turn finds the last one.
+
+    With a host tier, BE requests come back from there at once.
+    """
     model, _ = model_and_reference("llama", "cpu")
     rng = random.Random(0)
     found = []
-    with _engine(model, kv=kv, ls_prefix_share=share, max_num_seqs=16, max_num_batched_tokens=64) as engine:
+    settings = {"swap_in_delay_s": 0.0, "min_residence_s": 0.0}
+    with _engine(
+        model, kv=kv, host_kv_bytes=host_kv_bytes, ls_prefix_share=share, max_num_seqs=16, max_num_batched_tokens=64,
+        **settings,
+    ) as engine:  # fmt: skip
 
         def flood() -> None:
             prompt = [rng.randrange(1, 90) for _ in range(48)]

@@ -33,13 +33,15 @@ class Machine:
     """What the two have in common; ``step`` is theirs."""
 
     def __init__(
-        self, policy: str, *, kv: str, device_blocks: int, host_blocks: int, seed: int = 0,
+        self, policy: str, *, kv: str, device_blocks: int, host_blocks: int, caches: dict[str, Any], seed: int = 0,
         predict: dict[str, float] | None = None, overlaps: bool = False, settings: dict[str, Any],
     ) -> None:  # fmt: skip
         self.now_s = 0.0
         self.finished: set[str] = set()
         self.limits = make_limits(policy, **{"num_host_slots": 8 if host_blocks else 0} | settings)
-        self.kv = KV_MANAGERS.get(kv)(num_device_blocks=device_blocks, num_host_blocks=host_blocks, block_size=BLOCK)
+        self.kv = KV_MANAGERS.get(kv)(
+            num_device_blocks=device_blocks, num_host_blocks=host_blocks, block_size=BLOCK, **caches
+        )
         self.forecast: Forecast | None = None
         if predict is not None:
             self.forecast = forecast(self.limits.num_layers, **predict)
@@ -63,6 +65,7 @@ class Machine:
     ) -> float | None:  # fmt: skip
         request = Request(
             prompt_token_ids=[7] * prompt,
+            cache_salt=name,
             sampling=SamplingParams(max_tokens=output, prompt_logprobs=0 if scores_prompt else None),
             service_class=class_of(name),
         )
@@ -99,11 +102,16 @@ class Bench(Machine):
 
     def __init__(
         self, policy: str, *, kv: str = "tiered", device_blocks: int = 8, host_blocks: int = 0, seed: int = 0,
-        **settings: Any,
+        num_protected: int | None = None, **settings: Any,
     ) -> None:  # fmt: skip
+        """``num_protected``: there is a prefix cache, which protects so many blocks; no two requests share any."""
+        caches: dict[str, Any] = {}
+        if num_protected is not None:
+            caches = {"prefix_cache": True, "num_protected_blocks": num_protected}
         super().__init__(
-            policy, kv=kv, device_blocks=device_blocks, host_blocks=host_blocks, seed=seed, settings=settings
-        )
+            policy, kv=kv, device_blocks=device_blocks, host_blocks=host_blocks, caches=caches, seed=seed,
+            settings=settings,
+        )  # fmt: skip
 
     def step(self, *, host_chance: float = 1.0, seconds: float = 0.01) -> tuple[StepPlan, list[RequestOutput]]:
         return self._run(host_chance, lambda plan: seconds)
@@ -117,7 +125,7 @@ class Clock(Machine):
         slower: float = 1.0, policy: str = "omniserve", kv: str = "tiered", overlaps: bool = False, **settings: Any,
     ) -> None:  # fmt: skip
         super().__init__(
-            policy, kv=kv, device_blocks=device_blocks, host_blocks=host_blocks, predict=predict or {},
+            policy, kv=kv, device_blocks=device_blocks, host_blocks=host_blocks, caches={}, predict=predict or {},
             overlaps=overlaps, settings=settings,
         )  # fmt: skip
         self.slower = slower

@@ -28,7 +28,7 @@ from omniserve.runner.late_results import MissedJoins
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.runner import LaunchedStep, ModelRunner
 from omniserve.runner.safepoint import LayerThrottle
-from omniserve.runner.step_inputs import wanted_flags
+from omniserve.runner.step_inputs import rows_of, wanted_flags
 from tests.streams.tensors import LazyTensor
 
 Change = Callable[[], AbstractContextManager[None]]
@@ -56,9 +56,7 @@ def _replace(owner: Any, name: str, value: Any) -> Change:
 
 
 def _bring_without_waiting(rows: PiggybackRows, plan: Any) -> None:
-    ready = [
-        join.slot * rows.max_rows + i for join in plan.joins if join.is_ready for i in range(join.num_rows)
-    ]  # fmt: skip
+    ready = rows_of([join for join in plan.joins if join.is_ready], rows.max_rows)
     if rows._stream is not None and ready:
         rows._gather(torch.tensor(ready))
 

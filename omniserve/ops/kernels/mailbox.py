@@ -5,6 +5,7 @@ with release order at system scope, and who reads it looks at the number with ac
 and errors in ``rows.py`` holds here, too.
 
 Legend: T packed tokens, D hidden, N query heads, K KV heads, H head size, S slots, P piggyback seats, W = (N + 2K) * H.
+A slot is here what holds one row: where a token may have drafts, a host slot is several of these, side by side.
 """
 
 from __future__ import annotations

@@ -5,17 +5,15 @@ Legend: T device rows, P piggyback seats, L layers, M blocks per request, all of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import PiggybackEntry, PiggybackJoin, StepPlan, joins_by_layer
+from omniserve.core.plan import StepPlan, joins_by_layer
 from omniserve.ops.attention import AttentionMetadata
 from omniserve.ops.streams import upload
 from omniserve.runner.cuda_graphs.shapes import StepShape
-from omniserve.runner.step_inputs import DeviceRows, wanted_flags
+from omniserve.runner.step_inputs import DeviceRows, positions_of, rows_of, wanted_flags
 
 
 class InputMemory:
@@ -119,28 +117,21 @@ class StaticInputs:
             first = self.shape.rows
             rows_LP, positions_LP = seat_rows.reshape(-1, seats), seat_positions.reshape(-1, seats)
             wanted_LP = wanted.reshape(-1, seats)
-            num_entering = self._fill_seats(plan.entries, rows_LP[0], positions_LP[0])
-            positions[first : first + num_entering] = positions_LP[0, :num_entering]
-            token_ids[first : first + num_entering] = [
-                token_id for entry in plan.entries for token_id in (entry.token_id, *entry.draft_ids)
-            ]
+            entering = [token_id for entry in plan.entries for token_id in (entry.token_id, *entry.draft_ids)]
+            count = len(entering)
+            token_ids[first : first + count] = entering
+            positions[first : first + count] = positions_LP[0, :count] = positions_of(plan.entries)
+            rows_LP[0, :count] = rows_of(plan.entries, self._memory.max_host_rows)
             for layer, joins in joins_by_layer(plan).items():
-                leaves = layer + 1 < self._memory.num_layers
-                count = self._fill_seats(joins, rows_LP[layer + 1], positions_LP[layer + 1] if leaves else None)
+                joining = rows_of(joins, self._memory.max_host_rows)
+                count = len(joining)
+                rows_LP[layer + 1, :count] = joining
                 wanted_LP[layer, :count] = wanted_flags(joins)
+                if layer + 1 < self._memory.num_layers:
+                    positions_LP[layer + 1, :count] = positions_of(joins)
         self._longs.copy_(longs, non_blocking=True)
         if decodes and self.shape.rows:
             self._fill_tables(rows)
-
-    def _fill_seats(
-        self, tokens: Sequence[PiggybackEntry | PiggybackJoin], rows_P: np.ndarray, positions_P: np.ndarray | None
-    ) -> int:
-        """Write the rows of tokens and of their drafts, and their positions; return how many these are."""
-        places = [(token, i) for token in tokens for i in range(token.num_rows)]
-        rows_P[: len(places)] = [token.slot * self._memory.max_host_rows + i for token, i in places]
-        if positions_P is not None:
-            positions_P[: len(places)] = [token.position + i for token, i in places]
-        return len(places)
 
     def _fill_tables(self, rows: DeviceRows) -> None:
         num_rows, num_blocks = rows.block_table.shape

@@ -1,0 +1,42 @@
+"""What best-effort requests leave to the prefixes of latency-sensitive ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from omniserve.kv.base import Tier
+from tests.sched.benches import Bench
+
+
+@pytest.mark.parametrize("policy", ["omniserve", "llumnix"])
+@pytest.mark.parametrize("num_protected", [0, 7])
+def test_a_best_effort_request_is_admitted_beside_protected_prefixes_or_not_at_all(
+    policy: str, num_protected: int
+) -> None:
+    bench = Bench(policy, device_blocks=10, num_protected=num_protected, ls_reserve_fraction=0.0)
+    bench.add("ls", prompt=31, output=1)
+    bench.run_until(lambda: "ls" in bench.finished)
+    assert bench.requests.ls_reserve == num_protected and bench.kv.num_free(Tier.DEVICE) == 10
+    bench.add("be1", prompt=4, output=30)
+    bench.step()
+    bench.add("be2", prompt=15)
+    bench.step()
+    is_waiting = [state.request_id for state in bench.requests.waiting["BE"]] == ["be2"]
+    assert is_waiting == (num_protected > 0), "four blocks, and one less than three are left"
+
+
+@pytest.mark.parametrize("num_protected", [0, 7])
+def test_a_best_effort_request_does_not_come_back_into_protected_prefixes(num_protected: int) -> None:
+    bench = Bench(
+        "omniserve", device_blocks=10, host_blocks=64, num_protected=num_protected, swap_in_delay_s=0.0,
+        min_residence_s=0.0, ls_reserve_fraction=0.0,
+    )  # fmt: skip
+    bench.add("be", prompt=15)
+    bench.step()
+    bench.add("ls", prompt=31, output=1)
+    bench.run_until(lambda: "ls" in bench.finished and bench.requests.residents.queue)
+    places = [len(bench.requests.residents.queue) for _ in range(30) if bench.step()]
+    if num_protected:
+        assert places == [1] * 30 and bench.requests.ls_reserve == 7, "it decodes on the host tier"
+    else:
+        assert 0 in places
