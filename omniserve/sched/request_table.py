@@ -86,8 +86,7 @@ class RequestTable:
         if phase is Phase.MOVING:
             state.phase = Phase.DRAINING
         elif phase is Phase.HOST:
-            self.residents.queue.remove(state)
-            if state.away is not None and (not state.away.ready or state.away.may_be_expected):
+            if self.residents.withdraw(state):
                 state.phase = Phase.DRAINING
                 self._draining[state.slot] = state
                 self._cancels.append(state.slot)

@@ -76,6 +76,18 @@ class HostResidents:
         state.away = None
         self._changed.append(state)
 
+    def withdraw(self, state: RequestState) -> bool:
+        """Take a resident that has ended out of the queues; return whether the host tier may still use its slot."""
+        self.queue.remove(state)
+        away = state.away
+        if away is None:
+            return False
+        may_be_used = not away.ready or away.may_be_expected
+        if may_be_used and away.ready:
+            self._ready[away.layer].remove(state)
+            away.ready = False
+        return may_be_used
+
     def take_changed(self) -> list[RequestState]:
         """Return the requests that took or gave back a slot, in order, and forget them."""
         changed, self._changed = self._changed, []

@@ -171,6 +171,10 @@ def test_what_missed_a_step_is_waited_for_when_its_request_ends() -> None:
     residents.settle(join, joined=False)
     residents.on_event(done(a, 0))
     assert a.away is not None and a.away.ready and not residents.is_last(done(a, 0), a)
+    assert residents.withdraw(a), "its slot may be in use"
+    assert residents.num_ready == [0, 0], "and it joins no step any more"
+    residents.release_slot(a)
+    assert residents.num_free_slots == 1
 
 
 def test_no_result_is_expected_at_the_last_layer_of_a_device_that_looks_itself() -> None:
