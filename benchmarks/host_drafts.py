@@ -22,7 +22,7 @@ from pydoc_data import topics
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.common.models import builtin_model
+from benchmarks.common.models import builtin_model, token_bytes
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table_of
 from benchmarks.common.timing import in_turn, median_ratio
@@ -108,10 +108,8 @@ def main() -> None:
     )  # fmt: skip
     args = parser.parse_args()
     model = builtin_model().to(getattr(torch, args.dtype))
-    shape = model.config
-    token_bytes = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * model.dtype.itemsize
     config = EngineConfig(
-        device_kv_bytes=args.device_tokens * token_bytes, host_kv_bytes=1 << 30,
+        device_kv_bytes=args.device_tokens * token_bytes(model), host_kv_bytes=1 << 30,
         classes=(
             ClassSpec(name="LS", kind=ServiceClass.LS, slo=SLO(tpot_s=args.tpot_s)),
             ClassSpec(name="BE", kind=ServiceClass.BE),

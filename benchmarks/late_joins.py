@@ -15,7 +15,7 @@ import time
 from contextlib import ExitStack
 
 from benchmarks.common.engine_run import request
-from benchmarks.common.models import MODELS
+from benchmarks.common.models import MODELS, token_bytes
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table_of
 from benchmarks.common.timing import in_turn, median_ratio
@@ -70,13 +70,11 @@ def main() -> None:
     results = {}
     for name in args.models:
         model = MODELS[name]()
-        shape = model.config
-        token_bytes = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * model.dtype.itemsize
         with ExitStack() as stack:
             served = {}
             for late in (True, False):
                 config = EngineConfig(
-                    device_kv_bytes=args.device_tokens * token_bytes, host_kv_bytes=1 << 30,
+                    device_kv_bytes=args.device_tokens * token_bytes(model), host_kv_bytes=1 << 30,
                     scheduler_options={"late_joins": late, "swap_in_delay_s": 1e9},
                 )  # fmt: skip
                 engine = stack.enter_context(Engine(model, config))

@@ -3,10 +3,12 @@
     python -m benchmarks.prefix_cache --record benchmarks/results/prefix_cache.json
 
 The loads, each a batch of best-effort requests that come at once: ``shared``, prompts with ``--shared`` tokens in front
-that are the same in all, and ``--own`` random ones; ``own``, as many random tokens. A run has an engine of its own, so
-nothing is there from the run before. ``predicted_s`` is the sum of what the latency profile says of the steps: its gain
-is what the work that is left should bring. ``cpu_per_token_us`` is the CPU time of all threads, over the tokens of
-prompts and outputs.
+that are the same in all, and ``--own`` random ones; ``own``, as many random tokens; ``templates``, prompts like those of
+``shared``, but each begins with one of ``--templates`` fronts, drawn at random, and the device has memory for a few of
+these only. ``arrival`` is with the cache, without admission by prefix (``be_prefix_order=false``). A run has an engine
+of its own, so nothing is there from the run before. ``predicted_s`` is the sum of what the latency profile says of the
+steps: its gain is what the work that is left should bring. ``cpu_per_token_us`` is the CPU time of all threads, over the
+tokens of prompts and outputs.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
-from benchmarks.common.models import MODELS
+from benchmarks.common.models import MODELS, token_bytes
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table_of
 from benchmarks.common.timing import in_turn, median_ratio
@@ -31,14 +33,14 @@ from omniserve.profiling import find_or_make_profile
 Run = Callable[[], dict[str, float]]
 
 
-def batch(count: int, *, shared: int, own: int, output: int, seed: int) -> list[Request]:
-    """Draw requests whose prompts have the same first tokens."""
+def batch(count: int, *, shared: int, own: int, output: int, seed: int, templates: int = 1) -> list[Request]:
+    """Draw requests whose prompts begin with one of so many fronts, at random."""
     rng = random.Random(seed)
-    front = [rng.randrange(1, 400) for _ in range(shared)]
+    fronts = [[rng.randrange(1, 400) for _ in range(shared)] for _ in range(templates)]
     sampling = SamplingParams(max_tokens=output, ignore_eos=True)
     return [
         Request(
-            prompt_token_ids=[*front, *(rng.randrange(1, 400) for _ in range(own))], sampling=sampling,
+            prompt_token_ids=[*rng.choice(fronts), *(rng.randrange(1, 400) for _ in range(own))], sampling=sampling,
             service_class="BE",
         )
         for _ in range(count)
@@ -73,25 +75,36 @@ def run(model: PreTrainedModel, profile: Profile, requests: list[Request], confi
 def main() -> None:
     parser = argument_parser(
         __doc__, "prefix_cache", model=("SmolLM-135M", "of benchmarks.common.models"), requests=16, shared=512, own=64,
-        output=32, block_size=16, device_kv_gib=1.0, repeats=3, profile_s=20.0,
+        output=32, templates=(16, "fronts of the third load"), each=(8, "its requests per front"),
+        templates_kv=(4.0, "fronts that the device has memory for in the third load"), block_size=16,
+        device_kv_gib=1.0, repeats=3, profile_s=20.0,
     )  # fmt: skip
     args = parser.parse_args()
     model = MODELS[args.model]()
-    configs = {
-        key: EngineConfig(
-            device_kv_bytes=int(args.device_kv_gib * 2**30), host_kv_bytes=0, block_size=args.block_size,
-            execution=ExecutionConfig(prefix_cache=key == "on"),
-        )
-        for key in ("off", "on")
-    }  # fmt: skip
-    profile = find_or_make_profile(model, configs["off"], time_limit_s=args.profile_s)
-    results: dict[str, object] = {}
-    for load, shared in (("shared", args.shared), ("own", 0)):
-        requests = batch(
-            args.requests, shared=shared, own=args.own + args.shared - shared, output=args.output, seed=1
+
+    def config(key: str, device_kv_bytes: int) -> EngineConfig:
+        return EngineConfig(
+            device_kv_bytes=device_kv_bytes, host_kv_bytes=0, block_size=args.block_size,
+            execution=ExecutionConfig(prefix_cache=key != "off"),
+            scheduler_options={"be_prefix_order": key != "arrival"},
         )  # fmt: skip
+
+    much = int(args.device_kv_gib * 2**30)
+    little = int(args.templates_kv * args.shared * token_bytes(model))
+    draw = functools.partial(batch, output=args.output, seed=1)
+    loads = {
+        "shared": (draw(args.requests, shared=args.shared, own=args.own), much, ("off", "on")),
+        "own": (draw(args.requests, shared=0, own=args.own + args.shared), much, ("off", "on")),
+        "templates": (
+            draw(args.templates * args.each, shared=args.shared, own=args.own, templates=args.templates), little,
+            ("off", "arrival", "on"),
+        ),
+    }  # fmt: skip
+    profile = find_or_make_profile(model, config("off", much), time_limit_s=args.profile_s)
+    results: dict[str, object] = {}
+    for load, (requests, device_kv_bytes, keys) in loads.items():
         runs: dict[str, Run] = {
-            key: functools.partial(run, model, profile, requests, config) for key, config in configs.items()
+            key: functools.partial(run, model, profile, requests, config(key, device_kv_bytes)) for key in keys
         }
         found = in_turn(runs, args.repeats)
         medians = {
@@ -99,10 +112,14 @@ def main() -> None:
             for key, some in found.items()
         }
         gains = {
-            name: median_ratio([each[name] for each in found["off"]], [each[name] for each in found["on"]])
-            for name in ("seconds", "cpu_per_token_us", "predicted_s")
+            key: {
+                name: median_ratio([each[name] for each in found["off"]], [each[name] for each in found[key]])
+                for name in ("seconds", "cpu_per_token_us", "predicted_s")
+            }
+            for key in keys[1:]
         }
-        print(f"{load}: {gains['seconds']:.2f} times as fast with the cache, {gains['predicted_s']:.2f} predicted")
+        for key, gain in gains.items():
+            print(f"{load}, {key}: {gain['seconds']:.2f} times as fast, {gain['predicted_s']:.2f} predicted")
         print(
             table_of([{"": name, **{k: f"{m[name]:.4g}" for k, m in medians.items()}} for name in medians["on"]])
         )  # fmt: skip

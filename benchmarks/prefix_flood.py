@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
-from benchmarks.common.models import MODELS
+from benchmarks.common.models import MODELS, token_bytes
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table_of
 from benchmarks.common.timing import in_turn
@@ -107,15 +107,9 @@ def run(
         "hit_rate": stats.cached_tokens["LS"] / stats.prompt_tokens["LS"],
         "ttft_ms": 1e3 * statistics.median(ttfts_s),
         "ttft_over_predicted": statistics.median(over_predicted),
-        "flood_over_cache": num_flooded / (config.device_kv_bytes / _token_bytes(model)),
+        "flood_over_cache": num_flooded / (config.device_kv_bytes / token_bytes(model)),
         "be_tokens": stats.output_tokens.get("BE", 0),
     }
-
-
-def _token_bytes(model: PreTrainedModel) -> int:
-    shape = model.config
-    head_size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    return int(2 * shape.num_hidden_layers * shape.num_key_value_heads * head_size * model.dtype.itemsize)
 
 
 def main() -> None:
@@ -131,7 +125,7 @@ def main() -> None:
 
     def config(share: float) -> EngineConfig:
         return EngineConfig(
-            device_kv_bytes=args.device_tokens * _token_bytes(model), host_kv_bytes=0, block_size=16,
+            device_kv_bytes=args.device_tokens * token_bytes(model), host_kv_bytes=0, block_size=16,
             execution=ExecutionConfig(prefix_cache=True, ls_prefix_share=share),
         )  # fmt: skip
 

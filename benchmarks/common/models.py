@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.common.record import ROOT
 from omniserve import EngineConfig
@@ -49,6 +49,13 @@ def builtin_model() -> Any:
 
 
 MODELS = {"built-in": builtin_model, "SmolLM-135M": lambda: random_llama(**SMOLLM_135M)}
+
+
+def token_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of a token's KV in all layers."""
+    shape = model.config
+    head_size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return int(2 * shape.num_hidden_layers * shape.num_key_value_heads * head_size * model.dtype.itemsize)
 
 
 def saved_smollm() -> Path:

@@ -291,7 +291,8 @@ class CanCache(Protocol):
     def publish(self, request_id: str, first: int, keys: Sequence[bytes], *, marks: bool = False) -> None:
         """Give the device blocks of a request at rest these keys, from its block ``first`` on, and mark them or not.
 
-        Steps that have been launched write their KV, so later steps can read it: device work runs in order.
+        Steps that have been launched, or the one that is being planned, write their KV. Later rows can read it: device
+        work runs in order, and a layer of a step writes the KV of all its device rows before any of them attends.
         """
 
 

@@ -142,6 +142,8 @@ class Batch:
         self.tokens_left -= count
         if self.cost is not None:
             self.cost.add_chunk(start, count, samples=state.num_logits(start, count))
+        if state.phase is Phase.DEVICE:
+            self._requests.prefixes.publish_ahead(state, start + count)
         return None
 
     def admit(
@@ -164,6 +166,7 @@ class Batch:
         if state.prefix is None or state.prefix.num_prompt_tokens is not None:  # it was preempted
             self._requests.counters["resumed_tokens"] += num_kept
         self._requests.admit(state)
+        self._requests.prefixes.publish_ahead(state, self.end_of(state))
         return None
 
     def run_or_preempt(

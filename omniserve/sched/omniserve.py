@@ -273,7 +273,7 @@ class OmniServePolicy(Policy):
         Returns:
             What to note of prompts that are kept out, and the first of them if memory is what it lacks.
         """
-        waiting = self.requests.waiting
+        waiting, waiting_be = self.requests.waiting, self.requests.waiting_be
         admitted = [state for state in self.requests.device[BE] if not state.decodes]
         for number, state in enumerate(admitted):
             refused_by = batch.add(state, bound_s=bound_s, min_tokens=self._min_be_tokens(batch))
@@ -283,13 +283,13 @@ class OmniServePolicy(Policy):
                 return (), None
         if waiting[LS]:
             return (), None  # a BE prompt must not take the memory that an LS one waits for
-        for state in waiting[BE]:
+        for state in waiting_be.by_prefix() if self.options.be_prefix_order else waiting_be:
             reserve = self.requests.reserve_for_ls(state)
             refused_by = batch.admit(
                 state, bound_s=bound_s, min_tokens=self._min_be_tokens(batch), reserve_blocks=reserve
             )
             if refused_by is not None:
-                kept_out = left_out("BE prefill", len(waiting[BE]), refused_by, state.request_id)
+                kept_out = left_out("BE prefill", len(waiting_be), refused_by, state.request_id)
                 return kept_out, state if refused_by is Bound.MEMORY else None
             if state.phase is not Phase.MOVING and not batch.samples(state):
                 break  # what is copied back takes nothing of the step

@@ -49,7 +49,11 @@ class OmniServePaperPolicy(OmniServePolicy):
 
     def set_up(self) -> None:
         self.options = CoServingOptions(
-            **dataclasses.asdict(self.options), be_order="prefill", offload_for_time=True, slack="step"
+            **dataclasses.asdict(self.options),
+            be_order="prefill",
+            be_prefix_order=False,
+            offload_for_time=True,
+            slack="step",
         )
         super().set_up()
         self._ttft = None

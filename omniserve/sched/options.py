@@ -89,6 +89,9 @@ class CoServingOptions(HostTierOptions):
     be_order: Literal["decode", "prefill"] = "decode"
     """``decode``: BE decodes come before BE prompts, which get the time that is left. ``prefill``: the paper's order
     (omniserve 3.3.2); more BE prompts than the device can prefill then leave no time to decode."""
+    be_prefix_order: bool = True
+    """With the prefix cache, BE prompts that begin alike are admitted one after another; none waits for more than 64
+    others. False: by arrival."""
     offload_for_time: bool = False
     """BE decodes for which steps have no time go to the host tier although the device has memory for them, if the host
     tier has cores of its own (omniserve 3.3.5). There each token takes a step a layer, so that it comes later."""

@@ -33,10 +33,17 @@ class PrefixUse:
 
 
 class Prefixes:
-    """Looks up requests that wait, and publishes what running ones have computed. Without a cache it does nothing."""
+    """Looks up requests that wait, and publishes what running ones have computed. Without a cache it does nothing.
 
-    def __init__(self, kv: KVManager) -> None:
+    Args:
+        publishes_ahead: Chunks of prompts are published as they are planned, for others in the same step: at every
+            layer a step writes the KV of all its device rows before any of them attends. Not if rows may leave a step
+            between two layers: what they have not written must not be read.
+    """
+
+    def __init__(self, kv: KVManager, *, publishes_ahead: bool = True) -> None:
         self._cache = kv if isinstance(kv, CanCache) and kv.caches_prefixes() else None
+        self._publishes_ahead = publishes_ahead
         self._block_size = kv.block_size
         self.num_cached_tokens: Counter[str] = Counter()
         """Counter, by class: prompt tokens that were found at their request's first admission."""
@@ -83,13 +90,23 @@ class Prefixes:
             prefix.num_prompt_tokens = prefix.num_found * self._block_size
             self.num_cached_tokens[state.service_class] += prefix.num_prompt_tokens
 
+    def publish_ahead(self, state: RequestState, num_tokens: int) -> None:
+        """Let requests of the same step find the blocks of a prompt's first tokens, which that step computes.
+
+        Only if no step in flight can end the request: its chunk is then in the step for sure.
+        """
+        if self._publishes_ahead and not (state.decodes or state.num_pending_tokens or state.num_rows_to_score):
+            self._publish(state, num_tokens)
+
     def publish(self, state: RequestState) -> None:
         """Let later requests find the blocks that a DEVICE request has filled by now."""
+        self._publish(state, min(state.num_computed_tokens, state.num_tokens - state.num_pending_tokens))
+
+    def _publish(self, state: RequestState, num_tokens: int) -> None:
         prefix = state.prefix
         if self._cache is None or prefix is None:
             return
-        num_known = min(state.num_computed_tokens, state.num_tokens - state.num_pending_tokens)
-        num_full, first = num_known // self._block_size, prefix.num_published
+        num_full, first = num_tokens // self._block_size, prefix.num_published
         if num_full > first:
             keys = prefix.keys.up_to(state.token_ids, num_full)
             marks = state.kind is ServiceClass.LS

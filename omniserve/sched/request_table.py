@@ -12,6 +12,7 @@ from omniserve.core.request import ServiceClass
 from omniserve.kv.base import CanEvict, CanMove, CanShare, KVManager, MoveResult, Tier
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.options import SchedulerLimits
+from omniserve.sched.prefix_queue import PrefixQueue
 from omniserve.sched.prefixes import Prefixes
 from omniserve.sched.residents import HostResidents
 from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
@@ -25,14 +26,16 @@ class RequestTable:
 
     A request is in exactly one of ``waiting[kind]``, ``device[kind]``, ``residents.queue`` and ``moving``, by its
     phase, or in none of them and ENDING. WAITING and ENDING requests have no block table. HOST requests hold a slot,
-    and so do MOVING ones that come from the host tier or go there; with ``offloads``, requests may.
+    and so do MOVING ones that come from the host tier or go there; with ``offloads``, requests may. With ``preempts``,
+    plans may have preemptible rows.
     """
 
-    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, offloads: bool) -> None:
+    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, offloads: bool, preempts: bool = False) -> None:
         self.limits = limits
         self.kv = kv
         self.states: dict[str, RequestState] = {}
-        self.waiting = {c: RequestQueue() for c in ServiceClass}
+        self.waiting_be = PrefixQueue()
+        self.waiting: dict[ServiceClass, RequestQueue] = {LS: RequestQueue(), BE: self.waiting_be}
         self.device = {c: RequestQueue() for c in ServiceClass}
         self.residents = HostResidents(
             num_slots=limits.num_host_slots, num_layers=limits.num_layers, late_layers=limits.late_layers
@@ -48,7 +51,7 @@ class RequestTable:
         # States stand where a request's last token left them: what is kept of its KV up to an earlier one is of no use.
         self.evicter = kv if isinstance(kv, CanEvict) and not limits.num_state_slots else None
         self.sharer = kv if isinstance(kv, CanShare) else None
-        self.prefixes = Prefixes(kv)
+        self.prefixes = Prefixes(kv, publishes_ahead=not preempts)
         self._offloads = offloads
         self._draining: dict[int, RequestState] = {}
         self._cancels: list[int] = []

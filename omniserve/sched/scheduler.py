@@ -80,8 +80,9 @@ class Scheduler:
         forecast: Forecast | None = None,
         drafter_of: Callable[[str, Request], Drafter] = prompt_lookup,
     ) -> None:
-        self.requests = RequestTable(limits=limits, kv=kv, offloads=policy.offloads)
-        self.policy = policy(self.requests, options or policy.options_type(), forecast)
+        options = options or policy.options_type()
+        self.requests = RequestTable(limits=limits, kv=kv, offloads=policy.offloads, preempts=options.preempts)
+        self.policy = policy(self.requests, options, forecast)
         self._limits = limits
         self._drafter_of = drafter_of
         self._kv = kv

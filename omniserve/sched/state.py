@@ -299,6 +299,11 @@ class RequestQueue:
             raise KeyError(state.request_id)
         del self._states[index]
 
+    @property
+    def first(self) -> RequestState | None:
+        """The oldest of the best class; None: the queue is empty."""
+        return self._states[0] if self._states else None
+
     def __iter__(self) -> Iterator[RequestState]:
         """Best class first, oldest first in it, over a snapshot: the queue may change meanwhile."""
         return iter(tuple(self._states))

@@ -6,6 +6,7 @@ import random
 from functools import cache
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from omniserve import Engine, Request, SamplingParams, patch
@@ -89,6 +90,29 @@ def test_as_many_full_blocks_are_found_as_begin_alike_and_one_token_is_always_co
         assert cached(*prompt, cache_salt="mine") == 0, "another salt"
         assert cached(*prompt, cache_salt="mine") == 32
         assert cached(*prompt, logprobs=0) == 0, "each token has to tell the next one's log-probability"
+
+
+@pytest.mark.parametrize("budget", [128, 32])
+def test_requests_that_begin_in_one_step_share_what_it_computes(budget: int) -> None:
+    """Prompts that begin alike, in one step or, where the first one takes all of it, behind that one."""
+    model, _ = model_and_reference("llama", "cpu")
+    prompts = [[*range(1, 42), number] for number in range(50, 54)]
+    reference = tiny_model("llama")
+    with _engine(model, max_num_batched_tokens=budget) as engine:
+        done = engine.generate([_request(*prompt) for prompt in prompts])
+        engine.scheduler.check_integrity()
+        again = engine.generate([_request(*prompts[0])])
+    assert [output.num_cached_tokens for output in (*done, *again)] == [0, 40, 40, 40, 40]
+    for prompt, output in zip(prompts, done, strict=True):
+        expected = reference.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+        assert expected[0, len(prompt) :].tolist() == list(output.token_ids)
+
+
+def test_rows_that_may_leave_a_step_are_shared_when_they_have_passed_it() -> None:
+    model, _ = model_and_reference("llama", "cpu")
+    with _engine(model, scheduler=preemptible.NAME) as engine:
+        done = engine.generate([_request(*range(1, 42), number) for number in (50, 51)])
+        assert [output.num_cached_tokens for output in done] == [0, 0]
 
 
 def test_an_output_is_found_as_the_beginning_of_the_next_turn() -> None:

@@ -61,11 +61,12 @@ class Machine:
 
     def add(
         self, name: str, *, prompt: int = 4, output: int = 100, ttft: float | None = None, tpot: float | None = None,
-        waited: float = 0.0, scores_prompt: bool = False,
+        waited: float = 0.0, scores_prompt: bool = False, salt: str | None = None,
     ) -> float | None:  # fmt: skip
+        """Add a request. With a prefix cache it shares its prompt with those of the same ``salt``; None: with none."""
         request = Request(
             prompt_token_ids=[7] * prompt,
-            cache_salt=name,
+            cache_salt=name if salt is None else salt,
             sampling=SamplingParams(max_tokens=output, prompt_logprobs=0 if scores_prompt else None),
             service_class=class_of(name),
         )
@@ -104,7 +105,7 @@ class Bench(Machine):
         self, policy: str, *, kv: str = "tiered", device_blocks: int = 8, host_blocks: int = 0, seed: int = 0,
         num_protected: int | None = None, **settings: Any,
     ) -> None:  # fmt: skip
-        """``num_protected``: there is a prefix cache, which protects so many blocks; no two requests share any."""
+        """``num_protected``: there is a prefix cache, which protects so many blocks."""
         caches: dict[str, Any] = {}
         if num_protected is not None:
             caches = {"prefix_cache": True, "num_protected_blocks": num_protected}
