@@ -13,6 +13,9 @@ is a scheduler, with flags of its server if need be: `conserve,kv=incremental`. 
 Device memory holds less than half of the BE work by default, and a few requests at a time with --load memory (the
 built-in model): what a policy does then, host attention, swapping or recomputing, decides what BE requests get.
 
+With --ls-fronts, --ls-chats and --be-fronts prompts begin alike (``benchmarks/common/prefixes.py``): --ls-input and
+--be-input are then what is new in each. `LS found`, `BE found`: the share of prompt tokens that the prefix cache had.
+
 LS requests arrive as a Poisson, gamma (--cv) or square-wave process, or as a trace (CSV with the columns arrival_s,
 input_tokens, output_tokens), of which --seconds choose a slice and --trace-scale the speed. BE work is a backlog that
 is there from the start, or a trace. Prompts are random tokens.
@@ -45,6 +48,7 @@ import httpx
 
 from benchmarks.common.client import OMNISERVE_WIRE, Wire
 from benchmarks.common.models import saved_smollm
+from benchmarks.common.prefixes import PrefixStructure
 from benchmarks.common.record import read_record, stale_reason, write_record
 from benchmarks.common.server import ServerFailed
 from benchmarks.common.summary import cells
@@ -74,11 +78,21 @@ LOADS: dict[str, dict[str, Any]] = {
         "model": "builtin", "device_kv_gib": 0.006, "seconds": 20.0, "drain_s": 5.0, "rates": [4.0], "slo_ttft": 0.1,
         "slo_tpot": 0.012, "be_requests": 256, "be_input": 384, "be_output": 256,
     },
+    "prefixes": {
+        "policies": [
+            "omniserve", "omniserve,execution=prefix_cache=false", "sarathi", "sarathi,execution=prefix_cache=false"
+        ],
+        "model": "builtin", "device_kv_gib": 0.03, "seconds": 20.0, "drain_s": 5.0, "rates": [8.0], "slo_ttft": 0.1,
+        "slo_tpot": 0.012, "ls_input": 32, "ls_output": 24, "ls_fronts": 4, "ls_front": 192, "ls_chats": 16,
+        "be_requests": 4000, "be_input": 64, "be_output": 16, "be_fronts": 16, "be_front": 512,
+    },
 }  # fmt: skip
 """Values of the arguments that are not given. memory: the device has 2,048 tokens of KV (half as many where auto
 takes fp32) of the 164,000 that the BE work needs, and of these LS requests take their part. Its model has six layers: a
 request on the host tier gets a token every seven steps, so that 200 of them bring more than the four that fit on the
-device; with SmolLM's 30 they would not."""
+device; with SmolLM's 30 they would not. prefixes: LS requests are turns of chats with their tenant's system prompt, BE
+prompts are lines of batches with templates, in random order; the device has KV for about 10,000 tokens, a bit more than
+the templates take."""
 
 
 Row = Mapping[str, Any]
@@ -112,7 +126,8 @@ def markdown_table(rows: Sequence[Row]) -> str:
         line = {"policy": row["policy"], "LS/s": f"{row['rate']:.3g}", "SLO x": f"{row['scale']:g}", **cells(row)}
         for name, key, form in (
             ("on host", "host_tokens", "g"), ("of BE", "host_share", ".0%"), ("preempted", "preemptions", "g"),
-            ("recomputed", "recomputed_tokens", "g"), ("others busy", "others_busy_cores", ".1f"),
+            ("recomputed", "recomputed_tokens", "g"), ("LS found", "ls_found", ".0%"), ("BE found", "be_found", ".0%"),
+            ("others busy", "others_busy_cores", ".1f"),
         ):  # fmt: skip
             if key in row:
                 line[name] = format(row[key], form)
@@ -183,6 +198,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         cv=(2.0, "gamma: coefficient of variation of the gaps"), seconds=(20.0, "how long LS requests come"),
         ls_input=(128, "tokens"), ls_output=(32, "tokens"), slo_ttft=(0.3, "objective, seconds"),
         slo_tpot=(0.06, "objective, seconds"), slo_scales=([1.0], "factors of both objectives"),
+        ls_fronts=(0, "first parts that LS prompts begin with, such as system prompts; 0: none"),
+        ls_front=(0, "tokens of one"), ls_chats=(0, "open chats that LS requests are turns of; 0: none"),
+        be_fronts=(0, "first parts that BE prompts begin with, such as templates"), be_front=(0, "tokens of one"),
         be_requests=(48, "backlog at the start; 0: none"), be_input=(512, "tokens"), be_output=(64, "tokens"),
         drain_s=(40.0, "longest wait for what is not finished when LS requests have come"),
         trace_scale=([1.0], "with --ls-trace, instead of --rates: how many times as fast it is sent"),
@@ -229,7 +247,9 @@ def load_of(args: argparse.Namespace) -> tuple[CoServingLoad, list[float]]:
         arrivals=None if args.ls_trace else Arrivals(process=args.arrivals, cv=args.cv), seconds=args.seconds,
         ls_input=args.ls_input, ls_output=args.ls_output, ls_trace=str(args.ls_trace) if args.ls_trace else None,
         ls_slice=piece, be_requests=args.be_requests, be_input=args.be_input, be_output=args.be_output,
-        be_trace=str(args.be_trace) if args.be_trace else None, be_slice=piece, slo_ttft_s=args.slo_ttft,
+        be_trace=str(args.be_trace) if args.be_trace else None, be_slice=piece,
+        ls_prefixes=PrefixStructure(fronts=args.ls_fronts, front_tokens=args.ls_front, chats=args.ls_chats),
+        be_prefixes=PrefixStructure(fronts=args.be_fronts, front_tokens=args.be_front), slo_ttft_s=args.slo_ttft,
         slo_tpot_s=args.slo_tpot, vocab_size=1000, drain_s=args.drain_s,
     )  # fmt: skip
     return load, args.trace_scale if args.ls_trace else args.rates

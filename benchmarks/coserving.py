@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, Wire, drive, random_tokens, warm_server
+from benchmarks.common.prefixes import PrefixStructure
 from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, Server
 from benchmarks.common.summary import medians, summarize_co_serving
 from benchmarks.common.timing import OtherLoad
@@ -113,6 +114,9 @@ class CoServingLoad:
     be_output: int
     be_trace: str | None
     be_slice: TraceSlice
+    ls_prefixes: PrefixStructure
+    """What stands in front of LS prompts, beyond ``ls_input``."""
+    be_prefixes: PrefixStructure
     slo_ttft_s: float
     slo_tpot_s: float
     vocab_size: int
@@ -144,10 +148,12 @@ class CoServingLoad:
 
     def requests(self, point: float, seed: int, slo: tuple[float, float]) -> list[LoadRequest]:
         """Return everything to send; the BE requests depend on the seed alone."""
-        ls_rng, be_rng = random.Random(seed), random.Random(seed + 10_000)
+        ls_rng, be_rng, size = random.Random(seed), random.Random(seed + 10_000), self.vocab_size
+        ls = random_tokens(self.ls_rows(point, ls_rng), ls_rng, tier=LS_TIER, vocab_size=size, slo=slo)
+        be = random_tokens(self.be_rows(be_rng), be_rng, tier=BE_TIER, vocab_size=size)
         return [
-            *random_tokens(self.ls_rows(point, ls_rng), ls_rng, tier=LS_TIER, vocab_size=self.vocab_size, slo=slo),
-            *random_tokens(self.be_rows(be_rng), be_rng, tier=BE_TIER, vocab_size=self.vocab_size),
+            *self.ls_prefixes.put_before(ls, ls_rng, vocab_size=size),
+            *self.be_prefixes.put_before(be, be_rng, vocab_size=size),
         ]
 
     def warm_up(self, slo: tuple[float, float]) -> list[LoadRequest]:
@@ -168,6 +174,8 @@ COUNTERS = {
     "swaps_out": 'omniserve_swaps_total{direction="out"}',
     "swaps_in": 'omniserve_swaps_total{direction="in"}',
 }
+CACHED = 'omniserve_cached_tokens_total{{service_class="{}"}}'
+PROMPTS = 'omniserve_prompt_tokens_total{{service_class="{}"}}'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +282,9 @@ def counters(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
     result["recomputed_tokens"] = grown(PREEMPTED) - grown(RESUMED)
     if be_tokens := grown(BE_TOKENS):
         result["host_share"] = grown(HOST_TOKENS) / be_tokens
+    for name in ("LS", "BE"):
+        if (cached := grown(CACHED.format(name))) and (prompt_tokens := grown(PROMPTS.format(name))):
+            result[f"{name.lower()}_found"] = cached / prompt_tokens
     return result
 
 

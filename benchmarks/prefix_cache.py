@@ -3,12 +3,12 @@
     python -m benchmarks.prefix_cache --record benchmarks/results/prefix_cache.json
 
 The loads, each a batch of best-effort requests that come at once: ``shared``, prompts with ``--shared`` tokens in front
-that are the same in all, and ``--own`` random ones; ``own``, as many random tokens; ``templates``, prompts like those of
-``shared``, but each begins with one of ``--templates`` fronts, drawn at random, and the device has memory for a few of
-these only. ``arrival`` is with the cache, without admission by prefix (``be_prefix_order=false``). A run has an engine
-of its own, so nothing is there from the run before. ``predicted_s`` is the sum of what the latency profile says of the
-steps: its gain is what the work that is left should bring. ``cpu_per_token_us`` is the CPU time of all threads, over the
-tokens of prompts and outputs.
+that are the same in all, and ``--own`` random ones; ``own``, as many random tokens; ``templates``, prompts like those
+of ``shared``, but each begins with one of ``--templates`` fronts, drawn at random, and the device has memory for a few
+of these only. ``arrival`` is with the cache, without admission by prefix (``be_prefix_order=false``). A run has an
+engine of its own, so nothing is there from the run before. ``predicted_s`` is the sum of what the latency profile says
+of the steps: its gain is what the work that is left should bring. ``cpu_per_token_us`` is the CPU time of all threads,
+over the tokens of prompts and outputs.
 """
 
 from __future__ import annotations

@@ -62,14 +62,14 @@ class ExecutionConfig:
     a minute."""
     step_graphs_gib: float = 2.0
     """Most GiB of device memory that captured steps may take, beside the KV pool and the weights."""
-    prefix_cache: bool = False
+    prefix_cache: bool | None = None
     """Full KV blocks without a request keep their KV on the device until the memory is needed, and a request with the
     same first tokens begins behind them; so does a preempted one. With kv ``paged`` and ``tiered``, and not for models
-    with recurrent states."""
+    with recurrent states. None: where it is possible."""
     ls_prefix_share: float = 0.25
     """Share of the device's blocks, in [0, 1), in which the prefix cache keeps what LS requests have had there last,
-    before all else. BE requests that come to the device leave it these blocks, under policies that reserve memory for
-    LS."""
+    before all else, as long as LS requests find something there. BE requests that come to the device leave it these
+    blocks, under policies that reserve memory for LS."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model or its tokenizer, when it is loaded by its name; it can do anything."""
 

@@ -65,20 +65,23 @@ def num_blocks(config: EngineConfig, spec: ModelSpec, *, has_hosts: bool = True)
     return num_device_blocks, _num_blocks(config.host_kv_bytes, block_bytes, "host_kv_bytes")
 
 
-def require_cacheable(config: EngineConfig, spec: ModelSpec) -> None:
-    """Refuse a prefix cache that there cannot be.
+def caches_prefixes(config: EngineConfig, spec: ModelSpec) -> bool:
+    """Return whether there is a prefix cache.
 
     Raises:
         ValueError: One is wanted, but the KV manager has none, or the model has states that no block holds.
     """
-    if not config.execution.prefix_cache:
-        return
+    is_wanted = config.execution.prefix_cache
+    if is_wanted is False:
+        return False
     manager = KV_MANAGERS.get(config.kv)
     # Those that evict keep the KV of preempted requests in their own way, and would share what they count as free.
-    if not issubclass(manager, CanCache) or issubclass(manager, CanEvict):
+    can = issubclass(manager, CanCache) and not issubclass(manager, CanEvict)
+    if is_wanted and not can:
         raise ValueError(f"kv={config.kv!r} has no prefix cache: set kv to tiered or paged, or prefix_cache to False")
-    if spec.state_bytes:
+    if is_wanted and spec.state_bytes:
         raise ValueError("prefix_cache is not for models with recurrent states, which no block holds: set it to False")
+    return can and not spec.state_bytes
 
 
 def rows_per_host_request(config: EngineConfig, spec: ModelSpec, *, has_own_memory: bool) -> int:

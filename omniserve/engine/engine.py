@@ -21,7 +21,7 @@ from omniserve.core.request import Completion, Request, RequestLimits, RequestOu
 from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
-from omniserve.engine.capacity import fit_states, max_model_len, num_blocks, require_cacheable, rows_per_host_request
+from omniserve.engine.capacity import caches_prefixes, fit_states, max_model_len, num_blocks, rows_per_host_request
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, StepLog, Stepper
@@ -97,7 +97,7 @@ class Engine:
             raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
         if isinstance(options, CoServingOptions) and options.defer_classes and self.spec.state_bytes:
             raise ValueError("defer_classes is not for models with recurrent states: their rows cannot leave a step")
-        require_cacheable(config, self.spec)
+        has_prefix_cache = caches_prefixes(config, self.spec)
         num_device_blocks, num_host_blocks = num_blocks(config, self.spec)
         storage = DeviceKVStorage(
             self.spec,
@@ -120,7 +120,7 @@ class Engine:
                 max_rows=rows_per_host_request(config, self.spec, has_own_memory=patched.device.type != "cpu"),
             )  # fmt: skip
         caches: dict[str, Any] = {}
-        if config.execution.prefix_cache:
+        if has_prefix_cache:
             num_protected = int(config.execution.ls_prefix_share * num_device_blocks)
             caches = {"prefix_cache": True, "num_protected_blocks": num_protected}
         self.kv = manager(

@@ -263,8 +263,8 @@ class CanCache(Protocol):
     """Keeps the KV of full device blocks for requests that begin with the same tokens; see ``kv.prefix_cache``.
 
     The constructor of such a manager takes ``prefix_cache`` and ``num_protected_blocks``: so many idle blocks that were
-    marked are kept before all others (``kv.prefix_cache.CachingPool``). A block that several requests use counts for
-    each.
+    marked are kept before all others (``kv.prefix_cache.CachingPool``), unless ``protect`` says otherwise. A block that
+    several requests use counts for each.
     ``kv.prefix_cache.CachesPrefixes`` implements this.
     """
 
@@ -273,6 +273,12 @@ class CanCache(Protocol):
 
     def has_cached(self, key: bytes) -> bool:
         """Tell whether the device has the block of this key."""
+
+    def knows_cached(self, key: bytes) -> bool:
+        """Tell whether the device has the block of this key, or had it with a mark, not too long ago."""
+
+    def protect(self, is_on: bool) -> None:
+        """Protect marked blocks from now on, or do not."""
 
     def num_used(self, keys: Sequence[bytes]) -> int:
         """Return how many of the cached blocks of these keys have users. To share these takes no free block."""

@@ -2,7 +2,7 @@
 
 Paper: vLLM 4.4 (shared prefix). The chain of hashes is that of vLLM's automatic prefix caching. A block without users
 keeps its KV until a request needs the memory; the one that has been without users for the longest time is taken first.
-A share of the blocks is protected: prefixes of LS requests stay there as long as there are others to take.
+A share of the blocks may be protected: prefixes of LS requests stay there as long as there are others to take.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class CachingPool(BlockPool):
     Such *idle* blocks count as free: ``take`` forgets them when no other block is left, the longest idle first. Callers
     give a request's blocks back from its last one on, so what is forgotten first is the end of a prefix.
 
-    Blocks may be marked: of those that are, so many that have been idle for the shortest time are forgotten last.
+    Blocks may be marked: of those that are, so many that have been idle for the shortest time are forgotten last while
+    ``protects`` is set. The pool remembers the keys of marked blocks that it has forgotten, as many as it has blocks.
 
     Args:
         most_protected: How many.
@@ -54,6 +55,9 @@ class CachingPool(BlockPool):
     def __init__(self, num_blocks: int, name: str, *, most_protected: int = 0) -> None:
         super().__init__(num_blocks, name)
         self.most_protected = most_protected
+        self.protects = True
+        self._forgotten: OrderedDict[bytes, None] = OrderedDict()
+        """Keys of marked blocks, the last forgotten last."""
         self._num_users = [0] * num_blocks
         self._keys: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
@@ -70,16 +74,13 @@ class CachingPool(BlockPool):
     @property
     def num_protected(self) -> int:
         """Idle blocks that are forgotten last."""
-        return min(len(self._idle_marked), self.most_protected)
+        return min(len(self._idle_marked), self.most_protected if self.protects else 0)
 
     def take(self, count: int, after: int | None = None) -> list[int] | None:
         if count > self.num_free:
             return None
         while len(self._free) < count:
-            block = self._longest_idle()
-            del self._blocks[self._keys.pop(block)]
-            self._is_marked[block] = 0
-            super().give_back([block])
+            self._forget(self._longest_idle())
         taken = super().take(count, after)
         assert taken is not None
         for block in taken:
@@ -106,13 +107,27 @@ class CachingPool(BlockPool):
     def _longest_idle(self) -> int:
         """Take the idle block that is to be forgotten next out of its queue."""
         idle, marked = self._idle, self._idle_marked
-        if len(marked) > self.most_protected or not idle:
+        if len(marked) > self.num_protected or not idle:
             first = next(iter(marked))
             if not idle or marked[first] < idle[next(iter(idle))]:
                 del marked[first]
                 return first
         block, _ = idle.popitem(last=False)
         return block
+
+    def _forget(self, block: int) -> None:
+        key = self._keys.pop(block)
+        del self._blocks[key]
+        if self._is_marked[block]:
+            self._is_marked[block] = 0
+            self._forgotten[key] = None
+            if len(self._forgotten) > self.num_blocks:
+                self._forgotten.popitem(last=False)
+        super().give_back([block])
+
+    def knows(self, key: bytes) -> bool:
+        """Tell whether a block has this key, or a marked one had it and was forgotten."""
+        return key in self._blocks or key in self._forgotten
 
     def has(self, key: bytes) -> bool:
         """Tell whether a block has this key."""
@@ -150,6 +165,7 @@ class CachingPool(BlockPool):
         if block not in self._keys and key not in self._blocks:
             self._keys[block], self._blocks[key] = key, block
             self._is_marked[block] = marks
+            self._forgotten.pop(key, None)
 
     def check(self, owned: Iterable[int]) -> None:
         """Verify that ``owned`` has each id as often as it has users, and that all others are free or idle.
@@ -168,6 +184,7 @@ class CachingPool(BlockPool):
         assert [self._is_marked[block] for block in idle] == marks, f"idle {self.name} blocks are in the wrong queue"
         assert not any(self._is_marked[block] for block in range(self.num_blocks) if block not in self._keys)
         assert {key: block for block, key in self._keys.items()} == self._blocks
+        assert len(self._forgotten) <= self.num_blocks and not self._forgotten.keys() & self._blocks.keys()
 
 
 class CachesPrefixes(ABC):
@@ -191,6 +208,14 @@ class CachesPrefixes(ABC):
     def has_cached(self, key: bytes) -> bool:
         assert self._cache is not None
         return self._cache.has(key)
+
+    def knows_cached(self, key: bytes) -> bool:
+        assert self._cache is not None
+        return self._cache.knows(key)
+
+    def protect(self, is_on: bool) -> None:
+        assert self._cache is not None
+        self._cache.protects = is_on
 
     def num_used(self, keys: Sequence[bytes]) -> int:
         assert self._cache is not None

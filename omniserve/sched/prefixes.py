@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from omniserve.sched.state import RequestState
 
 
+_REUSE_RATE = 1 / 32
+_LEAST_REUSE = 0.01
+"""Prefixes of LS requests are protected while these find such a share of their prompts, or would if none had been
+forgotten: an average of which the last request makes ``_REUSE_RATE``."""
+
+
 @dataclass(slots=True)
 class PrefixUse:
     """What a request has to do with the prefix cache."""
@@ -47,12 +53,25 @@ class Prefixes:
         self._block_size = kv.block_size
         self.num_cached_tokens: Counter[str] = Counter()
         """Counter, by class: prompt tokens that were found at their request's first admission."""
+        self._ls_reuse = 2 * _LEAST_REUSE
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a cache."""
+        return self._cache is not None
 
     def note_arrival(self, state: RequestState) -> None:
         """Look up a new request."""
-        if self._cache is not None:
-            state.prefix = PrefixUse(PrefixKeys(self._block_size, salt=state.request.cache_salt))
-            self._found(state)
+        if self._cache is None:
+            return
+        state.prefix = PrefixUse(PrefixKeys(self._block_size, salt=state.request.cache_salt))
+        self._found(state)
+        if state.kind is ServiceClass.LS:
+            keys = state.prefix.keys.up_to(state.token_ids, self._most_found(state))
+            num_known = sum(1 for _ in itertools.takewhile(self._cache.knows_cached, keys))
+            share = num_known * self._block_size / state.num_tokens
+            self._ls_reuse += _REUSE_RATE * (share - self._ls_reuse)
+            self._cache.protect(self._ls_reuse >= _LEAST_REUSE)
 
     def num_tokens(self, state: RequestState) -> int:
         """Look up a WAITING request, and return how many of its first tokens are in the cache."""
@@ -121,7 +140,10 @@ class Prefixes:
         prefix = state.prefix
         if self._cache is None or prefix is None or state.num_rows_to_score > state.num_scored_rows:
             return ()
-        most = (state.num_tokens - max(1, state.num_pending_tokens)) // self._block_size
+        most = self._most_found(state)
         keys = prefix.keys.up_to(state.token_ids, most)
         prefix.num_found = sum(1 for _ in itertools.takewhile(self._cache.has_cached, keys[:most]))
         return keys[: prefix.num_found]
+
+    def _most_found(self, state: RequestState) -> int:
+        return (state.num_tokens - max(1, state.num_pending_tokens)) // self._block_size

@@ -117,7 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="YAML or JSON: a list of keys with name, key or its sha256, and if wanted tier (the highest "
-        "service_tier), requests_per_minute and tokens_per_minute; repeat it",
+        "service_tier), requests_per_minute, tokens_per_minute and private_prefixes; repeat it",
     )
     parser.add_argument(
         "--cors-origin",

@@ -60,7 +60,7 @@ async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -
         service.check_model(request.model)
         call_id = new_call_id(endpoint.id_prefix)
         shape = endpoint(service, request, call_id)
-        outputs = http.state.outputs = await service.begin(request, call_id, arrival_s)
+        outputs = http.state.outputs = await service.begin(request, call_id, arrival_s, caller=caller_of(http).name)
         return outputs, shape
 
 

@@ -33,6 +33,9 @@ class ApiKey:
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     """Tokens of prompts and outputs together."""
+    private_prefixes: bool = False
+    """The prefix cache lets nobody else find what its holder's requests leave, nor these find what others leave: times
+    tell nobody what others have asked."""
 
     def limited_tier(self, asked: str, classes: Sequence[ClassSpec]) -> str:
         """Return the tier to use: the one asked for, or the key's own where that is of lower priority.
@@ -103,6 +106,7 @@ class _Entry(BaseModel):
     tier: str | None = None
     requests_per_minute: float | None = Field(None, gt=0)
     tokens_per_minute: float | None = Field(None, gt=0)
+    private_prefixes: bool = False
 
     def as_key(self) -> ApiKey:
         if (self.key is None) == (self.sha256 is None):

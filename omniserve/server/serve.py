@@ -73,7 +73,11 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
     except (OSError, ValueError, ImportError) as error:
         raise EngineStopped(f"no tokenizer in {options.tokenizer}: {error}") from None
     logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
-    return Service(engine=engine, info=info, codec=codec, model_name=options.model_name, limits=options.limits)
+    keys = options.keys.keys if options.keys is not None else ()
+    return Service(
+        engine=engine, info=info, codec=codec, model_name=options.model_name, limits=options.limits,
+        private_callers=frozenset(key.name for key in keys if key.private_prefixes),
+    )  # fmt: skip
 
 
 class _Main:

@@ -28,14 +28,16 @@ class Service:
     """A model behind the API; its engine has been started."""
 
     def __init__(
-        self, *, engine: EngineSupervisor, info: EngineInfo, codec: TextCodec, model_name: str, limits: Limits
-    ) -> None:
+        self, *, engine: EngineSupervisor, info: EngineInfo, codec: TextCodec, model_name: str, limits: Limits,
+        private_callers: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
         self.engine = engine
         self.info = info
         self.codec = codec
         self.model_name = model_name
         self.metrics = ServerMetrics([spec.name for spec in info.classes], [spec.slo for spec in info.classes])
         self.limits = limits
+        self._private_callers = private_callers
         self.bodies = BodyReader(int(limits.max_body_mib * MIB), limits.stall_timeout_s)
         self._backlog = Backlog([spec.name for spec in info.classes], limits.max_queued_requests)
         self.metrics.show_backlog(self._backlog.num_waiting)
@@ -61,6 +63,13 @@ class Service:
         if (death := self.client.failure) is not None:
             raise engine_gone(self.engine.failure or death, self.engine.retry_after_s)
         self.client.check_room()
+
+    def _salt(self, asked: str, caller: str) -> str:
+        """Return a salt that a request of another key cannot have, if the caller's prefixes are private."""
+        if not self._private_callers:
+            return asked
+        owner = caller if caller in self._private_callers else ""
+        return f"{len(owner)} {owner} {asked}"
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if another model is asked for."""
@@ -102,8 +111,10 @@ class Service:
             self.check_token_ids(prompt, "the prompt has the token id {}, but", param=_prompt_field(request))
         return prompts
 
-    async def begin(self, request: GenerationRequest, call_id: str, arrival_s: float) -> OutputStream:
-        """Return a call's outputs, not started; hand them to ``end`` at last.
+    async def begin(
+        self, request: GenerationRequest, call_id: str, arrival_s: float, *, caller: str | None = None
+    ) -> OutputStream:
+        """Return a call's outputs, not started; hand them to ``end`` at last. ``caller``: the name of its API key.
 
         Raises:
             ApiError: The request does not fit the model, or too many of its class wait already.
@@ -139,7 +150,7 @@ class Service:
                 echoes=echoes,
                 prediction=prediction,
                 speculation=request.speculation,
-                cache_salt=request.cache_salt or "",
+                cache_salt=self._salt(request.cache_salt or "", caller or ""),
                 num_kept=request.n,
                 at_once=not request.stream,
                 calls_tools=bool(request.offered_tools),

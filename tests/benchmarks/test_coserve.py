@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks import coserve
-from benchmarks.common.client import BE_TIER, LS_TIER, RequestRecord, backlog, poisson_stream
+from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecord, backlog, poisson_stream
+from benchmarks.common.prefixes import PrefixStructure
 from benchmarks.common.summary import medians, summarize_co_serving
 from benchmarks.coserve import frontier_of, pareto_optimal, plot
 from benchmarks.coserving import Arrivals, TraceSlice, counters, flags_of, joined_records, plan_runs, rows_of
@@ -49,6 +50,46 @@ def test_every_process_has_the_mean_rate_that_was_asked_for(process: str) -> Non
     if process == "square":
         low = sum(time % 10 < 5 for time in times) / len(times)
         assert low == pytest.approx(0.1, abs=0.02)  # a fifth of the mean rate for half of the time
+
+
+def _sent(*new: int) -> list[LoadRequest]:
+    """Return requests, a second apart, whose prompts are so many tokens, each the number of its request."""
+    return [
+        LoadRequest(send_at_s=float(i), prompt=[1000 + i] * count, max_tokens=3, service_tier=LS_TIER)
+        for i, count in enumerate(new)
+    ]
+
+
+def test_prompts_begin_with_one_of_so_many_fronts() -> None:
+    structure, plain = PrefixStructure(fronts=3, front_tokens=20), _sent(*[2] * 40)
+    sent = structure.put_before(plain, random.Random(5), vocab_size=100)
+    assert sent == structure.put_before(plain, random.Random(5), vocab_size=100)
+    fronts = {tuple(request.prompt[:20]) for request in sent}
+    assert len(fronts) == 3 and all(0 < token < 100 for front in fronts for token in front)
+    assert [request.prompt[20:] for request in sent] == [request.prompt for request in plain]
+    assert [request.send_at_s for request in sent] == [request.send_at_s for request in plain]
+    assert PrefixStructure().put_before(plain, random.Random(5), vocab_size=100) == plain
+
+
+def test_a_turn_of_a_chat_begins_with_all_turns_before_it_and_chats_have_an_end() -> None:
+    structure = PrefixStructure(fronts=2, front_tokens=4, chats=3, chat_tokens=30)
+    sent = structure.put_before(_sent(*[2] * 60), random.Random(1), vocab_size=100)
+    prompts = [tuple(request.prompt) for request in sent]
+    assert max(len(prompt) + 3 for prompt in prompts) <= 30
+    firsts = [i for i, prompt in enumerate(prompts) if len(prompt) == 6]
+    assert {prompts[i][:4] for i in firsts} == {prompts[i][:4] for i in range(60)} and len(firsts) > 10
+    for i, prompt in enumerate(prompts):
+        if len(prompt) > 6:
+            before = [j for j in range(i) if prompts[j] == prompt[:-5]]
+            assert len(before) == 1, "the turn before, three tokens of an answer, two new ones"
+    ends = {tuple(prompts[j]) for i in range(60) for j in range(i) if prompts[j] == prompts[i][:-5]}
+    assert len(prompts) - len(ends) == len(firsts), "each chat has one last turn"
+
+
+@pytest.mark.parametrize("wrong", [{"fronts": 2}, {"front_tokens": 5}, {"chats": -1}, {"chats": 2, "chat_tokens": 0}])
+def test_structures_without_sense_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"prefixes|fronts"):
+        PrefixStructure(**wrong)
 
 
 def test_an_unknown_process_is_refused() -> None:

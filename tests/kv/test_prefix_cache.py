@@ -39,6 +39,8 @@ def test_random_histories_keep_what_they_say(seed: int) -> None:
                 for block in blocks[len(keys) :]:
                     written[block] = b""
                 owners.append((blocks, keys, found))
+        elif action < 0.52:
+            pool.protects = not pool.protects
         elif owners and action < 0.7:
             blocks, keys, first = rng.choice(owners)
             for block, key in list(zip(blocks, keys, strict=False))[first : rng.randint(first, len(blocks))]:
@@ -75,6 +77,31 @@ def test_the_blocks_that_were_idle_longest_are_forgotten_first_but_for_protected
         assert blocks is not None
         assert kept(pool, *"abcde") == left, "a is more than may be protected, and was idle longer than d"
         pool.give_back(blocks)
+
+
+def test_protection_can_be_switched_off_and_what_was_forgotten_is_known() -> None:
+    pool = CachingPool(4, "test", most_protected=2)
+    filled(pool, "a", "b", marks=True)
+    filled(pool, "c", "d")
+    pool.protects = False
+    assert pool.num_protected == 0
+    assert pool.begin([], 2) is not None and kept(pool, *"abcd") == "cd", "a and b were idle for longer"
+    known = [name for name in "abcd" if pool.knows(name.encode())]
+    assert known == ["a", "b", "c", "d"]
+    pool.protects = True
+    assert pool.begin([], 2) is not None and [name for name in "abcd" if pool.knows(name.encode())] == ["a", "b"]
+    pool.check([0, 1, 2, 3])
+
+
+def test_so_many_forgotten_keys_are_known_as_there_are_blocks() -> None:
+    pool = CachingPool(3, "test")
+    for name in "abcdefgh":
+        filled(pool, name, marks=True)
+    assert kept(pool, *"abcdefgh") == "fgh"
+    assert "".join(name for name in "abcdefgh" if pool.knows(name.encode())) == "cdefgh"
+    filled(pool, "d", marks=True)
+    assert "".join(name for name in "abcdefgh" if pool.knows(name.encode())) == "defgh"
+    pool.check([])
 
 
 def test_a_block_that_a_request_with_marks_finds_is_protected_from_then_on() -> None:

@@ -187,6 +187,8 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
         "compile": False,
         "async_steps": False,
     }
+    # Of a generator of its own, so that all else is drawn as it was without.
+    settings["prefix_cache"] = random.Random(repr(settings)).choice([None, False])
     if spec.state_bytes:
         # At least half of the pool is for KV, so states of many requests ask for a pool that is never full.
         settings |= {"max_num_seqs": rng.choice([3, 8]), "max_host_requests": rng.choice([2, 6])}
@@ -413,7 +415,7 @@ def run_history(
             tally.constant_chunks += engine.runner.graphs.num_chunk_steps
             tally.left_graphs += engine.runner.graphs.num_steps_left
         assert stats.device_blocks_used == stats.host_blocks_used == 0, stats
-        if not config.execution.prefix_cache:
+        if not engine.scheduler.requests.prefixes.is_on:
             num_free = len(engine.kv.free_block_ids(Tier.DEVICE))
             assert num_free == stats.device_blocks_total, "somebody who ended keeps KV"
     assert set(reasons) == set(which), f"seed {seed}: {set(which) - set(reasons)} never ended"

@@ -25,6 +25,22 @@ def test_a_best_effort_request_is_admitted_beside_protected_prefixes_or_not_at_a
     assert is_waiting == (num_protected > 0), "four blocks, and one less than three are left"
 
 
+def test_prefixes_are_protected_while_latency_sensitive_requests_come_back_to_some() -> None:
+    bench = Bench("omniserve", device_blocks=10, num_protected=7, ls_reserve_fraction=0.0)
+
+    def serve(name: str, salt: str) -> int:
+        bench.add(name, prompt=31, output=1, salt=salt)
+        bench.run_until(lambda: name in bench.finished)
+        return bench.requests.ls_reserve
+
+    kept = [serve(f"ls{number}", f"salt {number}") for number in range(60)]
+    assert kept[0] == 7 and kept[-1] == 0 and sorted(kept, reverse=True) == kept, "none comes back"
+    bench.add("be", prompt=39, output=1)
+    bench.run_until(lambda: "be" in bench.finished)
+    assert serve("ls60", "salt 59") == 7, "it comes back, and finds nothing any more"
+    assert bench.requests.prefixes.num_cached_tokens["LS"] == 0
+
+
 @pytest.mark.parametrize("num_protected", [0, 7])
 def test_a_best_effort_request_does_not_come_back_into_protected_prefixes(num_protected: int) -> None:
     bench = Bench(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
+from batch_inputs import line, results, submit, wait_for
 
 
 def usage(client, prompt, salt, **kwargs):
@@ -33,3 +36,20 @@ def test_so_do_chats_and_streams(client):
 def test_a_bad_salt_is_refused(client, salt):
     with pytest.raises(openai.BadRequestError, match="cache_salt"):
         usage(client, [5, 6, 7], salt)
+
+
+def test_private_prefixes_have_a_salt_that_no_other_key_can_have(start_server, tmp_path):
+    file = tmp_path / "keys.json"
+    keys = [{"name": name, "key": name, "private_prefixes": name != "bob"} for name in ("ann", "3 ann", "bob")]
+    file.write_text(json.dumps(keys))
+    server = start_server("--api-key-file", str(file)).wait_until_ready()
+    for name, asked, salt in (
+        ("ann", None, "3 ann "), ("ann", "xx", "3 ann xx"), ("3 ann", "ann", "5 3 ann ann"), ("bob", "ann", "0  ann")
+    ):  # fmt: skip
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=name, max_retries=0)
+        assert usage(client, [5, 6, 7], asked).prompt_tokens_details.cached_tokens == len(salt)
+        body = {"prompt": [5, 6, 7], "max_tokens": 2} | ({} if asked is None else {"cache_salt": asked})
+        batch = wait_for(client, submit(client, [line("a", body)]).id)
+        (result,) = results(client, batch.output_file_id)
+        found = result["response"]["body"]["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert found == len(salt), "a batch is its key's"

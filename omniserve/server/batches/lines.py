@@ -77,6 +77,8 @@ class PendingLine:
     custom_id: str
     endpoint: str
     input_file_id: str
+    caller: str | None
+    """The name of the API key that its batch belongs to."""
     start: int
     length: int
     engine_stops: int
@@ -221,7 +223,7 @@ async def run_line(service: Service, line: PendingLine, raw: bytes, *, escalated
         request = _classed(service, parse(endpoint.request_kind, body_of(raw)), escalated)
         service.check_open()
         service.check_model(request.model)
-        outputs = await service.begin(request, call_id, time.monotonic())
+        outputs = await service.begin(request, call_id, time.monotonic(), caller=line.caller)
         try:
             await outputs.start()
             shape = endpoint(service, request, call_id)

@@ -209,7 +209,9 @@ class Owner:
         first = first or {}
         found: dict[LineKey, PendingLine] = {}
         with self._database.read() as connection:
-            batches = connection.execute(self._in_progress(*BATCHES.c["id", "endpoint", "input_file_id"])).mappings()
+            batches = connection.execute(
+                self._in_progress(*BATCHES.c["id", "endpoint", "input_file_id", "caller"])
+            ).mappings()
             able = [batch for batch in batches if not self.is_put_off(batch["id"])]
             turns = [(batch, first[batch["id"]]) for batch in able if batch["id"] in first]
             turns += [(batch, limit) for batch in able]
@@ -283,8 +285,8 @@ def _pending_of(
     def found(is_suspect: ColumnElement[bool], most: int) -> list[PendingLine]:
         query = select(*_PENDING_COLUMNS).where(_pending(batch["id"]), is_suspect).order_by(LINES.c.number)
         rows = connection.execute(query.limit(most + num_held)).mappings()
-        files = {"endpoint": batch["endpoint"], "input_file_id": batch["input_file_id"]}
-        lines = [PendingLine(**row, **files) for row in rows]
+        of_batch = {name: batch[name] for name in ("endpoint", "input_file_id", "caller")}
+        lines = [PendingLine(**row, **of_batch) for row in rows]
         return [line for line in lines if line.key not in held][:most]
 
     lines = found(IS_SUSPECT, 1) if with_suspect else []
