@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -285,6 +285,15 @@ class CanCache(Protocol):
 
     def num_protected(self) -> int:
         """Return how many blocks are without users now, and protected."""
+
+    def device_blocks(self, request_id: str) -> Sequence[int]:
+        """Return the table of a request that is at rest on the device."""
+
+    def freed_by(self) -> Callable[[Iterable[int]], int]:
+        """Return a function that tells how many of these device blocks are free when a user of each gives it back.
+
+        It counts on: a block with two users is free when it was asked about twice.
+        """
 
     def begin(
         self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0, marks: bool = False

@@ -52,7 +52,7 @@ class PagedKVManager(CachesPrefixes, KVManager):
     def _adopt(self, request_id: str, blocks: list[int]) -> None:
         self._tables[request_id] = blocks
 
-    def _device_blocks(self, request_id: str) -> Sequence[int]:
+    def device_blocks(self, request_id: str) -> Sequence[int]:
         return self._tables[request_id]
 
     def num_free(self, tier: Tier) -> int:

@@ -12,7 +12,7 @@ import itertools
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from omniserve.kv.block_pool import BlockPool
 
@@ -133,6 +133,19 @@ class CachingPool(BlockPool):
         """Tell whether a block has this key."""
         return key in self._blocks
 
+    def freed_by(self) -> Callable[[Iterable[int]], int]:
+        """See ``CanCache.freed_by``."""
+        left: dict[int, int] = {}
+
+        def count(blocks: Iterable[int]) -> int:
+            num_freed = 0
+            for block in blocks:
+                left[block] = num_left = left.get(block, self._num_users[block]) - 1
+                num_freed += not num_left
+            return num_freed
+
+        return count
+
     def num_idle(self, keys: Iterable[bytes]) -> int:
         """Return how many of the blocks with these keys have no user."""
         return sum(not self._num_users[self._blocks[key]] for key in keys)
@@ -199,7 +212,7 @@ class CachesPrefixes(ABC):
         """Make device blocks the table of a request that has none."""
 
     @abstractmethod
-    def _device_blocks(self, request_id: str) -> Sequence[int]:
+    def device_blocks(self, request_id: str) -> Sequence[int]:
         """Return the table of a request that is at rest on the device."""
 
     def caches_prefixes(self) -> bool:
@@ -225,6 +238,10 @@ class CachesPrefixes(ABC):
         assert self._cache is not None
         return self._cache.num_protected
 
+    def freed_by(self) -> Callable[[Iterable[int]], int]:
+        assert self._cache is not None
+        return self._cache.freed_by()
+
     def begin(
         self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0, marks: bool = False
     ) -> tuple[int, ...] | None:
@@ -238,5 +255,5 @@ class CachesPrefixes(ABC):
 
     def publish(self, request_id: str, first: int, keys: Sequence[bytes], *, marks: bool = False) -> None:
         assert self._cache is not None
-        for block, key in zip(self._device_blocks(request_id)[first:], keys, strict=False):
+        for block, key in zip(self.device_blocks(request_id)[first:], keys, strict=False):
             self._cache.publish(block, key, marks=marks)

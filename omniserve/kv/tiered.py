@@ -98,7 +98,7 @@ class TieredKVManager(CachesPrefixes, KVManager):
     def _adopt(self, request_id: str, blocks: list[int]) -> None:
         self._tables[request_id] = Table(Tier.DEVICE, blocks)
 
-    def _device_blocks(self, request_id: str) -> Sequence[int]:
+    def device_blocks(self, request_id: str) -> Sequence[int]:
         table = self._at_rest(request_id)
         assert table.tier is Tier.DEVICE, f"the blocks of {request_id} are on the {table.tier} tier"
         return table.blocks

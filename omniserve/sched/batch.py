@@ -242,7 +242,7 @@ class Batch:
         Returns:
             False, and none was preempted, if even all of them together would not free enough.
         """
-        shortage = num_blocks - self._kv.num_free(Tier.DEVICE)
+        shortage, freed_by = num_blocks - self._kv.num_free(Tier.DEVICE), self._requests.prefixes.freed_by()
         chosen = []
         for kind in victims:
             for victim in reversed(self._requests.device[kind]):
@@ -250,7 +250,7 @@ class Batch:
                     break
                 if victim not in self:
                     chosen.append(victim)
-                    shortage -= self._kv.num_blocks(victim.request_id)
+                    shortage -= freed_by(victim)
         if shortage > 0:
             return False
         for victim in chosen:

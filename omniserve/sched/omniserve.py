@@ -206,10 +206,13 @@ class OmniServePolicy(Policy):
 
     def _ls_queue(self, decoding: Sequence[RequestState], prompts: Sequence[RequestState]) -> LSQueue:
         requests = self.requests
-        free = self.kv.num_free(Tier.DEVICE) + requests.blocks_moving_out
-        free += sum(self.kv.num_blocks(state.request_id) for state in requests.device[BE])
         held = {state.request_id: self.kv.num_blocks(state.request_id) for state in requests.device[LS]}
-        return LSQueue(decoding, prompts, held, free)
+        of_ls = sum(held.values()) - sum(map(requests.prefixes.num_shared_at_begin, requests.device[LS]))
+        of_be = sum(self.kv.num_blocks(state.request_id) for state in requests.device[BE])
+        of_be += sum(len(move.src_block_ids) for move in requests.moves_to_host)
+        free = self.kv.num_free(Tier.DEVICE)
+        # Blocks that several requests share count for each, so those of BE requests are no more than all others.
+        return LSQueue(decoding, prompts, held, free + min(of_be, max(0, self.kv.num_device_blocks - free - of_ls)))
 
     # -- bounds --------------------------------------------------------------------------------------------------
 

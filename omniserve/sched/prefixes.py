@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from omniserve.core.plan import KVMove
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import CanCache, KVManager
 from omniserve.kv.prefix_cache import PrefixKeys
@@ -32,6 +33,8 @@ class PrefixUse:
     keys: PrefixKeys
     num_found: int = 0
     """First blocks that the cache had at the last look; only a WAITING request is looked up."""
+    num_shared: int = 0
+    """Blocks that other requests used when it was admitted, and that it uses since."""
     num_published: int = 0
     """First blocks of a DEVICE request that have been published since its admission."""
     num_prompt_tokens: int | None = None
@@ -48,6 +51,7 @@ class Prefixes:
     """
 
     def __init__(self, kv: KVManager, *, publishes_ahead: bool = True) -> None:
+        self._kv = kv
         self._cache = kv if isinstance(kv, CanCache) and kv.caches_prefixes() else None
         self._publishes_ahead = publishes_ahead
         self._block_size = kv.block_size
@@ -81,19 +85,39 @@ class Prefixes:
         """Return how many blocks of other requests a WAITING one would share."""
         return self._cache.num_used(self._found(state)) if self._cache is not None else 0
 
+    @staticmethod
+    def num_shared_at_begin(state: RequestState) -> int:
+        """Return how many of a DEVICE request's blocks others used, too, when it was admitted."""
+        return state.prefix.num_shared if state.prefix is not None else 0
+
     @property
     def num_kept_for_ls(self) -> int:
         """Free blocks that hold prefixes of LS requests, and are to be left to these."""
         return self._cache.num_protected() if self._cache is not None else 0
+
+    def freed_by(self) -> Callable[[RequestState | KVMove], int]:
+        """Return a function that tells how many device blocks a DEVICE request, or a move to the host, will free.
+
+        Behind those that it was asked about before: a block that some share is free when the last one gives it back.
+        """
+        if (cache := self._cache) is None:
+            return lambda each: (
+                len(each.src_block_ids) if isinstance(each, KVMove) else self._kv.num_blocks(each.request_id)
+            )
+        count = cache.freed_by()
+        return lambda each: count(
+            each.src_block_ids if isinstance(each, KVMove) else cache.device_blocks(each.request_id)
+        )
 
     def allocate(self, state: RequestState, *, reserve_blocks: int) -> tuple[int, ...] | None:
         """Return device blocks for all known tokens of a WAITING request, those from the cache first.
 
         None: there is no room, or nothing of it is in the cache.
         """
-        keys = self._found(state)
-        if self._cache is None or not keys:
+        keys, prefix = self._found(state), state.prefix
+        if self._cache is None or prefix is None or not keys:
             return None
+        prefix.num_shared = self._cache.num_used(keys)
         return self._cache.begin(
             state.request_id, keys, state.num_tokens, reserve_blocks=reserve_blocks,
             marks=state.kind is ServiceClass.LS,
@@ -105,6 +129,7 @@ class Prefixes:
         if prefix is None:
             return
         prefix.num_published = 0
+        prefix.num_shared = prefix.num_shared if prefix.num_found else 0
         if prefix.num_prompt_tokens is None:
             prefix.num_prompt_tokens = prefix.num_found * self._block_size
             self.num_cached_tokens[state.service_class] += prefix.num_prompt_tokens

@@ -319,7 +319,7 @@ class RequestTable:
     @property
     def blocks_moving_out(self) -> int:
         """Device blocks that these moves will free."""
-        return sum(len(move.src_block_ids) for move in self.moves_to_host)
+        return sum(map(self.prefixes.freed_by(), self.moves_to_host))
 
     @property
     def num_preemptions(self) -> int:

@@ -76,13 +76,14 @@ class TierMoves:
         """
         if shortage <= 0:
             return shortage
+        freed_by = self._requests.prefixes.freed_by()
         decodes = [state for state in reversed(self._requests.device[BE]) if state.decodes and state not in batch]
         for state in sorted(decodes, key=lambda state: not self._has_stayed(batch, state)):
             if shortage <= 0:
                 break
-            blocks = self._kv.num_blocks(state.request_id)
+            num_blocks = freed_by(state)
             if self.offload(batch, state):
-                shortage -= blocks
+                shortage -= num_blocks
         return shortage
 
     def run_or_offload(self, batch: Batch, state: RequestState) -> Bound | None:
@@ -233,8 +234,9 @@ class Parking:
     @property
     def num_obtainable(self) -> int:
         """Device blocks that LS requests can have: free ones, those of BE requests, and those on their way out."""
-        num_held = sum(self._kv.num_blocks(state.request_id) for state in self._requests.device[BE])
-        return self._kv.num_free(Tier.DEVICE) + num_held + self._requests.blocks_moving_out
+        freed_by = self._requests.prefixes.freed_by()
+        freed = sum(map(freed_by, (*self._requests.device[BE], *self._requests.moves_to_host)))
+        return self._kv.num_free(Tier.DEVICE) + freed
 
     def _make_room(self, batch: Batch, num_blocks: int) -> None:
         """Free device blocks of BE requests, youngest first; of none if all of them would not do."""

@@ -151,6 +151,8 @@ class _Main:
             lifespan="off",
             ws="none",
             timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
+            # Longer than clients keep an idle connection (5 s): one that both sides close costs a request.
+            timeout_keep_alive=math.ceil(self._options.limits.stall_timeout_s),
             backlog=ACCEPTED_AT_ONCE,  # asyncio accepts as many in a row
         )
         server = _UvicornServer(config, self._connections, GarbageCollector(), service)

@@ -93,6 +93,23 @@ def test_protection_can_be_switched_off_and_what_was_forgotten_is_known() -> Non
     pool.check([0, 1, 2, 3])
 
 
+def test_a_block_is_free_when_its_last_user_gives_it_back() -> None:
+    pool = CachingPool(8, "test")
+    first = pool.begin([], 3)
+    assert first is not None
+    for block, key in zip(first, (b"a", b"b"), strict=False):
+        pool.publish(block, key)
+    second, third = pool.begin([b"a", b"b"], 4), pool.begin([b"a"], 2)
+    assert second is not None and third is not None
+    freed_by, free = pool.freed_by(), pool.num_free
+    for blocks, num_freed in ((second, 2), (third, 1), (first, 3)):
+        assert freed_by(blocks) == num_freed
+        assert pool.freed_by()(blocks) == num_freed
+        pool.give_back(blocks)
+        free += num_freed
+        assert pool.num_free == free
+
+
 def test_so_many_forgotten_keys_are_known_as_there_are_blocks() -> None:
     pool = CachingPool(3, "test")
     for name in "abcdefgh":

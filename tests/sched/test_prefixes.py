@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omniserve.kv.base import Tier
-from tests.sched.benches import Bench
+from tests.sched.benches import Bench, names
 
 
 @pytest.mark.parametrize("policy", ["omniserve", "llumnix"])
@@ -23,6 +23,21 @@ def test_a_best_effort_request_is_admitted_beside_protected_prefixes_or_not_at_a
     bench.step()
     is_waiting = [state.request_id for state in bench.requests.waiting["BE"]] == ["be2"]
     assert is_waiting == (num_protected > 0), "four blocks, and one less than three are left"
+
+
+@pytest.mark.parametrize("policy", ["omniserve", "conserve", "llumnix"])
+def test_victims_that_share_blocks_give_way_until_enough_are_free(policy: str) -> None:
+    bench = Bench(policy, device_blocks=10, num_protected=0, ls_reserve_fraction=0.0)
+    for name in ("be1", "be2"):
+        bench.add(name, prompt=17, salt="")
+    bench.step()
+    bench.step()
+    shared = 0 if policy == "conserve" else 4  # whose rows may leave a step, so that nothing is found in the same one
+    assert bench.kv.num_free(Tier.DEVICE) == shared and bench.requests.prefixes.num_cached_tokens["BE"] == 4 * shared
+    bench.add("ls", prompt=31)
+    plan, _ = bench.step()
+    assert "ls" in names(plan), "the younger one alone would free one block of the four that are missing"
+    assert [state.request_id for state in bench.requests.waiting["BE"]] == ["be1", "be2"]
 
 
 def test_prefixes_are_protected_while_latency_sensitive_requests_come_back_to_some() -> None:

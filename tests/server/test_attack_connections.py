@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import itertools
 import resource
 import time
@@ -82,6 +83,20 @@ def test_idle_connections_give_way(start_server):
     assert httpx.get(f"{server.url}/health").status_code == 200
     idle[-1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     assert read_all(idle[-1]).startswith(b"HTTP/1.1 200")
+
+
+def test_a_connection_is_kept_for_longer_than_clients_keep_it(start_server):
+    """Clients drop an idle connection after 5 s. If the server did so, too, a request in that moment would be lost."""
+    server = start_server().wait_until_ready()
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    connection.connect()
+    opened = connection.sock
+    for wait_s in (0.0, 5.5):
+        time.sleep(wait_s)
+        connection.request("GET", "/health/live")
+        response = connection.getresponse()
+        assert response.status == 200 and response.read()
+        assert connection.sock is opened, "it is not another one"
 
 
 def test_beyond_the_last_connection_there_is_a_refusal(start_server):
