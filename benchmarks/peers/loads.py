@@ -20,6 +20,7 @@ from benchmarks.common.client import (
     random_tokens,
 )
 from benchmarks.common.machine_speed import MachineSpeed
+from benchmarks.common.prefixes import PrefixStructure
 from benchmarks.common.server import Server
 from benchmarks.common.summary import summarize, summarize_co_serving
 from benchmarks.peers.engines import OBJECTIVES, Contender
@@ -27,7 +28,7 @@ from benchmarks.peers.floor import ModelCost
 from omniserve.simulate.load import fixed_lengths
 from omniserve.simulate.load import requests as requests_of
 
-PHASES = ("start", "decode", "prefill", "ls", "be", "coserve")
+PHASES = ("start", "decode", "prefill", "ls", "be", "shared", "coserve")
 CUTOFF_S = 1800.0
 
 
@@ -49,11 +50,18 @@ class Sizes:
     be_requests: int = 64
     be_prompt: int = 512
     be_output: int = 64
+    shared_requests: int = 64
+    shared_front: int = 512
+    """The same in all prompts of the phase."""
+    shared_prompt: int = 64
+    """What comes behind it."""
+    shared_output: int = 32
 
 
 QUICK = Sizes(
     decode_batches=(1, 4), decode_output=24, prefill_prompts=(32, 128), prefill_samples=2, ls_rate=3.0, ls_seconds=6.0,
-    ls_prompt=32, ls_output=8, be_requests=8, be_prompt=128, be_output=16,
+    ls_prompt=32, ls_output=8, be_requests=8, be_prompt=128, be_output=16, shared_requests=8, shared_front=64,
+    shared_prompt=16, shared_output=8,
 )  # fmt: skip
 """Shows that everything runs, and nothing else."""
 
@@ -86,6 +94,7 @@ def cases(phase: str, sizes: Sizes, vocab_size: int) -> list[Case]:
     single: dict[str, list[Case]] = {
         "ls": [Stream(sizes=sizes, vocab_size=vocab_size)],
         "be": [Backlog(sizes=sizes, vocab_size=vocab_size)],
+        "shared": [SharedFront(sizes=sizes, vocab_size=vocab_size)],
         "coserve": [CoServing(sizes=sizes, vocab_size=vocab_size)],
     }
     return single.get(phase, [])
@@ -220,6 +229,26 @@ class Backlog(_Load):
         tokens = sizes.be_requests * (sizes.be_prompt + sizes.be_output)
         least_s = cost.batch_s(speed, count=sizes.be_requests, prompt=sizes.be_prompt, output=sizes.be_output)
         return {"be_tokens_per_s": tokens / least_s}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedFront(_Load):
+    """BE requests alone, all at once, whose prompts begin alike: tokens a second, in and out."""
+
+    phase: str = "shared"
+    name: str = "one front"
+
+    def measure(self, server: Server, contender: Contender, seed: int) -> dict[str, Any]:
+        sizes, rng = self.sizes, random.Random(seed + 20_000)
+        own = backlog(
+            rng, count=sizes.shared_requests, prompt=sizes.shared_prompt, output=sizes.shared_output,
+            vocab_size=self.vocab_size,
+        )  # fmt: skip
+        structure = PrefixStructure(fronts=1, front_tokens=sizes.shared_front)
+        sent = structure.put_before(own, rng, vocab_size=self.vocab_size)
+        records, end_s = drive(server, sent, cutoff_s=CUTOFF_S, wire=contender.wire)
+        _check_lengths(records, sizes.shared_output)
+        return summarize_co_serving(records, None, end_s=end_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ FIGURES: dict[str, tuple[tuple[str, str, float, bool], ...]] = {
         ("tpot_p50_s", "TPOT p50, ms", 1e3, False), ("tpot_p99_s", "TPOT p99, ms", 1e3, False),
     ),
     "be": (("be_tokens_per_s", "tokens/s in and out", 1.0, True),),
+    "shared": (("be_tokens_per_s", "tokens/s in and out", 1.0, True),),
     "start": (("cold_s", "cold, s", 1.0, False), ("warm_s", "warm, s", 1.0, False)),
 }  # fmt: skip
 """Of each phase: the figures' names, how they are shown, the factor to that unit, and whether more is better."""
