@@ -5,10 +5,12 @@
 The loads, each a batch of best-effort requests that come at once: ``shared``, prompts with ``--shared`` tokens in front
 that are the same in all, and ``--own`` random ones; ``own``, as many random tokens; ``templates``, prompts like those
 of ``shared``, but each begins with one of ``--templates`` fronts, drawn at random, and the device has memory for a few
-of these only. ``arrival`` is with the cache, without admission by prefix (``be_prefix_order=false``). A run has an
-engine of its own, so nothing is there from the run before. ``predicted_s`` is the sum of what the latency profile says
-of the steps: its gain is what the work that is left should bring. ``cpu_per_token_us`` is the CPU time of all threads,
-over the tokens of prompts and outputs.
+of these only. ``arrival`` is with the cache, without admission by prefix (``be_prefix_order=false``). ``host`` is the
+last load with ``sarathi``, which takes prompts by arrival, and a host tier, which keeps what the device forgets or,
+with ``off``, does not (``host_prefixes``); it decodes nothing there, and there is no prediction. A run has an engine of
+its own, so nothing is there from the run before. ``predicted_s`` is the sum of what the latency profile says of the
+steps: its gain is what the work that is left should bring. ``cpu_per_token_us`` is the CPU time of all threads, over
+the tokens of prompts and outputs.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def batch(count: int, *, shared: int, own: int, output: int, seed: int, template
     ]  # fmt: skip
 
 
-def run(model: PreTrainedModel, profile: Profile, requests: list[Request], config: EngineConfig) -> dict[str, float]:
+def run(
+    model: PreTrainedModel, profile: Profile | None, requests: list[Request], config: EngineConfig
+) -> dict[str, float]:
     """Serve a batch with a new engine; return what it took."""
     predicted_s = 0.0
 
@@ -89,6 +93,12 @@ def main() -> None:
             scheduler_options={"be_prefix_order": key != "arrival"},
         )  # fmt: skip
 
+    def with_host(key: str, device_kv_bytes: int) -> EngineConfig:
+        return EngineConfig(
+            device_kv_bytes=device_kv_bytes, host_kv_bytes=much, block_size=args.block_size, scheduler="sarathi",
+            execution=ExecutionConfig(prefix_cache=True, host_prefixes=key == "on"),
+        )  # fmt: skip
+
     much = int(args.device_kv_gib * 2**30)
     little = int(args.templates_kv * args.shared * token_bytes(model))
     draw = functools.partial(batch, output=args.output, seed=1)
@@ -100,11 +110,20 @@ def main() -> None:
             ("off", "arrival", "on"),
         ),
     }  # fmt: skip
+    loads["host"] = (loads["templates"][0], little, ("off", "on"))
     profile = find_or_make_profile(model, config("off", much), time_limit_s=args.profile_s)
     results: dict[str, object] = {}
     for load, (requests, device_kv_bytes, keys) in loads.items():
+        is_host = load == "host"
         runs: dict[str, Run] = {
-            key: functools.partial(run, model, profile, requests, config(key, device_kv_bytes)) for key in keys
+            key: functools.partial(
+                run,
+                model,
+                None if is_host else profile,
+                requests,
+                (with_host if is_host else config)(key, device_kv_bytes),
+            )
+            for key in keys
         }
         found = in_turn(runs, args.repeats)
         medians = {
@@ -114,12 +133,13 @@ def main() -> None:
         gains = {
             key: {
                 name: median_ratio([each[name] for each in found["off"]], [each[name] for each in found[key]])
-                for name in ("seconds", "cpu_per_token_us", "predicted_s")
+                for name in ("seconds", "cpu_per_token_us", *(() if is_host else ("predicted_s",)))
             }
             for key in keys[1:]
         }
         for key, gain in gains.items():
-            print(f"{load}, {key}: {gain['seconds']:.2f} times as fast, {gain['predicted_s']:.2f} predicted")
+            predicted = "" if is_host else f", {gain['predicted_s']:.2f} predicted"
+            print(f"{load}, {key}: {gain['seconds']:.2f} times as fast{predicted}")
         print(
             table_of([{"": name, **{k: f"{m[name]:.4g}" for k, m in medians.items()}} for name in medians["on"]])
         )  # fmt: skip

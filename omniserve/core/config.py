@@ -70,6 +70,9 @@ class ExecutionConfig:
     """Share of the device's blocks, in [0, 1), in which the prefix cache keeps what LS requests have had there last,
     before all else, as long as LS requests find something there. BE requests that come to the device leave it these
     blocks, under policies that reserve memory for LS."""
+    host_prefixes: bool = True
+    """Copy what the prefix cache may be asked for again to the host tier before the device forgets it, into memory that
+    nobody needs there, and back for a request that begins with it; not with ``host_kv_dtype`` ``int8``."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model or its tokenizer, when it is loaded by its name; it can do anything."""
 

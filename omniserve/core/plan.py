@@ -129,6 +129,7 @@ class KVMove:
     """
 
     request_id: str
+    """Empty: the blocks are of prefixes that no request uses. They may be written meanwhile."""
     move_id: int
     direction: MoveDirection
     src_block_ids: tuple[int, ...]

@@ -123,6 +123,9 @@ class Engine:
         if has_prefix_cache:
             num_protected = int(config.execution.ls_prefix_share * num_device_blocks)
             caches = {"prefix_cache": True, "num_protected_blocks": num_protected}
+            if num_host_blocks > 0:
+                # What was rounded to int8 must not serve requests that are exact.
+                caches["host_prefixes"] = config.execution.host_prefixes and config.host_kv_dtype == "auto"
         self.kv = manager(
             num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size,
             **caches,

@@ -134,7 +134,7 @@ class KVManager(ABC):
         """
 
     def usage(self) -> KVUsage:
-        """Return blocks in use and in all."""
+        """Return blocks that requests use, and all."""
         return KVUsage(
             device_used=self.num_device_blocks - self.num_free(Tier.DEVICE),
             device_total=self.num_device_blocks,
@@ -280,6 +280,9 @@ class CanCache(Protocol):
     def protect(self, is_on: bool) -> None:
         """Protect marked blocks from now on, or do not."""
 
+    def has_on_host(self, key: bytes) -> bool:
+        """Tell whether the host has the block of this key; False of a manager that cannot keep prefixes there."""
+
     def num_used(self, keys: Sequence[bytes]) -> int:
         """Return how many of the cached blocks of these keys have users. To share these takes no free block."""
 
@@ -308,6 +311,43 @@ class CanCache(Protocol):
 
         Steps that have been launched, or the one that is being planned, write their KV. Later rows can read it: device
         work runs in order, and a layer of a step writes the KV of all its device rows before any of them attends.
+        """
+
+
+@runtime_checkable
+class KeepsPrefixesOnHost(Protocol):
+    """Copies blocks of prefixes that the device may forget to the host, and back for a request that needs them.
+
+    The constructor of such a manager takes ``host_prefixes``. The host blocks are reclaimed when requests need them.
+    ``finish_move`` ends these copies, too.
+    """
+
+    def start_saving_prefixes(self, *, num_ahead: int, max_blocks: int, reserve_blocks: int = 0) -> KVMove | None:
+        """Begin to copy blocks that may be found again. To be called once in each plan, when all else is decided.
+
+        Args:
+            num_ahead: Nothing is copied while more device blocks than this hold nothing.
+            max_blocks: Most blocks to copy.
+            reserve_blocks: Host blocks that must still be free afterwards, those of prefixes counted as free.
+
+        Returns:
+            None if there is nothing to copy, or no room for it.
+        """
+
+    def start_restoring_prefix(
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        host_keys: Sequence[bytes],
+        num_tokens: int,
+        *,
+        reserve_blocks: int = 0,
+        marks: bool = False,
+    ) -> KVMove | None:
+        """Give a request that has no table one on the device, and copy the blocks of ``host_keys`` into it.
+
+        It begins with the cached blocks of ``keys``; those of ``host_keys`` follow. The rest is as in
+        ``CanCache.begin``, and with the move as in ``CanEvict.start_restore``: after LOST it has no table again.
         """
 
 

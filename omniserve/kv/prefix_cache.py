@@ -50,10 +50,16 @@ class CachingPool(BlockPool):
 
     Args:
         most_protected: How many.
+        on_forget: Is told of each block that is forgotten.
     """
 
-    def __init__(self, num_blocks: int, name: str, *, most_protected: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, name: str, *, most_protected: int = 0, on_forget: Callable[[int], object] | None = None
+    ) -> None:
         super().__init__(num_blocks, name)
+        self._on_forget = on_forget
+        self._unsaved: dict[int, None] = {}
+        self._unsaved_next: dict[int, None] = {}
         self.most_protected = most_protected
         self.protects = True
         self._forgotten: OrderedDict[bytes, None] = OrderedDict()
@@ -105,19 +111,38 @@ class CachingPool(BlockPool):
                 super().give_back([block])
 
     def _longest_idle(self) -> int:
-        """Take the idle block that is to be forgotten next out of its queue."""
+        """Return the idle block that is to be forgotten next."""
         idle, marked = self._idle, self._idle_marked
         if len(marked) > self.num_protected or not idle:
             first = next(iter(marked))
             if not idle or marked[first] < idle[next(iter(idle))]:
-                del marked[first]
                 return first
-        block, _ = idle.popitem(last=False)
-        return block
+        return next(iter(idle))
+
+    def take_unsaved(self, count: int, *, num_ahead: int) -> list[tuple[int, bytes]]:
+        """Return up to ``count`` blocks that are worth a copy elsewhere, with their keys; each is returned once.
+
+        That is blocks that were found, and those that were published with a mark while marks were protected. None is
+        returned while more than ``num_ahead`` blocks hold nothing, and none that has become worth it since the last
+        call: the step that writes it may not have been launched.
+        """
+        chosen: list[int] = []
+        if len(self._free) <= num_ahead:
+            chosen = list(itertools.islice(self._unsaved, max(0, count)))
+        for block in chosen:
+            del self._unsaved[block]
+        self._unsaved |= self._unsaved_next
+        self._unsaved_next = {}
+        return [(block, self._keys[block]) for block in chosen]
 
     def _forget(self, block: int) -> None:
+        (self._idle_marked if self._is_marked[block] else self._idle).pop(block)
         key = self._keys.pop(block)
         del self._blocks[key]
+        self._unsaved.pop(block, None)
+        self._unsaved_next.pop(block, None)
+        if self._on_forget is not None:
+            self._on_forget(block)
         if self._is_marked[block]:
             self._is_marked[block] = 0
             self._forgotten[key] = None
@@ -164,6 +189,8 @@ class CachingPool(BlockPool):
             self._idle.pop(block, None)
             self._idle_marked.pop(block, None)
             self._is_marked[block] |= marks
+            if block not in self._unsaved:
+                self._unsaved_next[block] = None
             self._num_users[block] += 1
         others = self.take(count - len(blocks))
         assert others is not None
@@ -178,6 +205,8 @@ class CachingPool(BlockPool):
         if block not in self._keys and key not in self._blocks:
             self._keys[block], self._blocks[key] = key, block
             self._is_marked[block] = marks
+            if marks and self.protects:
+                self._unsaved_next[block] = None
             self._forgotten.pop(key, None)
 
     def check(self, owned: Iterable[int]) -> None:
@@ -229,6 +258,9 @@ class CachesPrefixes(ABC):
     def protect(self, is_on: bool) -> None:
         assert self._cache is not None
         self._cache.protects = is_on
+
+    def has_on_host(self, key: bytes) -> bool:
+        return False
 
     def num_used(self, keys: Sequence[bytes]) -> int:
         assert self._cache is not None

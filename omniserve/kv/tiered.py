@@ -5,13 +5,15 @@ Paper: omniserve 3.2.4 (swap-out beside the step; when to swap in is the schedul
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from omniserve.core.plan import KVMove, MoveDirection
-from omniserve.kv.base import KV_MANAGERS, KVManager, MoveResult, Tier
+from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
 from omniserve.kv.block_pool import BlockPool, HostCheckpoints, RunPool
+from omniserve.kv.host_prefixes import HostPrefixes
 from omniserve.kv.prefix_cache import CachesPrefixes, CachingPool
 
 _SOURCE = {MoveDirection.TO_HOST: Tier.DEVICE, MoveDirection.TO_DEVICE: Tier.HOST}
@@ -43,16 +45,23 @@ class TieredKVManager(CachesPrefixes, KVManager):
 
     def __init__(
         self, *, num_device_blocks: int, num_host_blocks: int, block_size: int, prefix_cache: bool = False,
-        num_protected_blocks: int = 0,
+        num_protected_blocks: int = 0, host_prefixes: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
         self._cache: CachingPool | None = None
+        host_pool = RunPool(num_host_blocks, "host")
+        self._prefixes = HostPrefixes(host_pool)
+        self._keeps_prefixes = prefix_cache and host_prefixes and num_host_blocks > 0
         if prefix_cache:
-            self._cache = CachingPool(num_device_blocks, "device", most_protected=num_protected_blocks)
+            self._cache = CachingPool(
+                num_device_blocks, "device", most_protected=num_protected_blocks, on_forget=self._prefixes.forget_source
+            )
         self._pools: dict[Tier, BlockPool] = {
             Tier.DEVICE: self._cache or BlockPool(num_device_blocks, "device"),
-            Tier.HOST: RunPool(num_host_blocks, "host"),
+            Tier.HOST: host_pool,
         }
+        self._restored: dict[int, Sequence[bytes]] = {}
+        """Keys of the host blocks that a move reads for a request that begins with them."""
         self._checkpoints = HostCheckpoints(self._pools[Tier.HOST])
         self._tables: dict[str, Table] = {}
         self._moves: dict[int, str] = {}
@@ -73,7 +82,10 @@ class TieredKVManager(CachesPrefixes, KVManager):
     def stretch(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
         table = self._at_rest(request_id)
         missing = -(-num_tokens // self.block_size) - len(table.blocks)
-        if missing > 0 and missing + reserve_blocks > self._pools[table.tier].num_free:
+        num_free = self._pools[table.tier].num_free
+        if table.tier is Tier.HOST:
+            num_free += self._prefixes.num_reclaimable
+        if missing > 0 and missing + reserve_blocks > num_free:
             return None
         return self.allocate(request_id, num_tokens)
 
@@ -144,7 +156,14 @@ class TieredKVManager(CachesPrefixes, KVManager):
         if (abandoned := self._abandoned.pop(move_id, None)) is not None:
             self._pools[Tier.HOST].give_back(abandoned.dst_block_ids)
             return MoveResult.UNUSED
+        if move_id in self._prefixes:
+            return self._prefixes.end_copy(move_id, succeeded=succeeded)
         request_id = self._moves.pop(move_id)
+        if (host_keys := self._restored.pop(move_id, None)) is not None:
+            self._prefixes.end_reading(host_keys)
+            if not succeeded:
+                self._pools[Tier.DEVICE].give_back(reversed(self._tables.pop(request_id).target))
+                return MoveResult.LOST
         table = self._tables[request_id]
         move = table.move
         assert move is not None and move.move_id == move_id, f"move {move_id} does not belong to its request"
@@ -163,6 +182,47 @@ class TieredKVManager(CachesPrefixes, KVManager):
         self._checkpoints.keep(request_id, table.blocks[: table.num_kept])
         self._tables[request_id] = Table(_TARGET[move.direction], table.target)
         return MoveResult.ARRIVED
+
+    def has_on_host(self, key: bytes) -> bool:
+        return self._prefixes.has(key)
+
+    def start_saving_prefixes(self, *, num_ahead: int, max_blocks: int, reserve_blocks: int = 0) -> KVMove | None:
+        if self._cache is None or not self._keeps_prefixes:
+            return None
+        saved, pool = self._prefixes, self._pools[Tier.HOST]
+        room = min(max_blocks, pool.num_free + saved.num_reclaimable - reserve_blocks)
+        unsaved = self._cache.take_unsaved(room, num_ahead=num_ahead)
+        found = [(block, key) for block, key in unsaved if not (saved.has(key) or saved.is_copying(block))]
+        if not found:
+            return None
+        saved.reclaim(len(found) - pool.num_free)
+        blocks, keys = zip(*found, strict=True)
+        move = self._new_move("", MoveDirection.TO_HOST, list(blocks), after=None, is_checkpoint=True)
+        saved.begin_copy(move, keys)
+        return move
+
+    def start_restoring_prefix(
+        self, request_id: str, keys: Sequence[bytes], host_keys: Sequence[bytes], num_tokens: int, *,
+        reserve_blocks: int = 0, marks: bool = False,
+    ) -> KVMove | None:  # fmt: skip
+        assert self._cache is not None and request_id not in self._tables
+        count, num_found = -(-num_tokens // self.block_size), len(keys)
+        blocks = self._cache.begin(keys, count, reserve=reserve_blocks, marks=marks)
+        if blocks is None:
+            return None
+        num_known = num_found + len(host_keys)
+        move = KVMove(
+            request_id=request_id, move_id=next(self._move_ids), direction=MoveDirection.TO_DEVICE,
+            src_block_ids=tuple(self._prefixes.begin_reading(host_keys)),
+            dst_block_ids=tuple(blocks[num_found:num_known]),
+        )  # fmt: skip
+        # The host blocks are not the request's: its table has none there.
+        self._tables[request_id] = Table(
+            Tier.HOST, [], move=move, arrived=blocks[:num_found], behind=blocks[num_known:]
+        )  # fmt: skip
+        self._moves[move.move_id] = request_id
+        self._restored[move.move_id] = host_keys
+        return move
 
     def start_checkpoint(
         self,
@@ -183,6 +243,9 @@ class TieredKVManager(CachesPrefixes, KVManager):
         start = self._checkpoints.num_blocks(request_id)
         count = min(num_full - start, max_blocks)
         shortage = min(count, count + reserve_blocks - self._pools[Tier.HOST].num_free)
+        if shortage > 0:
+            self._prefixes.reclaim(shortage)
+            shortage = min(count, count + reserve_blocks - self._pools[Tier.HOST].num_free)
         if shortage > 0:
             self._checkpoints.reclaim(shortage, [other for other in give_way if self.num_checkpointed(other)])
             count = min(count, self._pools[Tier.HOST].num_free - reserve_blocks)
@@ -246,11 +309,16 @@ class TieredKVManager(CachesPrefixes, KVManager):
 
     def _num_reclaimable(self, tier: Tier, spare: str) -> int:
         """Return how many blocks ``_reclaim`` could free."""
-        return self._checkpoints.num_reclaimable(self._give_way(spare)) if tier is Tier.HOST else 0
+        if tier is Tier.DEVICE:
+            return 0
+        return self._prefixes.num_reclaimable + self._checkpoints.num_reclaimable(self._give_way(spare))
 
     def _reclaim(self, tier: Tier, num_blocks: int, spare: str) -> None:
         """Free that many blocks of copies that may never be needed, but none of the request ``spare``."""
         if tier is Tier.HOST:
+            num_before = self._pools[Tier.HOST].num_free
+            self._prefixes.reclaim(num_blocks)
+            num_blocks -= self._pools[Tier.HOST].num_free - num_before
             self._checkpoints.reclaim(num_blocks, self._give_way(spare))
 
     def _give_way(self, spare: str) -> list[str]:
@@ -272,7 +340,13 @@ class TieredKVManager(CachesPrefixes, KVManager):
 
     def num_free(self, tier: Tier) -> int:
         num_free = self._pools[tier].num_free
-        return num_free + self._num_reclaimable(tier, spare="") if tier is Tier.DEVICE else num_free
+        if tier is Tier.HOST:
+            return num_free + self._prefixes.num_reclaimable
+        return num_free + self._num_reclaimable(tier, spare="")
+
+    def usage(self) -> KVUsage:
+        num_used = self.num_host_blocks - self._pools[Tier.HOST].num_free - self._prefixes.num_held
+        return dataclasses.replace(super().usage(), host_used=num_used)
 
     def free_block_ids(self, tier: Tier) -> list[int]:
         return self._pools[tier].free_ids()
@@ -314,6 +388,7 @@ class TieredKVManager(CachesPrefixes, KVManager):
         for move in self._abandoned.values():
             owned[Tier.HOST] += move.dst_block_ids
         owned[Tier.HOST] += self._checkpoints.owned_blocks()
+        owned[Tier.HOST] += self._prefixes.owned_blocks()
         return owned
 
     def _at_rest(self, request_id: str) -> Table:

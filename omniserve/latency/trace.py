@@ -221,7 +221,8 @@ def _scheduled(plan: StepPlan, classes: Mapping[str, str]) -> dict[str, dict[str
     for row in plan.pipelined:
         of(row.request_id).update(pipelined=1)
     for move in plan.moves:
-        of(move.request_id).update(moves=1)
+        if move.request_id:  # else it is of a prefix
+            of(move.request_id).update(moves=1)
     for join in plan.joins:
         of(join.request_id)
         joins.setdefault(classes[join.request_id], Counter())[join.layer] += 1

@@ -60,6 +60,7 @@ class Batch:
         self._limits = requests.limits
         self._chunks: dict[str, DeviceChunk] = {}
         self._restores: list[KVMove] = []
+        self._admitted: set[str] = set()
         self.now_s = now_s
         self.cost = cost
         self.tokens_left = requests.limits.config.max_num_batched_tokens if max_tokens is None else max_tokens
@@ -156,7 +157,7 @@ class Batch:
         """
         if self._requests.is_full(state.kind):
             return Bound.REQUESTS
-        if self._requests.needs_restore(state):
+        if self._requests.needs_restore(state) and not self._is_computed_sooner(state, bound_s):
             return None if self._restore(state, reserve_blocks) else Bound.MEMORY
         state.num_computed_tokens = num_kept = self._requests.num_kept_tokens(state, Tier.DEVICE)
         refused_by = self.add(state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve_blocks)
@@ -166,8 +167,21 @@ class Batch:
         if state.prefix is None or state.prefix.num_prompt_tokens is not None:  # it was preempted
             self._requests.counters["resumed_tokens"] += num_kept
         self._requests.admit(state)
+        self._admitted.add(state.request_id)
         self._requests.prefixes.publish_ahead(state, self.end_of(state))
         return None
+
+    def _is_computed_sooner(self, state: RequestState, bound_s: float) -> bool:
+        """Tell whether an LS request has its first token sooner without what the host has of it.
+
+        What is copied is there for the next step at the soonest. This one may become as long as ``bound_s``.
+        """
+        num_tokens = self._requests.prefixes.num_tokens_on_host(state)
+        if state.kind is not LS or self.cost is None or num_tokens == 0:
+            return False
+        start, now_s = self._requests.num_kept_tokens(state, Tier.DEVICE), self.cost.seconds()
+        longer_s = self.cost.seconds_with(start, num_tokens, samples=0) - now_s
+        return longer_s < (bound_s if bound_s < math.inf else now_s)
 
     def run_or_preempt(
         self,
@@ -353,7 +367,10 @@ class Batch:
         self._prefetch()
         copies: list[KVMove] = []
         if requests.host_is_up:
-            copies = requests.checkpoints.plan(requests.device[BE], reserve_blocks=requests.host_headroom)
+            # What a new one has found may be written by this step only.
+            known = (state for state in requests.device[BE] if state.request_id not in self._admitted)
+            copies = requests.checkpoints.plan(known, reserve_blocks=requests.host_headroom)
+            copies += requests.prefixes.save(reserve_blocks=requests.host_headroom)
         host_rows, decision = self._add_drafts(host_rows, preemptible, decision)
         seats = num_seats(host_rows.entries, host_rows.joins, self._limits.config.max_piggyback_seats)
         return StepPlan(

@@ -181,7 +181,9 @@ class OmniServePolicy(Policy):
             elif batch.cost is not None and (left_s := ttft_left_s(state, begin_s)) >= batch.cost.seconds():
                 # None behind it may make its first token late, if it can still be in time.
                 bound_s = min(bound_s, left_s)
-        kept_out = [s for s in unfinished if s not in batch and s.request_id not in deferred]
+        kept_out = [
+            s for s in unfinished if s not in batch and s.request_id not in deferred and s.phase is not Phase.MOVING
+        ]  # fmt: skip
         first_id = kept_out[0].request_id if kept_out else ""
         return unfinished, left_out("LS prefill", len(kept_out), last_refusal, first_id)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from omniserve.core.plan import KVMove
 from omniserve.core.request import ServiceClass
-from omniserve.kv.base import CanCache, KVManager
+from omniserve.kv.base import CanCache, KeepsPrefixesOnHost, KVManager
 from omniserve.kv.prefix_cache import PrefixKeys
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ _REUSE_RATE = 1 / 32
 _LEAST_REUSE = 0.01
 """Prefixes of LS requests are protected while these find such a share of their prompts, or would if none had been
 forgotten: an average of which the last request makes ``_REUSE_RATE``."""
+
+
+LEAST_RESTORED_TOKENS = 64
+"""A shorter prefix is computed: what is copied from the host is there a step later at the soonest."""
 
 
 @dataclass(slots=True)
@@ -37,6 +41,8 @@ class PrefixUse:
     """Blocks that other requests used when it was admitted, and that it uses since."""
     num_published: int = 0
     """First blocks of a DEVICE request that have been published since its admission."""
+    may_restore: bool = True
+    """A copy of its prefix from the host has not failed yet."""
     num_prompt_tokens: int | None = None
     """Tokens of the prompt that were found at the first admission; None: there was none yet."""
 
@@ -48,10 +54,17 @@ class Prefixes:
         publishes_ahead: Chunks of prompts are published as they are planned, for others in the same step: at every
             layer a step writes the KV of all its device rows before any of them attends. Not if rows may leave a step
             between two layers: what they have not written must not be read.
+        max_saved_blocks: Most blocks of prefixes that are being copied to the host at a time.
     """
 
-    def __init__(self, kv: KVManager, *, publishes_ahead: bool = True) -> None:
+    def __init__(self, kv: KVManager, *, publishes_ahead: bool = True, max_saved_blocks: int = 0) -> None:
         self._kv = kv
+        self._host = kv if isinstance(kv, KeepsPrefixesOnHost) else None
+        self._max_saved_blocks = max_saved_blocks
+        self._saving: dict[int, int] = {}
+        """Move id -> blocks, of the copies to the host under way."""
+        self.num_restored_tokens: Counter[str] = Counter()
+        """Counter, by class: tokens whose KV was copied back from the host for a request that begins with them."""
         self._cache = kv if isinstance(kv, CanCache) and kv.caches_prefixes() else None
         self._publishes_ahead = publishes_ahead
         self._block_size = kv.block_size
@@ -122,6 +135,72 @@ class Prefixes:
             state.request_id, keys, state.num_tokens, reserve_blocks=reserve_blocks,
             marks=state.kind is ServiceClass.LS,
         )  # fmt: skip
+
+    def is_worth_restoring(self, state: RequestState) -> bool:
+        """Tell whether the host has so much of a WAITING request that the device has not that it is copied back."""
+        return self.num_tokens_on_host(state) >= LEAST_RESTORED_TOKENS
+
+    def num_tokens_on_host(self, state: RequestState) -> int:
+        """Look up a WAITING request; return how many tokens the host has that follow those that the device has."""
+        return len(self._on_host(state)) * self._block_size
+
+    def start_restore(self, state: RequestState, *, reserve_blocks: int) -> tuple[KVMove, int] | None:
+        """Begin to copy what the host has of a WAITING request; None if there is no room.
+
+        Returns:
+            The move, and how many of the request's first tokens have their KV when it is done.
+        """
+        keys, prefix = self._found(state), state.prefix
+        if self._host is None or prefix is None:
+            return None
+        host_keys = self._on_host(state)
+        move = self._host.start_restoring_prefix(
+            state.request_id, keys, host_keys, state.num_tokens, reserve_blocks=reserve_blocks,
+            marks=state.kind is ServiceClass.LS,
+        )  # fmt: skip
+        if move is None:
+            return None
+        prefix.num_found += len(host_keys)
+        prefix.num_shared = 0
+        self.note_admission(state)
+        self.num_restored_tokens[state.service_class] += len(host_keys) * self._block_size
+        return move, prefix.num_found * self._block_size
+
+    def note_lost(self, state: RequestState) -> None:
+        """Book that a request's copy from the host has failed: it computes its tokens."""
+        if state.prefix is not None:
+            state.prefix.may_restore = False
+
+    def save(self, *, reserve_blocks: int) -> list[KVMove]:
+        """Begin to copy prefixes to the host that the device may forget; to be called when a plan is decided.
+
+        ``reserve_blocks``: host blocks to leave free for requests that decode there.
+        """
+        max_blocks = self._max_saved_blocks - sum(self._saving.values())
+        if self._host is None or max_blocks <= 0:
+            return []
+        move = self._host.start_saving_prefixes(
+            num_ahead=2 * self._max_saved_blocks, max_blocks=max_blocks, reserve_blocks=reserve_blocks
+        )  # fmt: skip
+        if move is None:
+            return []
+        self._saving[move.move_id] = len(move.src_block_ids)
+        return [move]
+
+    def on_end(self, move_id: int) -> bool:
+        """Book the end of a copy to the host; False, and nothing has happened, if the move is another one."""
+        return self._saving.pop(move_id, None) is not None
+
+    def _on_host(self, state: RequestState) -> Sequence[bytes]:
+        """Return the keys that follow those of ``_found`` and whose blocks the host has."""
+        prefix = state.prefix
+        if self._cache is None or self._host is None or prefix is None or not prefix.may_restore:
+            return ()
+        if state.num_rows_to_score > state.num_scored_rows:
+            return ()
+        first, most = len(self._found(state)), self._most_found(state)
+        keys = prefix.keys.up_to(state.token_ids, most)[:most]
+        return [*itertools.takewhile(self._cache.has_on_host, itertools.islice(keys, first, None))]
 
     def note_admission(self, state: RequestState) -> None:
         """Book that a request was admitted with what the last look has found."""

@@ -51,7 +51,10 @@ class RequestTable:
         # States stand where a request's last token left them: what is kept of its KV up to an earlier one is of no use.
         self.evicter = kv if isinstance(kv, CanEvict) and not limits.num_state_slots else None
         self.sharer = kv if isinstance(kv, CanShare) else None
-        self.prefixes = Prefixes(kv, publishes_ahead=not preempts)
+        self.prefixes = Prefixes(
+            kv, publishes_ahead=not preempts,
+            max_saved_blocks=limits.num_host_slots and -(-limits.config.max_num_batched_tokens // kv.block_size),
+        )  # fmt: skip
         self._offloads = offloads
         self._draining: dict[int, RequestState] = {}
         self._cancels: list[int] = []
@@ -106,7 +109,10 @@ class RequestTable:
 
     @property
     def is_empty(self) -> bool:
-        """True if no request is left, and no slot, move or copy has to be given back."""
+        """True if no request is left, and no slot, move or copy has to be given back.
+
+        Copies of prefixes to the host may be under way: nobody waits for these.
+        """
         return not (self.states or self.moving or self.abandoned_moves or self._draining or self.checkpoints.busy)
 
     # -- changes of place ----------------------------------------------------------------------------------------
@@ -161,8 +167,12 @@ class RequestTable:
         return move
 
     def needs_restore(self, state: RequestState) -> bool:
-        """Tell whether a WAITING request has a checkpoint of tokens that have no KV on the device any more."""
-        return self.host_is_up and self.num_kept_tokens(state, Tier.HOST) > self.num_kept_tokens(state, Tier.DEVICE)
+        """Tell whether the host has KV of a WAITING request that the device has not (any more)."""
+        if not self.host_is_up:
+            return False
+        if self.evicter is None:
+            return self.prefixes.is_worth_restoring(state)
+        return self.num_kept_tokens(state, Tier.HOST) > self.num_kept_tokens(state, Tier.DEVICE)
 
     def num_kept_tokens(self, state: RequestState, tier: Tier) -> int:
         """Return how many first tokens of a WAITING request still have their KV on a tier.
@@ -185,9 +195,11 @@ class RequestTable:
         It holds device blocks for all its tokens from now on, and is on the device, with those behind its checkpoint
         uncomputed, when the copy is done.
         """
-        assert self.evicter is not None, "a request that needs to be restored was evicted"
-        num_tokens = self.num_kept_tokens(state, Tier.HOST)
-        move = self.evicter.start_restore(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
+        if self.evicter is not None:
+            num_tokens = self.num_kept_tokens(state, Tier.HOST)
+            move = self.evicter.start_restore(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
+        else:
+            move, num_tokens = self.prefixes.start_restore(state, reserve_blocks=reserve_blocks) or (None, 0)
         if move is None:
             return None
         self.waiting[state.kind].remove(state)
@@ -257,7 +269,7 @@ class RequestTable:
         assert self.mover is not None
         succeeded = event.kind is HostEventKind.MOVE_DONE
         result = self.mover.finish_move(event.move_id, succeeded=succeeded)
-        if self.checkpoints.on_end(event.move_id, result):
+        if self.checkpoints.on_end(event.move_id, result) or self.prefixes.on_end(event.move_id):
             return
         if event.move_id in self.abandoned_moves:
             self.abandoned_moves.remove(event.move_id)
@@ -273,6 +285,7 @@ class RequestTable:
                 self.residents.release_slot(state)
                 self._requeue(state)
             else:
+                self.prefixes.note_lost(state)
                 self._wait(state)  # it was counted when it gave way
             return
         if succeeded and state.slot >= 0:
@@ -283,7 +296,7 @@ class RequestTable:
             if not self.host_is_up:
                 self.preempt(state)
         else:
-            if state.slot < 0:
+            if state.slot < 0 and state.first_scheduled_s is not None:
                 self.counters["resumed_tokens"] += state.num_computed_tokens
             self._release_slot(state)
             state.phase = Phase.DEVICE

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from omniserve import patch
-from omniserve.sched import SCHEDULERS
+from omniserve.sched import SCHEDULERS, prefixes
 from tests.parity.engine_histories import Reference, Tally, run_history
 from tests.parity.models import MODELS, tiny_model
 from tests.parity.zoo import tiny
@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the layers are tiny; the cores are for the host tier
+    prefixes.LEAST_RESTORED_TOKENS = 8  # contexts are short
     models = {}
     for family in args.families:
         model = _model(family, args.first_seed).to(args.device)

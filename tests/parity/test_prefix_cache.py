@@ -52,6 +52,44 @@ def test_models_over_random_histories(family: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scheduler", slow_except(("omniserve", "sarathi"), SCHEDULERS.names()))
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_prefixes_that_come_back_from_the_host(
+    scheduler: str, overlaps: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omniserve.sched.prefixes.LEAST_RESTORED_TOKENS", 8)
+    model, reference = model_and_reference("llama", device)
+    run_histories(
+        model, reference, range(960, 964), reach=("cached_tokens", "restored_tokens", "preemptions"),
+        scheduler=scheduler, prefix_cache=True, kv="tiered", async_steps=overlaps, max_host_requests=16,
+        device_kv_bytes=9 * model.omniserve.spec.kv_block_bytes(8), host_kv_bytes=1 << 20,
+        faults=lambda seed: seed % 3 == 0, deaths=lambda seed: seed % 4 == 3,
+    )  # fmt: skip
+
+
+def test_a_prefix_that_the_device_has_forgotten_comes_back_from_the_host() -> None:
+    model, _ = model_and_reference("llama", "cpu")
+    prompts = [[*range(first, first + 80), 7] for first in (1, 3, 5)]
+    expected = [tiny_model("llama").generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False,
+                eos_token_id=None)[0, 81:].tolist() for prompt in prompts]  # fmt: skip
+    for host_prefixes in (True, False):
+        settings = {"device_kv_bytes": 15 * model.omniserve.spec.kv_block_bytes(8), "host_kv_bytes": 1 << 20}
+        with _engine(model, host_prefixes=host_prefixes, **settings) as engine:
+            found = []
+            for _ in range(4):  # the device has room for one of them
+                for prompt, tokens in zip(prompts, expected, strict=True):
+                    (done,) = engine.generate([_request(*prompt)])
+                    assert list(done.token_ids) == tokens
+                    engine.scheduler.check_integrity()
+                    found.append(done.num_cached_tokens)
+            restored = engine.scheduler.requests.prefixes.num_restored_tokens["LS"]
+        if host_prefixes:
+            assert found[3:] == [80] * 9 and restored > 0
+        else:
+            assert max(found) < 80 and restored == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_leave_between_layers_publish_nothing_that_is_not_there(device: str) -> None:
     model, reference = model_and_reference("llama", device)
     run_histories(
@@ -149,7 +187,8 @@ def test_a_flood_of_best_effort_prompts_leaves_latency_sensitive_prefixes_their_
     found = []
     settings = {"swap_in_delay_s": 0.0, "min_residence_s": 0.0}
     with _engine(
-        model, kv=kv, host_kv_bytes=host_kv_bytes, ls_prefix_share=share, max_num_seqs=16, max_num_batched_tokens=64,
+        model, kv=kv, host_kv_bytes=host_kv_bytes, host_prefixes=False, ls_prefix_share=share, max_num_seqs=16,
+        max_num_batched_tokens=64,
         **settings,
     ) as engine:  # fmt: skip
 

@@ -213,6 +213,8 @@ class FakeDevice:
         for slot in plan.cancels:
             self._cancel(slot)
         busy = self._busy_slots()
+        to_device = (m for m in self.moves.values() if m.direction is MoveDirection.TO_DEVICE)
+        arriving = {block for move in to_device for block in move.dst_block_ids}
         for move in plan.moves:
             self.moves[move.move_id] = move
             self._seen[move.move_id] = self._source(move)
@@ -237,7 +239,9 @@ class FakeDevice:
             moves = [m for m in self.moves.values() if not m.is_checkpoint]
             moving = {m.request_id for m in moves if m.move_id not in self.abandoned}
             assert chunk.request_id not in moving, "a moving request is scheduled"
-            assert not busy["device"] & set(chunk.block_ids), "a block is used while a copy is under way"
+            first = chunk.start // self.block_size  # those before are read, as a copy to the host may, too
+            assert not busy["device"] & set(chunk.block_ids[first:]), "a block is written while a copy is under way"
+            assert not arriving & set(chunk.block_ids), "a block is used before its copy has come"
             for offset, token in enumerate(chunk.token_ids):
                 slot = self._slot(chunk.block_ids, chunk.start + offset, is_reversed=chunk.is_reversed)
                 self.kv["device", slot] = token

@@ -43,12 +43,17 @@ WITH_ADMISSION = ("omniserve", "omniserve-paper", "neo", "apex")
 
 def make(
     scheduler: str, kv_name: str, rng: random.Random, *, failure_rate: float = 0.0, halt_rate: float = 0.0,
-    has_forecast: bool = False, has_states: bool = False, is_crowded: bool = False, **settings: Any,
+    has_forecast: bool = False, has_states: bool = False, is_crowded: bool = False, has_prefixes: bool = False,
+    **settings: Any,
 ):  # fmt: skip
     num_device_blocks = rng.randint(16, 40) if not is_crowded else rng.randint(16, 19)
     num_host_blocks = rng.choice([0, 12, 30, 80] if not is_crowded else [30, 80]) if kv_name != "paged" else 0
+    caches: dict[str, Any] = {}
+    if has_prefixes:
+        caches = {"prefix_cache": True, "num_protected_blocks": num_device_blocks // 4}
+        caches |= {"host_prefixes": True} if kv_name == "tiered" else {}
     kv = KV_MANAGERS.get(kv_name)(
-        num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=BLOCK
+        num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=BLOCK, **caches
     )
     drawn: dict[str, Any] = {
         "num_layers": rng.randint(1, 4),
@@ -113,14 +118,14 @@ def run_history(
     scheduler: str, seed: int, *, kv: str = "tiered", failure_rate: float = 0.0, halt_rate: float = 0.0,
     tier_down: bool = False, down_at_return: bool = False, has_forecast: bool = False, overlaps: bool = False,
     has_states: bool = False, has_drafts: bool = False, is_crowded: bool = False, defers: bool = False,
-    **settings: Any,
+    has_prefixes: bool = False, **settings: Any,
 ) -> dict[str, int]:  # fmt: skip
     rng = random.Random(seed)
     ends = random.Random(-1 - seed)  # of its own: who ends early changes nothing else
     guesses = random.Random(f"{seed} guesses")
     sched, device = make(
         scheduler, kv, rng, failure_rate=failure_rate, halt_rate=halt_rate, has_forecast=has_forecast,
-        has_states=has_states, is_crowded=is_crowded,
+        has_states=has_states, is_crowded=is_crowded, has_prefixes=has_prefixes,
         max_host_drafts=guesses.choice([0, 1, 3, 8]) if has_drafts else 0,
         **({"defer_classes": True, "classes": preemptible.CLASSES} if defers else {}), **settings,
     )  # fmt: skip
@@ -151,6 +156,8 @@ def run_history(
         requests = {request_id: with_stop_tokens(request, ends) for request_id, request in requests.items()}
     if has_drafts:
         requests = {request_id: with_prediction(request, guesses) for request_id, request in requests.items()}
+    if has_prefixes:
+        requests = {request_id: with_front(request, guesses) for request_id, request in requests.items()}
     arrivals = list(requests)
     down_at = rng.randint(5, 60) if tier_down else None
     got: dict[str, list[int]] = {request_id: [] for request_id in requests}
@@ -244,7 +251,9 @@ def run_history(
         check_tokens(request, got[request_id], reasons[request_id], about=(seed, request_id))
     usage = sched.requests.kv.usage()
     assert usage.device_used == usage.host_used == 0
-    assert len(sched.requests.kv.free_block_ids(Tier.DEVICE)) == usage.device_total, "somebody who ended still keeps KV"
+    if not has_prefixes:
+        num_free = len(sched.requests.kv.free_block_ids(Tier.DEVICE))
+        assert num_free == usage.device_total, "somebody who ended still keeps KV"
     stats = sched.stats()
     assert stats.layer_preemptions == device.num_halts
     assert stats.accepted_drafts + stats.rejected_drafts == device.num_drafts >= device.num_right_drafts
@@ -263,8 +272,19 @@ def run_history(
             "relocated": device.num_relocated, "shared": getattr(shared_blocks, "num_shared_blocks", 0),
             "overwritten": getattr(shared_blocks, "num_overwritten_tokens", 0),
             "host_drafts": device.num_host_drafts, "dropped_drafts": device.num_dropped_drafts,
+            "cached": sum(sched.requests.prefixes.num_cached_tokens.values()),
+            "came_back": sum(sched.requests.prefixes.num_restored_tokens.values()),
             "failed_returns": device.num_failed_returns, "right_drafts": device.num_right_drafts,
             "wrong_drafts": device.num_drafts - device.num_right_drafts}  # fmt: skip
+
+
+def with_front(request: Request, rng: random.Random) -> Request:
+    """Let most prompts begin with one of three longer texts, or with a part of it."""
+    if rng.random() < 0.2:
+        return request
+    text = random.Random(rng.randrange(3)).choices(range(VOCAB), k=24)
+    front = text[: rng.choice([9, 24, 24])]
+    return dataclasses.replace(request, prompt_token_ids=[*front, *request.prompt_token_ids][:34])
 
 
 def with_prediction(request: Request, rng: random.Random) -> Request:
@@ -343,7 +363,8 @@ def check_blocks_by_class(sched: Scheduler) -> None:
     sharers = (
         sched.requests.kv._device.sharers.values() if isinstance(sched.requests.kv, BidirectionalKVManager) else ()
     )
-    assert on_device == usage.device_used + sum(sched.requests.kv.tier(be) is not None for _, be in sharers)
+    in_use = usage.device_used + sum(sched.requests.kv.tier(be) is not None for _, be in sharers)
+    assert on_device >= in_use if sched.requests.prefixes.is_on else on_device == in_use
     assert on_host == usage.host_used - num_given_up(sched.requests.kv)
 
 
@@ -451,6 +472,24 @@ def test_bounded_steps_lose_nothing_and_keep_their_bounds(scheduler: str) -> Non
     if scheduler == "apex":
         assert sum(t["pipelined"] for t in totals) > 0, "the inequality never held"
         assert sum(t["hybrid"] for t in totals) > 0, "the first sub-batch never had host rows"
+
+
+@pytest.mark.parametrize("scheduler", slow_except(("omniserve", "llumnix", "vllm-priority"), SCHEDULERS.names()))
+@pytest.mark.parametrize("kv", ["tiered", "paged"])
+def test_prefixes_change_no_token_over_random_histories(
+    scheduler: str, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("omniserve.sched.prefixes.LEAST_RESTORED_TOKENS", BLOCK)
+    totals = [
+        run_history(
+            scheduler, 26_000 + seed, kv=kv, has_prefixes=True, has_forecast=seed % 2 == 0, overlaps=seed % 3 == 0,
+            failure_rate=0.3 * (seed % 3 == 1), tier_down=seed % 7 == 0, has_drafts=seed % 4 == 0,
+            is_crowded=seed % 4 == 1,
+        )
+        for seed in range(60)
+    ]  # fmt: skip
+    for key in ("cached", "preemptions", *(("came_back", "failed_returns") if kv == "tiered" else ())):
+        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 
 @pytest.mark.parametrize("has_forecast", [False, True])
