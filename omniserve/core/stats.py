@@ -42,6 +42,8 @@ class SchedulerStats:
     """Counter: copies of full BE blocks to the host tier, ahead of need."""
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
     """Counter: prompt tokens whose KV the prefix cache had when their request began."""
+    restored_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Counter: tokens whose KV was copied back from the host for a request that begins with them."""
     resumed_tokens: int = 0
     """Counter: tokens of preempted requests whose KV was kept, so that they were not recomputed."""
     accepted_drafts: int = 0

@@ -438,6 +438,7 @@ class Scheduler:
             state_slots_total=self.requests.state_slots.num_slots,
             checkpoints=self.requests.checkpoints.num_blocks_copied,
             cached_tokens={name: self.requests.prefixes.num_cached_tokens[name] for name in self._classes},
+            restored_tokens={name: self.requests.prefixes.num_restored_tokens[name] for name in self._classes},
             **counters,
             rejected=dict(self._rejected),
         )

@@ -181,6 +181,8 @@ class _EngineCollector(Collector):
         yield _counter("output_tokens", "Output tokens", s.output_tokens, by_class)
         yield _counter("prompt_tokens", "Prompt tokens", s.prompt_tokens, by_class)
         yield _counter("cached_tokens", "Prompt tokens that the prefix cache had", s.cached_tokens, by_class)
+        help_text = "Tokens of prefixes whose KV was copied back from the host"
+        yield _counter("restored_tokens", help_text, s.restored_tokens, by_class)
         yield _counter("swaps", "Requests whose KV moved", {"out": s.swaps_out, "in": s.swaps_in}, ["direction"])
         by_threads = {str(num_threads): num_steps for num_threads, num_steps in sorted(s.steps_by_threads.items())}
         yield _counter("steps_by_threads", "Steps by the device tier's CPU threads", by_threads, ["threads"])

@@ -439,7 +439,7 @@ def run_history(
     tally.halted += stats.layer_preemptions
     tally.resumed_tokens += stats.resumed_tokens
     tally.cached_tokens += sum(stats.cached_tokens.values())
-    tally.restored_tokens += sum(engine.scheduler.requests.prefixes.num_restored_tokens.values())
+    tally.restored_tokens += sum(stats.restored_tokens.values())
     if isinstance(engine.kv, BidirectionalKVManager):
         tally.shared_blocks += engine.kv._device.num_shared_blocks
         tally.relocated_blocks += engine.kv._device.num_relocated_blocks

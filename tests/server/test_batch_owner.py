@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sqlite3
 import threading
 import time
@@ -237,8 +238,16 @@ def test_network_file_systems_are_refused_for_sqlite(tmp_path, monkeypatch, kind
             Store.open(BatchSettings(data_dir=folder))
 
 
+def version_3(database: Database) -> None:
+    """Give the tables the columns that they had in version 3."""
+    with database.write() as connection:
+        connection.exec_driver_sql("alter table omniserve_batches drop column cached_tokens")
+        connection.exec_driver_sql("update omniserve_schema set version = 3")
+
+
 def version_2(database: Database) -> None:
     """Give the tables the columns that they had in version 2."""
+    version_3(database)
     with database.write() as connection:
         for table in ("batches", "lines"):
             for column in (
@@ -251,6 +260,22 @@ def version_2(database: Database) -> None:
         connection.exec_driver_sql("create index omniserve_lines_by_lease on omniserve_lines (state, lease_until)")
         connection.exec_driver_sql("drop table omniserve_owners")
         connection.exec_driver_sql("update omniserve_schema set version = 2")
+
+
+def test_a_batch_of_version_3_goes_on_and_counts_cached_tokens(url, database):
+    held = Held(database)
+    batch = make_batch(held.owner, 3)
+    held.owner.save([result((batch, 1))])
+    held.lock.release()
+    version_3(database)
+    for _ in range(2):
+        Database(url).close()
+    now = Held(Database(url))
+    for number, cached in ((2, 16), (3, 32)):
+        assert now.owner.save([dataclasses.replace(result((batch, number)), num_cached_tokens=cached)]) == []
+    row = store_of(database).batch(batch)
+    assert (row["status"], row["completed"], row["cached_tokens"]) == ("finalizing", 3, 48)
+    now.lock.release()
 
 
 def test_half_done_batch_of_version_2_is_taken_over(url, database):

@@ -50,6 +50,7 @@ def test_private_prefixes_have_a_salt_that_no_other_key_can_have(start_server, t
         assert usage(client, [5, 6, 7], asked).prompt_tokens_details.cached_tokens == len(salt)
         body = {"prompt": [5, 6, 7], "max_tokens": 2} | ({} if asked is None else {"cache_salt": asked})
         batch = wait_for(client, submit(client, [line("a", body)]).id)
+        assert batch.usage.input_tokens_details.cached_tokens == len(salt)
         (result,) = results(client, batch.output_file_id)
         found = result["response"]["body"]["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert found == len(salt), "a batch is its key's"

@@ -36,10 +36,10 @@ _PG_END_FROZEN = sa.text(
 _PG_CONNECT_TIMEOUT_S = 10
 # Any number will do, if it is the same in all servers: the lock that one of them holds while it makes the tables.
 _SCHEMA_LOCK = 0x6F6D6E69
-_MIGRATED_VERSION = 2
+_MIGRATED_VERSIONS = (2, 3)
 
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 TIMED_STATUSES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 """States of a batch of which the table has the time at which they began."""
@@ -115,6 +115,7 @@ BATCHES = sa.Table(
     sa.Column("failed", sa.Integer, nullable=False, default=0),
     sa.Column("escalated", sa.Integer, nullable=False, default=0),
     sa.Column("input_tokens", sa.BigInteger, nullable=False, default=0),
+    sa.Column("cached_tokens", sa.BigInteger, nullable=False, default=0, server_default="0"),
     sa.Column("output_tokens", sa.BigInteger, nullable=False, default=0),
     sa.Column("problem", sa.Text),  # why work on it is held up
     sa.Index("omniserve_batches_by_age", "created_at", "id"),
@@ -246,7 +247,7 @@ class Database:
             connection.execute(sa.text("select pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK})
         VERSION.create(connection, checkfirst=True)
         found = connection.execute(sa.select(VERSION.c.version)).scalar()
-        if found not in (None, _MIGRATED_VERSION, SCHEMA_VERSION):
+        if found not in (None, *_MIGRATED_VERSIONS, SCHEMA_VERSION):
             raise StorageError(
                 f"{self._shown} was made by another version of OmniServe (schema {found}, this one has "
                 f"{SCHEMA_VERSION}); use that version, or another --data-dir or --database-url",
@@ -255,8 +256,8 @@ class Database:
         METADATA.create_all(connection)
         if found is None:
             connection.execute(sa.insert(VERSION).values(version=SCHEMA_VERSION))
-        elif found == _MIGRATED_VERSION:
-            _migrate(connection)
+        elif found in _MIGRATED_VERSIONS:
+            _migrate(connection, found)
         connection.execute(MAKE_SUSPECT_INDEX)
 
 
@@ -336,8 +337,16 @@ def _begin_sqlite(connection: sa.Connection) -> None:
     connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
 
 
-def _migrate(connection: sa.Connection) -> None:
-    """Bring a database of version 2, in which servers shared the lines of a batch by leases, to this version.
+def _migrate(connection: sa.Connection, found: int) -> None:
+    """Bring a database of an older version to this one. Version 3 does not count cached tokens."""
+    if found == 2:
+        _drop_leases(connection)
+    connection.execute(sa.text(f"alter table {BATCHES.name} add column cached_tokens bigint not null default 0"))
+    connection.execute(sa.update(VERSION).values(version=SCHEMA_VERSION))
+
+
+def _drop_leases(connection: sa.Connection) -> None:
+    """Bring a database of version 2, in which servers shared the lines of a batch by leases, to version 3.
 
     A line that was claimed has no result yet: it is pending again. Servers of the old version which still run can no
     longer write to lines and batches: the columns that they write are gone.
@@ -348,4 +357,3 @@ def _migrate(connection: sa.Connection) -> None:
     for table in (BATCHES, LINES):
         for column in ("owner", "lease_until", "not_before"):
             connection.execute(sa.text(f"alter table {table.name} drop column {column}"))
-    connection.execute(sa.update(VERSION).values(version=SCHEMA_VERSION))

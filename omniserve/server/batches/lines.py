@@ -105,6 +105,7 @@ class LineResult:
     text: str
     """The text for the output file, or for the error file."""
     num_input_tokens: int = 0
+    num_cached_tokens: int = 0
     num_output_tokens: int = 0
 
 
@@ -244,6 +245,7 @@ async def run_line(service: Service, line: PendingLine, raw: bytes, *, escalated
         ok=True,
         text=_text(line.custom_id, _response(HTTPStatus.OK, call_id, answer.decode())),
         num_input_tokens=usage.num_prompt_tokens,
+        num_cached_tokens=usage.num_cached_tokens,
         num_output_tokens=usage.num_output_tokens,
     )
 

@@ -241,6 +241,7 @@ class Owner:
                 counts = added[result.key[0]]
                 counts["completed" if result.ok else "failed"] += 1
                 counts["input_tokens"] += result.num_input_tokens
+                counts["cached_tokens"] += result.num_cached_tokens
                 counts["output_tokens"] += result.num_output_tokens
             for batch in batches:
                 if counts := added[batch["id"]]:

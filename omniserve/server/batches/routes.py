@@ -282,7 +282,7 @@ def batch_object(row: Row) -> dict[str, Any]:
         "request_counts": {name: row[name] for name in ("total", "completed", "failed")},
         "usage": {
             "input_tokens": row["input_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": row["cached_tokens"]},
             "output_tokens": row["output_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": row["input_tokens"] + row["output_tokens"],
