@@ -71,8 +71,9 @@ class ExecutionConfig:
     before all else, as long as LS requests find something there. BE requests that come to the device leave it these
     blocks, under policies that reserve memory for LS."""
     host_prefixes: bool = True
-    """Copy what the prefix cache may be asked for again to the host tier before the device forgets it, into memory that
-    nobody needs there, and back for a request that begins with it; not with ``host_kv_dtype`` ``int8``."""
+    """Copy blocks of the prefix cache to the host tier before the device overwrites them, into host blocks that no
+    request uses, and copy them back for a request with the same first tokens. Not with ``host_kv_dtype`` ``int8``,
+    which would round them."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model or its tokenizer, when it is loaded by its name; it can do anything."""
 

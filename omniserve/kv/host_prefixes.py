@@ -1,4 +1,4 @@
-"""HostPrefixes: copies of prefixes that the device may forget, in host memory that nobody else needs."""
+"""HostPrefixes: copies of the prefix cache's device blocks, in host blocks that no request uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omniserve.kv.block_pool import BlockPool
 class HostPrefixes:
     """Host blocks by the keys of ``kv.prefix_cache``; the one that was used longest ago is the first to be reclaimed.
 
-    A copy may read a device block that is taken meanwhile. What it makes of that one is dropped.
+    A request may take a device block, and write it, while a copy reads it. The host block of that copy is freed then.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -41,7 +41,7 @@ class HostPrefixes:
         return len(self._blocks) - len(self._readers)
 
     def reclaim(self, count: int) -> None:
-        """Free so many blocks, or all that nobody reads."""
+        """Free ``count`` of the blocks that no move reads, or all of these if there are fewer."""
         free = (key for key in self._blocks if key not in self._readers)
         for key in list(itertools.islice(free, max(0, count))):
             self._pool.give_back([self._blocks.pop(key)])
@@ -58,7 +58,7 @@ class HostPrefixes:
         return move_id in self._copies
 
     def forget_source(self, device_block: int) -> None:
-        """Note that a device block is taken: what is read of it from now on is no prefix."""
+        """Note that a request takes a device block: the copy of it that is under way is of no use."""
         self._sources.pop(device_block, None)
 
     def end_copy(self, move_id: int, *, succeeded: bool) -> MoveResult:
@@ -86,7 +86,7 @@ class HostPrefixes:
         return [self._blocks[key] for key in keys]
 
     def end_reading(self, keys: Sequence[bytes]) -> None:
-        """Let the blocks of these keys go once more."""
+        """Note that a move that ``begin_reading`` was called for has ended."""
         self._readers.subtract(keys)
         self._readers = +self._readers
 

@@ -1,4 +1,4 @@
-"""PrefixQueue: requests that begin alike go one after another, while the cache has what they share."""
+"""PrefixQueue: requests that begin alike are admitted one after another, while the cache has the KV they share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _Group = tuple[int, bytes]
 
 
 class PrefixQueue(RequestQueue):
-    """A queue that can also be run through by prefix: next comes who shares most with the one that went last.
+    """A queue with a second order, by prefix: the request that shares most blocks with the last admitted one is next.
 
-    A group is of the requests that begin with the same 1, 2, 4, 8 ... blocks, so what two of them share is known within
-    a factor of two. To find the next request takes as many lookups as the last prompt has groups, however many wait.
+    Requests that begin with the same 1, 2, 4, 8 ... blocks are a group, so the number of blocks that two requests share
+    is known within a factor of two. To find the next request takes one lookup for each group of the last prompt,
+    however many requests wait.
     """
 
     def __init__(self) -> None:

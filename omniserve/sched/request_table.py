@@ -111,7 +111,7 @@ class RequestTable:
     def is_empty(self) -> bool:
         """True if no request is left, and no slot, move or copy has to be given back.
 
-        Copies of prefixes to the host may be under way: nobody waits for these.
+        Copies of cached prefixes to the host do not count: no request waits for them.
         """
         return not (self.states or self.moving or self.abandoned_moves or self._draining or self.checkpoints.busy)
 

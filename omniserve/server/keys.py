@@ -34,8 +34,8 @@ class ApiKey:
     tokens_per_minute: float | None = None
     """Tokens of prompts and outputs together."""
     private_prefixes: bool = False
-    """The prefix cache lets nobody else find what its holder's requests leave, nor these find what others leave: times
-    tell nobody what others have asked."""
+    """Requests with this key share cached prefixes with each other only. Otherwise a short time to first token shows
+    that a request of another key had the same first tokens."""
 
     def limited_tier(self, asked: str, classes: Sequence[ClassSpec]) -> str:
         """Return the tier to use: the one asked for, or the key's own where that is of lower priority.
