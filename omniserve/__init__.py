@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from omniserve.core.config import EngineConfig, ExecutionConfig
+from omniserve.core.config import DiskKVConfig, EngineConfig, ExecutionConfig
 from omniserve.core.errors import EngineStopped, OmniServeError, RequestRejected, Stalled, UnsupportedModelError
 from omniserve.core.request import (
     SLO,
@@ -36,6 +36,7 @@ __all__ = [
     "SLO",
     "ClassSpec",
     "Completion",
+    "DiskKVConfig",
     "Engine",
     "EngineConfig",
     "EngineStats",

@@ -89,6 +89,28 @@ class ExecutionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DiskKVConfig:
+    """The disk tier: a file with KV of prefixes, below the host tier.
+
+    Raises:
+        ValueError: A setting is out of its range.
+    """
+
+    gib: float = 0.0
+    """Most GiB of the file; 0: there is no disk tier. It needs a host tier, whose memory it is read into."""
+    dir: str | None = None
+    """Folder of the file; None: ``omniserve/kv`` in XDG_CACHE_HOME or ``~/.cache``. Only its owner can read the file,
+    which tells what requests said."""
+    keep: bool = False
+    """Leave the file there, for the next engine with the same weights, dtype and block size. Prefixes are then written
+    as soon as they are worth it. Otherwise the file is gone when the process ends, however it does."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.gib) and self.gib >= 0):
+            raise ValueError(f"disk_kv.gib must be a number >= 0, got {self.gib}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of an engine.
 
@@ -118,6 +140,8 @@ class EngineConfig:
     or less (a scale per token and KV head included), so that about twice the tokens fit. Its
     outputs are not exact: K and V are rounded, by up to 0.4 % of their row's largest value, as they come to the host
     tier, and stay so if they go back."""
+    disk_kv: DiskKVConfig = field(default_factory=DiskKVConfig)
+    """KV of prefixes on disk."""
     block_size: int = 64
     """Tokens per KV block, on both tiers; a power of two."""
     max_model_len: int | None = None

@@ -141,6 +141,20 @@ class KVMove:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DiskCopy:
+    """Copy host blocks of prefixes (all layers, K and V) to the file of the disk tier, or back, beside the steps."""
+
+    move_id: int
+    """From the same numbers as those of ``KVMove``; its event is MOVE_DONE or MOVE_FAILED, too."""
+    to_disk: bool
+    host_block_ids: tuple[int, ...]
+    slots: tuple[int, ...]
+    """Places in the file."""
+    keys: tuple[bytes, ...]
+    """Keys of the blocks (``kv.prefix_cache``), which are written with them and compared when they are read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SlotCopy:
     """Copy the slots ``[begin, end)`` of a device block (all layers, K and V) into those of another one."""
 
@@ -209,6 +223,8 @@ class StepPlan:
     """Done in this order before anything else of the step reads or writes."""
     moves: tuple[KVMove, ...] = ()
     """Copies to start; they run beside the steps."""
+    disk_copies: tuple[DiskCopy, ...] = ()
+    """Likewise."""
     pipelined: tuple[PiggybackEntry | PiggybackJoin, ...] = ()
     """The second sub-batch of asymmetric pipelining: entries, then joins by layer, without drafts, that pass all layers
     they have left in this very step, while the device waits for each of their results (NEO; apex 2.3, 3.2)."""
@@ -317,4 +333,6 @@ class HostEvent:
     layer: int = -1
     position: int = -1
     move_id: int = -1
+    seconds: float = 0.0
+    """How long a ``DiskCopy`` took, from its start."""
     message: str = ""

@@ -44,6 +44,8 @@ class SchedulerStats:
     """Counter: prompt tokens whose KV the prefix cache had when their request began."""
     restored_tokens: Mapping[str, int] = field(default_factory=dict)
     """Counter: tokens whose KV was copied back from the host for a request that begins with them."""
+    disk_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Counter: tokens whose KV was read from disk for a request that begins with them."""
     resumed_tokens: int = 0
     """Counter: tokens of preempted requests whose KV was kept, so that they were not recomputed."""
     accepted_drafts: int = 0
@@ -62,6 +64,13 @@ class EngineStats(SchedulerStats):
     device_blocks_total: int = 0
     host_blocks_used: int = 0
     host_blocks_total: int = 0
+    disk_blocks_used: int = 0
+    disk_blocks_total: int = 0
+    """Gauge: slots in the disk tier's file; 0 without one."""
+    disk_bytes_read: int = 0
+    disk_bytes_written: int = 0
+    disk_failures: int = 0
+    """Counter: copies from and to disk that failed; a damaged block is one."""
     steps: int = 0
     step_seconds: float = 0.0
     """Counter: time spent in steps."""

@@ -22,12 +22,15 @@ from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
 from omniserve.engine.capacity import caches_prefixes, fit_states, max_model_len, num_blocks, rows_per_host_request
+from omniserve.engine.disk import check_disk, open_disk
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, StepLog, Stepper
 from omniserve.host.cores import default_host_threads
+from omniserve.host.disk import DiskStats, DiskTier
 from omniserve.host.tier import HostTier
-from omniserve.kv import KV_MANAGERS, CanMove, CanShare
+from omniserve.kv import KV_MANAGERS, CanMove, CanShare, KeepsPrefixesOnDisk
+from omniserve.kv.disk_prefixes import DiskPrefixes
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
 from omniserve.latency.profile import Profile
@@ -43,6 +46,9 @@ from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
 
 logger = logging.getLogger(__name__)
 
+_DISK_POLL_S = 0.001
+_LAST_WRITES_S = 10.0
+_IDLE_STEPS = 3  # a block that has just been filled is copied two plans later at the soonest
 COARSE_MARGIN = 1.2
 """Steps are taken to last so many times what a coarse profile says: bounds and admission are that much tighter."""
 
@@ -98,6 +104,7 @@ class Engine:
         if isinstance(options, CoServingOptions) and options.defer_classes and self.spec.state_bytes:
             raise ValueError("defer_classes is not for models with recurrent states: their rows cannot leave a step")
         has_prefix_cache = caches_prefixes(config, self.spec)
+        check_disk(config, self.spec)
         num_device_blocks, num_host_blocks = num_blocks(config, self.spec)
         storage = DeviceKVStorage(
             self.spec,
@@ -126,6 +133,10 @@ class Engine:
             if num_host_blocks > 0:
                 # What was rounded to int8 must not serve requests that are exact.
                 caches["host_prefixes"] = config.execution.host_prefixes and config.host_kv_dtype == "auto"
+        self.disk: DiskTier | None = None
+        if self.host_tier is not None and (disk := open_disk(config, self.spec, model, self.host_tier)):
+            self.disk = disk
+            caches["disk"] = DiskPrefixes(disk.file.num_slots, disk.file.entries)
         self.kv = manager(
             num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size,
             **caches,
@@ -156,7 +167,7 @@ class Engine:
             keep_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
             # A chunk that began anew after it left would find the states of some layers ahead of it.
             safepoint=None if self.spec.state_bytes or not options.preempts else lambda: this()._ask_who_must_leave(),
-            num_state_slots=limits.num_state_slots,
+            num_state_slots=limits.num_state_slots, disk=self.disk,
         )  # fmt: skip
         self.limits = RequestLimits(
             vocab_size=self.spec.vocab_size,
@@ -294,7 +305,7 @@ class Engine:
             count = len(self._stepper.requests)
             what = f"{count} requests wait" if count else "what ended requests held waits"
             raise Stalled(f"{what} for the host tier, which is stalled (see the log): start the engine again")
-        self.host_tier.wait(timeout_s)
+        self.host_tier.wait(min(timeout_s, _DISK_POLL_S) if self.disk is not None and self.disk.busy else timeout_s)
 
     def use_profile(self, profile: Profile) -> None:
         """Predict by another profile from now on; the engine must have one. What is learned from steps begins anew.
@@ -352,6 +363,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return gauges and counters."""
         usage, sched = self.kv.usage(), self.scheduler.stats()
+        disk = self.disk.stats() if self.disk is not None else DiskStats()
+        disk_used, disk_total = self.kv.disk_usage() if isinstance(self.kv, KeepsPrefixesOnDisk) else (0, 0)
         tier = self.host_tier.stats() if self.host_tier is not None else None
         return EngineStats(
             **{field.name: getattr(sched, field.name) for field in dataclasses.fields(sched)},
@@ -359,6 +372,11 @@ class Engine:
             device_blocks_total=usage.device_total,
             host_blocks_used=usage.host_used,
             host_blocks_total=usage.host_total,
+            disk_blocks_used=disk_used,
+            disk_blocks_total=disk_total,
+            disk_bytes_read=disk.bytes_read,
+            disk_bytes_written=disk.bytes_written,
+            disk_failures=disk.failures,
             steps=self._log.num_steps,
             step_seconds=self._log.seconds,
             steps_by_threads=dict(self.runner.steps_by_threads),
@@ -376,6 +394,8 @@ class Engine:
     def close(self) -> None:
         """Wait for the device, then stop the host tier's threads; unfinished requests are dropped.
 
+        With ``disk_kv.keep``, prefixes that are worth it are written to disk first, for up to ten seconds.
+
         A second call does nothing, nor does one in a forked child: the engine is its parent's.
 
         Raises:
@@ -383,12 +403,30 @@ class Engine:
             RuntimeError: The device has failed.
         """
         if not self._closed and os.getpid() == self._process_id:
+            if self.config.disk_kv.keep:
+                self._write_prefixes()
             self._closed = True
             self._log.close()
+            if self.disk is not None:
+                self.disk.close()
             if self.host_tier is not None:
                 self.host_tier.close()
             else:
                 drain(self.model.device)
+
+    def _write_prefixes(self) -> None:
+        """Write what is worth it to disk, now that no request is left."""
+        for request_id in list(self._stepper.requests):
+            self.abort(request_id)
+        deadline_s, num_idle = time.monotonic() + _LAST_WRITES_S, 0
+        try:
+            while num_idle < _IDLE_STEPS and time.monotonic() < deadline_s:
+                self.step()
+                if self.scheduler.is_saving:
+                    self.wait(_DISK_POLL_S)
+                num_idle = 0 if self.scheduler.is_saving else num_idle + 1
+        except (RuntimeError, Stalled) as error:
+            logger.warning("some prefixes were not written to disk: %s", error)
 
     def __enter__(self) -> Engine:
         return self

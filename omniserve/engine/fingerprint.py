@@ -6,9 +6,13 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 import omniserve
@@ -26,14 +30,11 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
     The host tier is part of it only as far as threads and dtype go: pool sizes and policies change no module's time.
     """
     model = language_model(model)
-    description = model.config.to_dict()
-    for name in ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"):
-        description.pop(name, None)
     device = model.device
     host_threads = (config.host_threads or default_host_threads(device)) if has_host_tier(config) else 0
     cores = CoreSplit(device=device, device_threads=config.device_threads, host_threads=host_threads)
     return Fingerprint(
-        model=hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).hexdigest()[:16],
+        model=hashlib.sha256(_description(model)).hexdigest()[:16],
         dtype=str(model.dtype).removeprefix("torch."),
         weights=" ".join([*(["bfloat16"] if holds_bfloat16(model) else []), *forms_of_weights(model)]),
         device=_device_name(device),
@@ -49,6 +50,55 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
         kernels=os.environ.get("OMNISERVE_ISA", ""),
         constant_steps=has_constant_steps(config, device),
     )
+
+
+def kv_fingerprint(model: PreTrainedModel, config: EngineConfig) -> str:
+    """Return what KV blocks on disk are valid for, as 32 hexadecimal digits: every weight, and how blocks are laid out.
+
+    All weights are read once, by all cores that this process may use.
+    """
+    model = language_model(model)
+    total = hashlib.sha256(_description(model) + f"{model.dtype} {config.block_size} {_KV_LAYOUT}".encode())
+    with ThreadPoolExecutor(available_cores()) as threads:
+        for digest in threads.map(_digest, *zip(*model.named_modules(), strict=True)):
+            total.update(digest)
+    return total.hexdigest()[:32]
+
+
+def _description(model: PreTrainedModel) -> bytes:
+    """Return a model's config, without what says where it comes from and how it was loaded."""
+    description = model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"):
+        description.pop(name, None)
+    return json.dumps(description, sort_keys=True, default=str).encode()
+
+
+_KV_LAYOUT = 1
+"""Is raised when the bytes of a host block, or the KV of the same tokens, come to mean something else."""
+
+
+def _digest(name: str, module: nn.Module) -> bytes:
+    """Return a digest of a module's own weights, of held ones (``layers.groups``) in their dense form."""
+    weights: dict[str, Any] = {}
+    module._save_to_state_dict(weights, "", False)
+    weights |= module.named_buffers(recurse=False)  # those too that are not saved
+    digest = hashlib.sha256(name.encode())
+    for key, weight in sorted(weights.items()):
+        digest.update(key.encode())
+        for tensor in _plain_tensors(weight):
+            digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _plain_tensors(weight: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a weight consists of: several, if it is of a class of its own."""
+    if hasattr(weight, "__tensor_flatten__"):
+        names, _ = weight.__tensor_flatten__()
+        for name in names:
+            yield from _plain_tensors(getattr(weight, name))
+    elif isinstance(weight, torch.Tensor):
+        yield weight
 
 
 def has_constant_steps(config: EngineConfig, device: torch.device) -> bool:

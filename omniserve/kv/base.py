@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from omniserve.core.plan import KVMove, MoveDirection, SlotCopy
+from omniserve.core.plan import DiskCopy, KVMove, MoveDirection, SlotCopy
 from omniserve.core.registry import Registry
 from omniserve.core.request import ServiceClass
 
@@ -322,6 +322,13 @@ class KeepsPrefixesOnHost(Protocol):
     ``finish_move`` ends these copies, too.
     """
 
+    def release(self, request_id: str, keys: Sequence[bytes]) -> None:
+        """Free the blocks of a preempted request, of which the first ones have these keys.
+
+        Those on the host stay there, and those on the device are copied, as long as there is memory that no request
+        needs.
+        """
+
     def start_saving_prefixes(self, *, num_ahead: int, max_blocks: int, reserve_blocks: int = 0) -> KVMove | None:
         """Begin to copy blocks that may be found again. To be called once in each plan, when all else is decided.
 
@@ -376,6 +383,43 @@ class CanShare(Protocol):
             reserve_blocks: Host blocks that must still be free afterwards.
         Paper: bros 5.2 (lazy checkpointing).
         """
+
+
+@runtime_checkable
+class KeepsPrefixesOnDisk(Protocol):
+    """Copies blocks of prefixes from host memory to the slots of a file, and back for requests that wait.
+
+    The constructor of such a manager takes ``disk``, a ``kv.disk_prefixes.DiskPrefixes``. ``finish_move`` ends these
+    copies, too.
+    """
+
+    def has_disk(self) -> bool:
+        """Tell whether there is a disk tier; if not, none of the following is called."""
+
+    def has_on_disk(self, key: bytes) -> bool:
+        """Tell whether the disk has the block of this key."""
+
+    def reading_from_disk(self, key: bytes) -> int | None:
+        """Return the id of the copy that is bringing the block of this key from disk; None: there is none."""
+
+    def start_writing_prefixes(self, *, max_blocks: int) -> DiskCopy | None:
+        """Begin to copy host blocks of prefixes that the disk has not, up to so many; None: there is none."""
+
+    def start_reading_prefix(
+        self, host_keys: Sequence[bytes], disk_keys: Sequence[bytes], *, reserve_blocks: int = 0
+    ) -> DiskCopy | None:
+        """Begin to copy blocks from disk into host memory: the first of ``disk_keys``, as many as it has room for.
+
+        Args:
+            host_keys: Blocks on the host that will be used with them, so that others make room.
+            reserve_blocks: Host blocks that must still be free afterwards, those of prefixes counted as free.
+
+        Returns:
+            None if there is no room.
+        """
+
+    def disk_usage(self) -> tuple[int, int]:
+        """Return the slots in use, and all."""
 
 
 KV_MANAGERS: Registry[type[KVManager]] = Registry("KV manager", package="omniserve.kv")

@@ -1,24 +1,39 @@
-"""HostPrefixes: copies of the prefix cache's device blocks, in host blocks that no request uses."""
+"""HostPrefixes: copies of the prefix cache's device blocks, in host blocks that no request uses.
+
+``KeepsPrefixes`` lets a KV manager have them. A disk tier below has copies of these.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from omniserve.core.plan import KVMove
+from omniserve.core.plan import DiskCopy, KVMove, MoveDirection
 from omniserve.kv.base import MoveResult
 from omniserve.kv.block_pool import BlockPool
+from omniserve.kv.disk_prefixes import DiskPrefixes
+from omniserve.kv.prefix_cache import CachesPrefixes
 
 
 class HostPrefixes:
     """Host blocks by the keys of ``kv.prefix_cache``; the one that was used longest ago is the first to be reclaimed.
 
     A request may take a device block, and write it, while a copy reads it. The host block of that copy is freed then.
+
+    Args:
+        pool: The host pool.
+        disk: What is on disk; None: there is no disk tier.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, disk: DiskPrefixes | None = None) -> None:
         self._pool = pool
+        self.disk = disk
+        self._unwritten: dict[bytes, None] = {}
+        """Keys of the blocks that the disk has not, the first that came first."""
+        self._disk_copies: dict[int, DiskCopy] = {}
+        self._reading: dict[bytes, int] = {}
+        """Key -> the copy from disk under way that brings its block."""
         self._blocks: OrderedDict[bytes, int] = OrderedDict()
         """Key -> host block, the last used last."""
         self._readers: Counter[bytes] = Counter()
@@ -45,6 +60,7 @@ class HostPrefixes:
         free = (key for key in self._blocks if key not in self._readers)
         for key in list(itertools.islice(free, max(0, count))):
             self._pool.give_back([self._blocks.pop(key)])
+            self._unwritten.pop(key, None)
 
     def begin_copy(self, move: KVMove, keys: Sequence[bytes]) -> None:
         """Note that ``move`` copies the device blocks of these keys; its target blocks are taken from the pool."""
@@ -72,11 +88,26 @@ class HostPrefixes:
             if of_use_for != move_id or not succeeded or key in self._blocks:
                 unused.append(target)
             else:
-                self._blocks[key] = target
+                self._put(key, target)
         self._pool.give_back(unused)
         if len(unused) < len(move.dst_block_ids):
             return MoveResult.ARRIVED
         return MoveResult.UNUSED if succeeded else MoveResult.STAYED
+
+    def adopt(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Take over host blocks that a request had, with the keys of the first of them; the last is reclaimed first."""
+        self._pool.give_back(blocks[len(keys) :])
+        for key, block in zip(reversed(keys), reversed(blocks[: len(keys)]), strict=True):
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+                self._pool.give_back([block])
+            else:
+                self._put(key, block)
+
+    def _put(self, key: bytes, block: int) -> None:
+        self._blocks[key] = block
+        if self.disk is not None and not self.disk.is_known(key):
+            self._unwritten[key] = None
 
     def begin_reading(self, keys: Sequence[bytes]) -> list[int]:
         """Return the blocks of these keys, which stay until ``end_reading``."""
@@ -90,13 +121,148 @@ class HostPrefixes:
         self._readers.subtract(keys)
         self._readers = +self._readers
 
+    # -- the disk tier -------------------------------------------------------------------------------------------
+
+    def start_writing(self, move_id: int, *, max_blocks: int) -> DiskCopy | None:
+        """Begin to copy blocks to disk that it has not, the first that came first; None if there is none."""
+        if self.disk is None or not self._unwritten:
+            return None
+        keys = [*itertools.islice(self._unwritten, max_blocks)]
+        slots = self.disk.begin_write(keys)
+        keys = keys[: len(slots)]
+        if not keys:
+            return None
+        for key in keys:
+            del self._unwritten[key]
+        self._readers.update(keys)
+        blocks = tuple(self._blocks[key] for key in keys)
+        copy = DiskCopy(
+            move_id=move_id, to_disk=True, host_block_ids=blocks, slots=tuple(slots), keys=tuple(keys)
+        )  # fmt: skip
+        self._disk_copies[move_id] = copy
+        return copy
+
+    def start_reading(self, move_id: int, keys: Sequence[bytes], *, reserve: int) -> DiskCopy | None:
+        """Begin to copy the first of these blocks from disk, as many as there is room for; None if for none."""
+        assert self.disk is not None
+        keys = keys[: max(0, self._pool.num_free + self.num_reclaimable - reserve)]
+        if not keys:
+            return None
+        self.reclaim(len(keys) - self._pool.num_free)
+        blocks = self._pool.take(len(keys))
+        assert blocks is not None
+        slots = tuple(self.disk.begin_read(keys))
+        copy = DiskCopy(
+            move_id=move_id, to_disk=False, host_block_ids=tuple(blocks), slots=slots, keys=tuple(keys)
+        )  # fmt: skip
+        self._disk_copies[move_id] = copy
+        self._reading |= dict.fromkeys(keys, move_id)
+        return copy
+
+    def reading(self, key: bytes) -> int | None:
+        """Return the copy from disk under way that brings the block of this key; None: there is none."""
+        return self._reading.get(key)
+
+    def is_disk_copy(self, move_id: int) -> bool:
+        """Tell whether a copy of this id from or to disk is under way."""
+        return move_id in self._disk_copies
+
+    def end_disk_copy(self, move_id: int, *, succeeded: bool) -> MoveResult:
+        """Keep what a copy has brought."""
+        copy = self._disk_copies.pop(move_id)
+        assert self.disk is not None
+        self.disk.end(copy, succeeded=succeeded)
+        if copy.to_disk:
+            self.end_reading(copy.keys)
+            return MoveResult.ARRIVED if succeeded else MoveResult.STAYED
+        for key, block in zip(copy.keys, copy.host_block_ids, strict=True):
+            del self._reading[key]
+            if succeeded and key not in self._blocks:
+                self._put(key, block)
+            else:
+                self._pool.give_back([block])
+        return MoveResult.ARRIVED if succeeded else MoveResult.STAYED
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that these blocks will be used."""
+        for key in keys:
+            self._blocks.move_to_end(key)
+
+    # -- for checks ----------------------------------------------------------------------------------------------
+
     @property
     def num_held(self) -> int:
         """Host blocks that are not free because of prefixes, or copies of some."""
-        return len(self._blocks) + sum(len(move.dst_block_ids) for move in self._copies.values())
+        num_coming = sum(len(copy.keys) for copy in self._disk_copies.values() if not copy.to_disk)
+        return len(self._blocks) + sum(len(move.dst_block_ids) for move in self._copies.values()) + num_coming
 
     def owned_blocks(self) -> Iterator[int]:
         """Yield all blocks that are held here, those of copies under way included; for checks."""
         yield from self._blocks.values()
         for move in self._copies.values():
             yield from move.dst_block_ids
+        for copy in self._disk_copies.values():
+            if not copy.to_disk:
+                yield from copy.host_block_ids
+
+    def check(self) -> None:
+        """Verify what there is beside the blocks.
+
+        Raises:
+            AssertionError: It does not fit.
+        """
+        assert self._unwritten.keys() <= self._blocks.keys() and self._readers.keys() <= self._blocks.keys()
+        if self.disk is not None:
+            self.disk.check()
+
+
+class KeepsPrefixes(CachesPrefixes):
+    """Implements ``KeepsPrefixesOnHost`` and ``KeepsPrefixesOnDisk``, but for restoring, beside ``CanCache``."""
+
+    _prefixes: HostPrefixes
+    _host_pool: BlockPool
+    _keeps_prefixes: bool
+    """Copies are made on the host."""
+    _move_ids: Iterator[int]
+    _new_move: Callable[..., KVMove]
+
+    def has_on_host(self, key: bytes) -> bool:
+        return self._prefixes.has(key)
+
+    def start_saving_prefixes(self, *, num_ahead: int, max_blocks: int, reserve_blocks: int = 0) -> KVMove | None:
+        if self._cache is None or not self._keeps_prefixes:
+            return None
+        saved, pool = self._prefixes, self._host_pool
+        room = min(max_blocks, pool.num_free + saved.num_reclaimable - reserve_blocks)
+        unsaved = self._cache.take_unsaved(room, num_ahead=num_ahead)
+        found = [(block, key) for block, key in unsaved if not (saved.has(key) or saved.is_copying(block))]
+        if not found:
+            return None
+        saved.reclaim(len(found) - pool.num_free)
+        blocks, keys = zip(*found, strict=True)
+        move = self._new_move("", MoveDirection.TO_HOST, list(blocks), after=None, is_checkpoint=True)
+        saved.begin_copy(move, keys)
+        return move
+
+    def has_disk(self) -> bool:
+        return self._prefixes.disk is not None and self._keeps_prefixes
+
+    def has_on_disk(self, key: bytes) -> bool:
+        disk = self._prefixes.disk
+        return disk is not None and disk.has(key)
+
+    def reading_from_disk(self, key: bytes) -> int | None:
+        return self._prefixes.reading(key)
+
+    def start_writing_prefixes(self, *, max_blocks: int) -> DiskCopy | None:
+        return self._prefixes.start_writing(next(self._move_ids), max_blocks=max_blocks)
+
+    def start_reading_prefix(
+        self, host_keys: Sequence[bytes], disk_keys: Sequence[bytes], *, reserve_blocks: int = 0
+    ) -> DiskCopy | None:
+        self._prefixes.touch(host_keys)
+        return self._prefixes.start_reading(next(self._move_ids), disk_keys, reserve=reserve_blocks)
+
+    def disk_usage(self) -> tuple[int, int]:
+        disk = self._prefixes.disk
+        return (disk.num_used, disk.num_slots) if disk is not None else (0, 0)

@@ -135,6 +135,12 @@ class CachingPool(BlockPool):
         self._unsaved_next = {}
         return [(block, self._keys[block]) for block in chosen]
 
+    def want_copies(self, blocks: Iterable[int]) -> None:
+        """Note that those of these blocks that have a key are worth a copy."""
+        for block in blocks:
+            if block in self._keys and block not in self._unsaved:
+                self._unsaved_next[block] = None
+
     def _forget(self, block: int) -> None:
         (self._idle_marked if self._is_marked[block] else self._idle).pop(block)
         key = self._keys.pop(block)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from omniserve.core.plan import KVMove, MoveDirection
 from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
 from omniserve.kv.block_pool import BlockPool, HostCheckpoints, RunPool
-from omniserve.kv.host_prefixes import HostPrefixes
-from omniserve.kv.prefix_cache import CachesPrefixes, CachingPool
+from omniserve.kv.disk_prefixes import DiskPrefixes
+from omniserve.kv.host_prefixes import HostPrefixes, KeepsPrefixes
+from omniserve.kv.prefix_cache import CachingPool
 
 _SOURCE = {MoveDirection.TO_HOST: Tier.DEVICE, MoveDirection.TO_DEVICE: Tier.HOST}
 _TARGET = {MoveDirection.TO_HOST: Tier.HOST, MoveDirection.TO_DEVICE: Tier.DEVICE}
@@ -40,17 +41,17 @@ class Table:
 
 
 @KV_MANAGERS.register("tiered")
-class TieredKVManager(CachesPrefixes, KVManager):
-    """Paged KV on two tiers."""
+class TieredKVManager(KeepsPrefixes, KVManager):
+    """Paged KV on two tiers, and prefixes on a third, the disk."""
 
     def __init__(
         self, *, num_device_blocks: int, num_host_blocks: int, block_size: int, prefix_cache: bool = False,
-        num_protected_blocks: int = 0, host_prefixes: bool = False,
+        num_protected_blocks: int = 0, host_prefixes: bool = False, disk: DiskPrefixes | None = None,
     ) -> None:  # fmt: skip
         super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
         self._cache: CachingPool | None = None
-        host_pool = RunPool(num_host_blocks, "host")
-        self._prefixes = HostPrefixes(host_pool)
+        self._host_pool = host_pool = RunPool(num_host_blocks, "host")
+        self._prefixes = HostPrefixes(host_pool, disk)
         self._keeps_prefixes = prefix_cache and host_prefixes and num_host_blocks > 0
         if prefix_cache:
             self._cache = CachingPool(
@@ -102,6 +103,15 @@ class TieredKVManager(CachesPrefixes, KVManager):
         del self._tables[request_id]
         self._checkpoints.drop(request_id)
         self._pools[table.tier].give_back(reversed(table.blocks))
+
+    def release(self, request_id: str, keys: Sequence[bytes]) -> None:
+        table = self._at_rest(request_id)
+        if table.tier is Tier.DEVICE and self._cache is not None:
+            self._cache.want_copies(table.blocks[: len(keys)])
+        elif table.tier is Tier.HOST and self._keeps_prefixes:
+            self._prefixes.adopt(keys, table.blocks)
+            table.blocks = []
+        self.free(request_id)
 
     def tier(self, request_id: str) -> Tier | None:
         table = self._tables.get(request_id)
@@ -158,6 +168,8 @@ class TieredKVManager(CachesPrefixes, KVManager):
             return MoveResult.UNUSED
         if move_id in self._prefixes:
             return self._prefixes.end_copy(move_id, succeeded=succeeded)
+        if self._prefixes.is_disk_copy(move_id):
+            return self._prefixes.end_disk_copy(move_id, succeeded=succeeded)
         request_id = self._moves.pop(move_id)
         if (host_keys := self._restored.pop(move_id, None)) is not None:
             self._prefixes.end_reading(host_keys)
@@ -182,24 +194,6 @@ class TieredKVManager(CachesPrefixes, KVManager):
         self._checkpoints.keep(request_id, table.blocks[: table.num_kept])
         self._tables[request_id] = Table(_TARGET[move.direction], table.target)
         return MoveResult.ARRIVED
-
-    def has_on_host(self, key: bytes) -> bool:
-        return self._prefixes.has(key)
-
-    def start_saving_prefixes(self, *, num_ahead: int, max_blocks: int, reserve_blocks: int = 0) -> KVMove | None:
-        if self._cache is None or not self._keeps_prefixes:
-            return None
-        saved, pool = self._prefixes, self._pools[Tier.HOST]
-        room = min(max_blocks, pool.num_free + saved.num_reclaimable - reserve_blocks)
-        unsaved = self._cache.take_unsaved(room, num_ahead=num_ahead)
-        found = [(block, key) for block, key in unsaved if not (saved.has(key) or saved.is_copying(block))]
-        if not found:
-            return None
-        saved.reclaim(len(found) - pool.num_free)
-        blocks, keys = zip(*found, strict=True)
-        move = self._new_move("", MoveDirection.TO_HOST, list(blocks), after=None, is_checkpoint=True)
-        saved.begin_copy(move, keys)
-        return move
 
     def start_restoring_prefix(
         self, request_id: str, keys: Sequence[bytes], host_keys: Sequence[bytes], num_tokens: int, *,
@@ -374,6 +368,7 @@ class TieredKVManager(CachesPrefixes, KVManager):
         owned = self._owned()
         for tier, pool in self._pools.items():
             pool.check(owned[tier])
+        self._prefixes.check()
         assert sorted(self._moves) == sorted(t.move.move_id for t in self._tables.values() if t.move is not None)
 
     def _owned(self) -> dict[Tier, list[int]]:

@@ -83,28 +83,33 @@ def flag_of(field: str) -> str:
 
 
 def add_field_flags(
-    parser: argparse.ArgumentParser, kind: type, names: Sequence[str], *, notes: Mapping[str, str] = {}
-) -> None:
-    """Add a flag for each of these fields of a dataclass, which have defaults; ``notes`` has more help by field."""
+    parser: argparse.ArgumentParser, kind: type, names: Sequence[str], *, notes: Mapping[str, str] = {},
+    prefix: str = "",
+) -> None:  # fmt: skip
+    """Add a flag for each of these fields of a dataclass, which have defaults; ``notes`` has more help by field.
+
+    ``prefix`` stands before the names of flags and of the arguments that they set.
+    """
     types, fields = typing.get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
     for name in names:
         default: Any = fields[name].default
+        flag, dest = flag_of(prefix + name), prefix + name
         doc = field_docs(kind).get(name, "")
         text = ". ".join(part.rstrip(".") for part in (doc, notes.get(name)) if part).replace("%", "%%")
         hint = types[name]
         choices = [choice for choice in typing.get_args(hint) if choice is not NoneType] or [hint]
         if hint is bool:
             assert default is False
-            parser.add_argument(flag_of(name), dest=name, action="store_true", help=text)
+            parser.add_argument(flag, dest=dest, action="store_true", help=text)
             continue
         read = _gib if name.endswith("_bytes") else _cores if choices == [tuple[int, ...]] else choices[0]
         metavar = "GIB" if read is _gib else "SECONDS" if name.endswith("_s") else name.split("_")[-1].upper()
         if default is not None:
             text += f" (default: {default / GIB if read is _gib else default})"
         if typing.get_origin(hint) is typing.Literal:
-            parser.add_argument(flag_of(name), dest=name, default=default, choices=choices, help=text)
+            parser.add_argument(flag, dest=dest, default=default, choices=choices, help=text)
         else:
-            parser.add_argument(flag_of(name), dest=name, type=read, default=default, metavar=metavar, help=text)
+            parser.add_argument(flag, dest=dest, type=read, default=default, metavar=metavar, help=text)
 
 
 def add_options_flag(parser: argparse.ArgumentParser, flag: str, kinds: Sequence[type], text: str) -> None:

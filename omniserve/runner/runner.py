@@ -20,6 +20,7 @@ from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
 from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, StepOutput, StepPlan
 from omniserve.host.cores import CoreSplit
+from omniserve.host.disk import DiskTier
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
@@ -66,9 +67,9 @@ class ModelRunner:
     def __init__(
         self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, sampler: Sampler,
         tier: HostTier | None, host_threads: int, max_model_len: int, is_directed: bool, keep_halted: bool,
-        safepoint: Callable[[], Set[str]] | None, num_state_slots: int,
+        safepoint: Callable[[], Set[str]] | None, num_state_slots: int, disk: DiskTier | None = None,
     ) -> None:  # fmt: skip
-        self._model, self._storage, self._sampler, self._tier = model, storage, sampler, tier
+        self._model, self._storage, self._sampler, self._tier, self._disk = model, storage, sampler, tier, disk
         self._cores = CoreSplit(
             device=model.device, device_threads=config.device_threads,
             host_threads=host_threads if tier is not None else 0,
@@ -195,6 +196,8 @@ class ModelRunner:
         if self._tier is None:
             return []
         events = self._late_results.take_events() + self._tier.poll()
+        if self._disk is not None and self._disk.busy:
+            events += self._disk.poll()
         if self._host_was_healthy and not self._tier.healthy:
             self._host_was_healthy = False
             events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
@@ -226,6 +229,9 @@ class ModelRunner:
             self._tier.cancel(slot)
         for move in plan.moves:
             self._tier.start_move(move, self._storage.k_LBKSH, self._storage.v_LBKSH)
+        for copy in plan.disk_copies:
+            assert self._disk is not None
+            self._disk.start(copy)
         pipelined = (row for row in plan.pipelined if isinstance(row, PiggybackEntry))
         for entry in (*plan.entries, *pipelined):
             self._tier.begin_token(entry.slot, entry.epoch, entry.position, entry.block_ids, entry.num_rows)

@@ -382,6 +382,7 @@ class Batch:
             num_piggyback_seats=seats,
             relocations=requests.take_relocations(),
             moves=(*self.moves, *self._restores, *copies),
+            disk_copies=tuple(requests.disk_reads.take_copies()),
             pipelined=tuple(host_rows.pipelined),
             hybrid=host_rows.hybrid,
             preemptible=preemptible,

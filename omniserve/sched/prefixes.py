@@ -41,6 +41,8 @@ class PrefixUse:
     """Blocks that other requests used when it was admitted, and that it uses since."""
     num_published: int = 0
     """First blocks of a DEVICE request that have been published since its admission."""
+    was_looked_up_on_disk: bool = False
+    """Since it came to wait."""
     may_restore: bool = True
     """A copy of its prefix from the host has not failed yet."""
     num_prompt_tokens: int | None = None
@@ -55,12 +57,16 @@ class Prefixes:
             layer a step writes the KV of all its device rows before any of them attends. Not if rows may leave a step
             between two layers: what they have not written must not be read.
         max_saved_blocks: Most blocks of prefixes that are being copied to the host at a time.
+        saves_early: They are copied as soon as they are worth it, whether or not the device's memory is short.
     """
 
-    def __init__(self, kv: KVManager, *, publishes_ahead: bool = True, max_saved_blocks: int = 0) -> None:
+    def __init__(
+        self, kv: KVManager, *, publishes_ahead: bool = True, max_saved_blocks: int = 0, saves_early: bool = False
+    ) -> None:
         self._kv = kv
         self._host = kv if isinstance(kv, KeepsPrefixesOnHost) else None
         self._max_saved_blocks = max_saved_blocks
+        self._num_ahead = kv.num_device_blocks if saves_early else 2 * max_saved_blocks
         self._saving: dict[int, int] = {}
         """Move id -> blocks, of the copies to the host under way."""
         self.num_restored_tokens: Counter[str] = Counter()
@@ -136,6 +142,14 @@ class Prefixes:
             marks=state.kind is ServiceClass.LS,
         )  # fmt: skip
 
+    def release(self, state: RequestState) -> None:
+        """Free the KV of a DEVICE or HOST request that is preempted, so that as much of it as can be is found again."""
+        if self._host is None or state.prefix is None:
+            self._kv.free(state.request_id)
+            return
+        num_full = min(state.num_computed_tokens, state.num_tokens - state.num_pending_tokens) // self._block_size
+        self._host.release(state.request_id, state.prefix.keys.up_to(state.token_ids, num_full)[:num_full])
+
     def is_worth_restoring(self, state: RequestState) -> bool:
         """Tell whether the host has so much of a WAITING request that the device has not that it is copied back."""
         return self.num_tokens_on_host(state) >= LEAST_RESTORED_TOKENS
@@ -180,16 +194,34 @@ class Prefixes:
         if self._host is None or max_blocks <= 0:
             return []
         move = self._host.start_saving_prefixes(
-            num_ahead=2 * self._max_saved_blocks, max_blocks=max_blocks, reserve_blocks=reserve_blocks
+            num_ahead=self._num_ahead, max_blocks=max_blocks, reserve_blocks=reserve_blocks
         )  # fmt: skip
         if move is None:
             return []
         self._saving[move.move_id] = len(move.src_block_ids)
         return [move]
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether copies to the host are under way."""
+        return bool(self._saving)
+
     def on_end(self, move_id: int) -> bool:
         """Book the end of a copy to the host; False, and nothing has happened, if the move is another one."""
         return self._saving.pop(move_id, None) is not None
+
+    def parts(self, state: RequestState) -> tuple[Sequence[bytes], int, int]:
+        """Look up a WAITING request.
+
+        Returns:
+            The keys of all blocks that it could find, and how many of the first of them the device has, and then the
+            host.
+        """
+        prefix = state.prefix
+        if self._host is None or prefix is None or state.num_rows_to_score > state.num_scored_rows:
+            return (), 0, 0
+        most = self._most_found(state)
+        return prefix.keys.up_to(state.token_ids, most)[:most], len(self._found(state)), len(self._on_host(state))
 
     def _on_host(self, state: RequestState) -> Sequence[bytes]:
         """Return the keys that follow those of ``_found`` and whose blocks the host has."""

@@ -11,12 +11,14 @@ from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection,
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import CanEvict, CanMove, CanShare, KVManager, MoveResult, Tier
 from omniserve.sched.checkpoints import Checkpoints
+from omniserve.sched.disk_reads import MOST_LOOKED_UP, DiskReads
 from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.prefix_queue import PrefixQueue
 from omniserve.sched.prefixes import Prefixes
 from omniserve.sched.residents import HostResidents
 from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
 from omniserve.sched.state_slots import StateSlots
+from omniserve.sched.step_cost import Forecast
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +26,10 @@ logger = logging.getLogger(__name__)
 class RequestTable:
     """The requests that have not ended, the queue that each is in, and the KV moves under way.
 
-    A request is in exactly one of ``waiting[kind]``, ``device[kind]``, ``residents.queue`` and ``moving``, by its
-    phase, or in none of them and ENDING. WAITING and ENDING requests have no block table. HOST requests hold a slot,
-    and so do MOVING ones that come from the host tier or go there; with ``offloads``, requests may. With ``preempts``,
-    plans may have preemptible rows.
+    A request is in exactly one of ``waiting[kind]``, ``disk_reads``, ``device[kind]``, ``residents.queue`` and
+    ``moving``, by its phase, or in none of them and ENDING. WAITING, READING and ENDING requests have no block table.
+    HOST requests hold a slot, and so do MOVING ones that come from the host tier or go there; with ``offloads``,
+    requests may. With ``preempts``, plans may have preemptible rows.
     """
 
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, offloads: bool, preempts: bool = False) -> None:
@@ -51,10 +53,12 @@ class RequestTable:
         # States stand where a request's last token left them: what is kept of its KV up to an earlier one is of no use.
         self.evicter = kv if isinstance(kv, CanEvict) and not limits.num_state_slots else None
         self.sharer = kv if isinstance(kv, CanShare) else None
+        blocks_per_step = -(-limits.config.max_num_batched_tokens // kv.block_size)
         self.prefixes = Prefixes(
-            kv, publishes_ahead=not preempts,
-            max_saved_blocks=limits.num_host_slots and -(-limits.config.max_num_batched_tokens // kv.block_size),
+            kv, publishes_ahead=not preempts, max_saved_blocks=limits.num_host_slots and blocks_per_step,
+            saves_early=limits.config.disk_kv.keep,
         )  # fmt: skip
+        self.disk_reads = DiskReads(kv, self.prefixes, max_blocks=blocks_per_step)
         self._offloads = offloads
         self._draining: dict[int, RequestState] = {}
         self._cancels: list[int] = []
@@ -98,6 +102,8 @@ class RequestTable:
                 self._cancels.append(state.slot)
             else:
                 self._leave_host(state)
+        elif phase is Phase.READING:
+            self.disk_reads.forget(state)
         elif phase in (Phase.WAITING, Phase.DEVICE):
             (self.waiting if phase is Phase.WAITING else self.device)[state.kind].remove(state)
             self.kv.free(state.request_id)
@@ -125,6 +131,16 @@ class RequestTable:
         state.blocked_since_s = None
         self.device[state.kind].add(state)
 
+    def start_disk_reads(self, forecast: Forecast | None) -> None:
+        """Take the first WAITING requests from their queues whose KV is to be read from disk; they come back then."""
+        if not (self.disk_reads.is_on and self.host_is_up):
+            return
+        for kind, most in MOST_LOOKED_UP.items():
+            for state in list(itertools.islice(self.waiting[kind], most)):
+                if self.disk_reads.start(state, forecast, reserve_blocks=self.host_headroom):
+                    self.waiting[kind].remove(state)
+                    state.phase = Phase.READING
+
     def preempt(self, state: RequestState) -> None:
         """Take a request's memory back; it waits, in arrival order, to be resumed. Its tokens are kept.
 
@@ -140,7 +156,7 @@ class RequestTable:
         if self.evicter is not None:
             self.evicter.evict(state.request_id, state.num_computed_tokens)
         else:
-            self.kv.free(state.request_id)
+            self.prefixes.release(state)
         self._requeue(state)
 
     def start_move(self, state: RequestState, direction: MoveDirection, *, reserve_blocks: int = 0) -> KVMove | None:
@@ -271,6 +287,11 @@ class RequestTable:
         result = self.mover.finish_move(event.move_id, succeeded=succeeded)
         if self.checkpoints.on_end(event.move_id, result) or self.prefixes.on_end(event.move_id):
             return
+        if (readers := self.disk_reads.on_end(event)) is not None:
+            for state in readers:
+                state.phase = Phase.WAITING
+                self.waiting[state.kind].add(state)
+            return
         if event.move_id in self.abandoned_moves:
             self.abandoned_moves.remove(event.move_id)
             return
@@ -309,6 +330,7 @@ class RequestTable:
 
     def _wait(self, state: RequestState) -> None:
         self.state_slots.release(state)
+        self.disk_reads.look_again(state)
         state.num_computed_tokens = 0
         state.halted = None
         state.phase = Phase.WAITING
@@ -387,6 +409,7 @@ class RequestTable:
             phase, about = state.phase, (state.request_id, state.phase, state.slot)
             homes = {
                 Phase.WAITING: state in self.waiting[state.kind],
+                Phase.READING: state in self.disk_reads,
                 Phase.DEVICE: state in self.device[state.kind],
                 Phase.HOST: state in self.residents.queue,
                 Phase.MOVING: any(other is state for other, _ in self.moving.values()),
@@ -394,7 +417,8 @@ class RequestTable:
             }
             assert [home for home, is_there in homes.items() if is_there] == [phase], (about, homes)
             num_blocks = self.kv.num_blocks(state.request_id)
-            assert (num_blocks == 0) == (phase in (Phase.WAITING, Phase.ENDING)), (about, num_blocks)
+            has_none = phase in (Phase.WAITING, Phase.READING, Phase.ENDING)
+            assert (num_blocks == 0) == has_none, (about, num_blocks)
             may_hold, must_hold = phase in (Phase.HOST, Phase.MOVING), phase is Phase.HOST
             assert may_hold if state.slot >= 0 else not must_hold, about
         self.state_slots.check([*self.states.values()])

@@ -163,6 +163,7 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> StepPlan:
         """Decide the next step; allocates the KV it needs."""
+        self.requests.start_disk_reads(self.policy.forecast)
         return self.policy.schedule(now_s)
 
     def update(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
@@ -415,12 +416,18 @@ class Scheduler:
         """True while a request is unfinished or a slot or move has not been given back."""
         return not self.requests.is_empty
 
+    @property
+    def is_saving(self) -> bool:
+        """True while prefixes are being copied to the host or to disk."""
+        return self.requests.prefixes.is_saving or self.requests.disk_reads.is_writing
+
     def stats(self) -> SchedulerStats:
         """Return gauges and counters."""
         counters: dict[str, Any] = dict(self.requests.counters)
         waiting, running = dict.fromkeys(self._classes, 0), dict.fromkeys(self._classes, 0)
         for state in self.requests.states.values():
-            (waiting if state.phase is Phase.WAITING else running)[state.service_class] += 1
+            has_kv = state.phase not in (Phase.WAITING, Phase.READING)
+            (running if has_kv else waiting)[state.service_class] += 1
         blocks = {tier: dict.fromkeys(self._classes, 0) for tier in Tier}
         for state in (*self.requests.states.values(), *self.requests.ended()):
             for tier, held in blocks.items():
@@ -439,6 +446,7 @@ class Scheduler:
             checkpoints=self.requests.checkpoints.num_blocks_copied,
             cached_tokens={name: self.requests.prefixes.num_cached_tokens[name] for name in self._classes},
             restored_tokens={name: self.requests.prefixes.num_restored_tokens[name] for name in self._classes},
+            disk_tokens={name: self.requests.disk_reads.num_read_tokens[name] for name in self._classes},
             **counters,
             rejected=dict(self._rejected),
         )

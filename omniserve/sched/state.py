@@ -32,6 +32,7 @@ class Phase(enum.StrEnum):
     """Where a request is."""
 
     WAITING = "waiting"  # has no block table: new, or preempted
+    READING = "reading"  # likewise, and KV of its first tokens is being read from disk
     DEVICE = "device"  # KV on the device
     ENDING = "ending"  # its last token is pending: it needs no KV any more, and is not scheduled
     MOVING = "moving"  # KV is being copied; not schedulable

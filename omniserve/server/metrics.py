@@ -156,6 +156,8 @@ class _EngineCollector(Collector):
         by_class, by_tier = ["service_class"], ["tier"]
         blocks_used = {"device": s.device_blocks_used, "host": s.host_blocks_used}
         blocks = {"device": s.device_blocks_total, "host": s.host_blocks_total}
+        if s.disk_blocks_total:
+            blocks_used["disk"], blocks["disk"] = s.disk_blocks_used, s.disk_blocks_total
         by_tier_and_class = {"device": s.device_blocks_by_class, "host": s.host_blocks_by_class}
         held = {(tier, name): n for tier, counts in by_tier_and_class.items() for name, n in counts.items()}
         yield _gauge("requests_waiting", "Requests not scheduled yet, or preempted", s.waiting, by_class)
@@ -183,6 +185,8 @@ class _EngineCollector(Collector):
         yield _counter("cached_tokens", "Prompt tokens that the prefix cache had", s.cached_tokens, by_class)
         help_text = "Tokens of prefixes whose KV was copied back from the host"
         yield _counter("restored_tokens", help_text, s.restored_tokens, by_class)
+        help_text = "Tokens of prefixes whose KV was read from disk"
+        yield _counter("disk_tokens", help_text, s.disk_tokens, by_class)
         yield _counter("swaps", "Requests whose KV moved", {"out": s.swaps_out, "in": s.swaps_in}, ["direction"])
         by_threads = {str(num_threads): num_steps for num_threads, num_steps in sorted(s.steps_by_threads.items())}
         yield _counter("steps_by_threads", "Steps by the device tier's CPU threads", by_threads, ["threads"])
@@ -202,6 +206,9 @@ class _EngineCollector(Collector):
             ("host_kv_read_bytes", "K and V bytes that host attention went through", s.host_kv_bytes_read),
             ("host_busy_seconds", "Time of host threads at work, attention and copies", s.host_busy_seconds),
             ("host_failures", "Host attention tasks and moves that failed", s.host_failures),
+            ("disk_read_bytes", "Bytes of KV read from disk", s.disk_bytes_read),
+            ("disk_written_bytes", "Bytes of KV written to disk", s.disk_bytes_written),
+            ("disk_failures", "Copies from and to disk that failed, of damaged blocks among them", s.disk_failures),
         ):
             yield _counter(name, help_text, value)
 

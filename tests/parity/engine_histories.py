@@ -142,6 +142,8 @@ class Tally:
     resumed_tokens: int = 0
     cached_tokens: int = 0
     restored_tokens: int = 0
+    disk_tokens: int = 0
+    disk_failures: int = 0
     shared_blocks: int = 0
     relocated_blocks: int = 0
     overwritten_tokens: int = 0
@@ -440,6 +442,8 @@ def run_history(
     tally.resumed_tokens += stats.resumed_tokens
     tally.cached_tokens += sum(stats.cached_tokens.values())
     tally.restored_tokens += sum(stats.restored_tokens.values())
+    tally.disk_tokens += sum(stats.disk_tokens.values())
+    tally.disk_failures += stats.disk_failures
     if isinstance(engine.kv, BidirectionalKVManager):
         tally.shared_blocks += engine.kv._device.num_shared_blocks
         tally.relocated_blocks += engine.kv._device.num_relocated_blocks

@@ -8,17 +8,23 @@ Prints each failing (family, seed) and exits 1 if there was one.
 from __future__ import annotations
 
 import argparse
+import atexit
 import itertools
+import shutil
 import sys
+import tempfile
 import time
 
 import torch
 from transformers import PreTrainedModel
 
 from omniserve import patch
+from omniserve.core.config import GIB, DiskKVConfig
+from omniserve.host.disk_file import DiskFile
 from omniserve.sched import SCHEDULERS, prefixes
 from tests.parity.engine_histories import Reference, Tally, run_history
 from tests.parity.models import MODELS, tiny_model
+from tests.parity.test_disk import damaging_write
 from tests.parity.zoo import tiny
 from tests.sched import hybrid, preemptible
 
@@ -46,6 +52,9 @@ def main() -> int:
         models[family] = (patch(model, compile=False), reference)
     policies = itertools.cycle(["omniserve", "omniserve", *SCHEDULERS.names(), hybrid.NAME, preemptible.DEFERRING])
     tally, num_histories, num_failures = Tally(), 0, 0
+    DiskFile.write = damaging_write(args.first_seed)  # type: ignore[method-assign]
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
     ends_s = time.monotonic() + args.seconds
     for seed in itertools.count(args.first_seed * 100_000):
         for family, (model, reference) in models.items():
@@ -59,6 +68,10 @@ def main() -> int:
             )  # fmt: skip
             if seed % 7 < 3 and family not in WITH_STATE:
                 drawn |= dict(prefix_cache=True, kv=("tiered", "paged")[seed % 2])
+                if seed % 4 == 0:
+                    slot_bytes = model.omniserve.spec.kv_block_bytes(8) + 4096
+                    gib = (4, 40)[seed % 3 > 0] * slot_bytes / GIB
+                    drawn |= dict(disk_kv=DiskKVConfig(gib=gib, dir=folder, keep=seed % 8 == 0))
             if policy == preemptible.DEFERRING:  # models with recurrent states refuse it
                 drawn |= dict(classes=preemptible.CLASSES, defer_classes=family not in WITH_STATE, has_profile=True)
             try:

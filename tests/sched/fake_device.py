@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 
 from omniserve.core.plan import (
     PENDING_TOKEN,
+    DiskCopy,
     HostEvent,
     HostEventKind,
     KVMove,
@@ -50,13 +51,14 @@ class FakeDevice:
 
     def __init__(
         self, *, block_size: int, num_layers: int, max_tokens: int, rng: random.Random, failure_rate: float = 0,
-        halt_rate: float = 0,
+        halt_rate: float = 0, has_disk: bool = False,
     ) -> None:  # fmt: skip
         self.block_size = block_size
         self.num_layers = num_layers
         self.max_tokens = max_tokens
         self.rng = rng
         self.failure_rate = failure_rate
+        self.disk_rng = random.Random(rng.randrange(1 << 30) if has_disk else 0)
         self.halt_rate = halt_rate
         self.halted: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         """Request id -> layer, start and tokens of a chunk that left a step."""
@@ -72,6 +74,11 @@ class FakeDevice:
         self.moves: dict[int, KVMove] = {}
         self._seen: dict[int, list[int | None]] = {}
         """Move id -> what its source held when it began."""
+        self.disk_copies: dict[int, DiskCopy] = {}
+        self.disk: dict[int, tuple[bytes, list[int | None]]] = {}
+        """Slot of the file -> the key and the tokens that it holds."""
+        self.num_read_blocks = 0
+        self.num_failed_disk_copies = 0
         self.abandoned: Set[int] = frozenset()
         """The scheduler's abandoned moves: they read blocks that others write, and write blocks that nobody reads."""
         self.sharers: Mapping[int, tuple[str, str]] = {}
@@ -134,6 +141,8 @@ class FakeDevice:
                 # Of a shared block what counts is what is copied.
                 busy["device" if out else "host"] |= set(move.src_block_ids) - (self.sharers.keys() if out else set())
             busy["host" if out else "device"] |= set(move.dst_block_ids)
+        for copy in self.disk_copies.values():
+            busy["host"] |= set(copy.host_block_ids)
         for event in self.running:
             if event.slot >= 0:
                 busy["host"] |= set(self.bound[event.slot].block_ids)
@@ -218,6 +227,16 @@ class FakeDevice:
         for move in plan.moves:
             self.moves[move.move_id] = move
             self._seen[move.move_id] = self._source(move)
+        for copy in plan.disk_copies:
+            slots = [
+                slot for other in self.disk_copies.values() if other.to_disk or copy.to_disk for slot in other.slots
+            ]
+            assert not set(slots) & set(copy.slots), "a slot is written while another copy uses it"
+            self.disk_copies[copy.move_id] = copy
+            if copy.to_disk:
+                self._seen[copy.move_id] = [self.kv.get(("host", slot)) for slot in self._slots(copy.host_block_ids)]
+                for slot in copy.slots:
+                    self.disk.pop(slot, None)
         tokens: dict[str, tuple[SampledToken, ...]] = {}
         ids = [c.request_id for c in plan.chunks] + [e.request_id for e in (*plan.entries, *plan.pipelined)]
         assert len(ids) == len(set(ids)), "a request is scheduled twice"
@@ -384,8 +403,36 @@ class FakeDevice:
                 del self._seen[move.move_id]
                 kind = HostEventKind.MOVE_FAILED if failed else HostEventKind.MOVE_DONE
                 events.append(HostEvent(kind=kind, move_id=move.move_id))
+        for copy in list(self.disk_copies.values()):
+            if self.disk_rng.random() < chance:
+                del self.disk_copies[copy.move_id]
+                failed = self.disk_rng.random() < self.failure_rate
+                self._copy_disk(copy, failed=failed)
+                self.num_failed_disk_copies += failed
+                kind = HostEventKind.MOVE_FAILED if failed else HostEventKind.MOVE_DONE
+                seconds = self.disk_rng.choice([0.0, 0.001, 0.1])
+                events.append(HostEvent(kind=kind, move_id=copy.move_id, seconds=seconds))
         self.rng.shuffle(events)
         return events
+
+    def _copy_disk(self, copy: DiskCopy, *, failed: bool) -> None:
+        """Copy blocks to the file, or compare their keys and copy them back; a copy that fails does so in part."""
+        now = [self.kv.get(("host", slot)) for slot in self._slots(copy.host_block_ids)]
+        seen = self._seen.pop(copy.move_id, [])
+        count = self.disk_rng.randrange(len(copy.slots)) if failed else len(copy.slots)
+        for index, (key, slot) in enumerate(zip(copy.keys[:count], copy.slots, strict=False)):
+            tokens = slice(index * self.block_size, (index + 1) * self.block_size)
+            if copy.to_disk:
+                assert seen[tokens] == now[tokens], "a block was written while it was copied"
+                self.disk[slot] = key, now[tokens]
+                continue
+            written, values = self.disk[slot]
+            assert written == key, "a slot holds another block"
+            self.num_read_blocks += 1
+            for at, token in zip(self._slots(copy.host_block_ids)[tokens], values, strict=True):
+                self.kv.pop(("host", at), None)
+                if token is not None:
+                    self.kv["host", at] = token
 
     def _source(self, move: KVMove) -> list[int | None]:
         to_host = move.direction is MoveDirection.TO_HOST

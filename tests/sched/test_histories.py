@@ -17,6 +17,7 @@ from omniserve.core.plan import Bound, HostEvent, HostEventKind, MoveDirection, 
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams, ServiceClass, Stay
 from omniserve.kv import KV_MANAGERS, BidirectionalKVManager, Tier, TieredKVManager
 from omniserve.kv.base import KVManager
+from omniserve.kv.disk_prefixes import DiskPrefixes
 from omniserve.latency import features_of
 from omniserve.sched import SCHEDULERS, Forecast, Scheduler, policy_of
 from omniserve.sched.state import RequestState
@@ -38,6 +39,8 @@ REACHED = {
     "conserve": ("swaps_out", "swaps_in", "checkpoints"),
     "bros": ("swaps_out", "swaps_in", "checkpoints"),
 }
+REACHED_BELOW = ("came_back", "failed_returns", "read", "failed_disk_copies")
+"""What prefixes must have come to on the host and on disk."""
 WITH_ADMISSION = ("omniserve", "omniserve-paper", "neo", "apex")
 
 
@@ -52,6 +55,12 @@ def make(
     if has_prefixes:
         caches = {"prefix_cache": True, "num_protected_blocks": num_device_blocks // 4}
         caches |= {"host_prefixes": True} if kv_name == "tiered" else {}
+        if (
+            kv_name == "tiered"
+            and num_host_blocks
+            and (num_slots := random.Random(num_device_blocks).choice([0, 5, 60]))
+        ):
+            caches["disk"] = DiskPrefixes(num_slots)
     kv = KV_MANAGERS.get(kv_name)(
         num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=BLOCK, **caches
     )
@@ -86,6 +95,7 @@ def make(
         rng=rng,
         failure_rate=failure_rate,
         halt_rate=halt_rate,
+        has_disk="disk" in caches,
     )
     oracle = draw_forecast(rng, limits.num_layers) if has_forecast else None
     made = Scheduler(*policy_of(limits.config), limits=limits, kv=kv, forecast=oracle)
@@ -274,6 +284,7 @@ def run_history(
             "host_drafts": device.num_host_drafts, "dropped_drafts": device.num_dropped_drafts,
             "cached": sum(sched.requests.prefixes.num_cached_tokens.values()),
             "came_back": sum(sched.requests.prefixes.num_restored_tokens.values()),
+            "read": device.num_read_blocks, "failed_disk_copies": device.num_failed_disk_copies,
             "failed_returns": device.num_failed_returns, "right_drafts": device.num_right_drafts,
             "wrong_drafts": device.num_drafts - device.num_right_drafts}  # fmt: skip
 
@@ -488,7 +499,7 @@ def test_prefixes_change_no_token_over_random_histories(
         )
         for seed in range(60)
     ]  # fmt: skip
-    for key in ("cached", "preemptions", *(("came_back", "failed_returns") if kv == "tiered" else ())):
+    for key in ("cached", "preemptions", *(REACHED_BELOW if kv == "tiered" else ())):
         assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 

@@ -42,12 +42,13 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-def start(model_folder, cache_folder, *more_flags):
+def start(model_folder, cache_folder, *more_flags, own_group=False):
     flags = "--port 0 --device cpu --execution compile=false --served-model-name tiny --device-kv-gib 0.001"
     flags += " --host-kv-gib 0.01 --block-size 16 --device-threads 1 --host-threads 1"
     flags += " --limit profile_time_limit_s=2"
     command = [sys.executable, "-m", "omniserve.server", "--model", str(model_folder), *flags.split(), *more_flags]
-    return RunningServer(command, XDG_CACHE_HOME=str(cache_folder), XDG_DATA_HOME=str(cache_folder / "data"))
+    folders = {"XDG_CACHE_HOME": str(cache_folder), "XDG_DATA_HOME": str(cache_folder / "data")}
+    return RunningServer(command, own_group=own_group, **folders)
 
 
 @pytest.fixture(scope="module")

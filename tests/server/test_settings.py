@@ -10,7 +10,7 @@ import re
 import pytest
 import yaml
 
-from omniserve.core.config import EngineConfig, ExecutionConfig
+from omniserve.core.config import DiskKVConfig, EngineConfig, ExecutionConfig
 from omniserve.core.request import ClassSpec
 from omniserve.launch import flags
 from omniserve.server import cli
@@ -36,6 +36,7 @@ SETTINGS = {
     "device_kv_bytes": ("device-kv-gib", 0.5, 1 << 29),
     "host_kv_bytes": ("host-kv-gib", 0, 0),
     "host_kv_dtype": ("host-kv-dtype", "int8", "int8"),
+    "disk_kv": ("disk-kv-gib", 1.5, DiskKVConfig(gib=1.5)),
     "block_size": ("block-size", 16, 16),
     "max_model_len": ("max-model-len", 99, 99),
     "max_num_batched_tokens": ("max-num-batched-tokens", 98, 98),
@@ -133,6 +134,19 @@ def test_every_field_of_engine_config_can_be_set(field, source, monkeypatch, tmp
     assert parse_args(["--config", str(again)])[1].config == config
 
 
+def test_the_disk_tier_has_three_flags(tmp_path, capsys):
+    flags = ["--disk-kv-gib", "0.5", "--disk-kv-dir", "/somewhere", "--disk-kv-keep"]
+    _, loader = parse_args(flags)
+    assert loader.config.disk_kv == DiskKVConfig(gib=0.5, dir="/somewhere", keep=True)
+    again = tmp_path / "again.yaml"
+    again.write_text(printed(capsys, *flags))
+    assert parse_args(["--config", str(again)])[1].config == loader.config
+    for bad in ("-1", "nan"):
+        with pytest.raises(SystemExit):
+            parse_args(["--disk-kv-gib", bad])
+        assert "--disk-kv-gib must be a number >= 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Limits)])
 def test_every_limit_can_be_set(name, tmp_path, capsys):
     value = (getattr(Limits(), name) or 1000) + 5
@@ -149,7 +163,7 @@ def test_every_limit_can_be_set(name, tmp_path, capsys):
 def test_there_are_not_many_flags():
     """A setting that few people change is an option of ``--execution``, ``--scheduler-option`` or ``--limit``."""
     shown = [action for action in build_parser()._actions if action.help != argparse.SUPPRESS]
-    assert len(shown) - len(["--help"]) <= 40
+    assert len(shown) - len(["--help"]) <= 43
     assert len(dataclasses.fields(EngineConfig)) <= 20
 
 

@@ -1,0 +1,66 @@
+"""The disk tier that an engine's settings ask for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from omniserve.core.config import GIB, EngineConfig
+from omniserve.core.spec import ModelSpec
+from omniserve.engine.capacity import caches_prefixes, has_host_tier
+from omniserve.engine.fingerprint import kv_fingerprint
+from omniserve.host.disk import DiskTier
+from omniserve.host.disk_file import DiskFile
+from omniserve.host.tier import HostTier
+from omniserve.kv import KV_MANAGERS, KeepsPrefixesOnDisk
+
+logger = logging.getLogger(__name__)
+
+
+def check_disk(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raise ValueError if a disk tier is wanted and these settings cannot have one."""
+    if not config.disk_kv.gib:
+        if config.disk_kv.keep or config.disk_kv.dir is not None:
+            raise ValueError("disk_kv.dir and disk_kv.keep are of a disk tier: give disk_kv.gib, too")
+        return
+    if not issubclass(KV_MANAGERS.get(config.kv), KeepsPrefixesOnDisk):
+        raise ValueError(f"kv={config.kv!r} keeps nothing on disk: set kv to tiered, or disk_kv.gib to 0")
+    if not has_host_tier(config):
+        raise ValueError("the disk tier is read into host memory: give host_kv_bytes, or set disk_kv.gib to 0")
+    if not caches_prefixes(config, spec):
+        raise ValueError("the disk tier keeps what the prefix cache has, and there is none: set disk_kv.gib to 0")
+    if not config.execution.host_prefixes or config.host_kv_dtype != "auto":
+        raise ValueError(
+            "the disk tier keeps what the host tier has of prefixes: set host_prefixes to True and host_kv_dtype to "
+            "auto, or disk_kv.gib to 0"
+        )
+
+
+def open_disk(config: EngineConfig, spec: ModelSpec, model: PreTrainedModel, tier: HostTier) -> DiskTier | None:
+    """Open the disk tier below a host tier; None if none is wanted.
+
+    Raises:
+        ValueError, OSError: See ``DiskFile``.
+    """
+    if not config.disk_kv.gib:
+        return None
+    fingerprint = None
+    if config.disk_kv.keep:
+        began_s = time.monotonic()
+        fingerprint = kv_fingerprint(model, config)
+        logger.info("disk tier: the weights were compared in %.1f s", time.monotonic() - began_s)
+    file = DiskFile(
+        Path(config.disk_kv.dir) if config.disk_kv.dir is not None else default_folder(),
+        num_bytes=int(config.disk_kv.gib * GIB), block_bytes=spec.host_block_bytes(config.block_size, "auto"),
+        fingerprint=fingerprint,
+    )  # fmt: skip
+    return DiskTier(file, tier.pool_LBK2SH)
+
+
+def default_folder() -> Path:
+    """Return where the file is if no folder is named: ``omniserve/kv`` in XDG_CACHE_HOME or ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omniserve" / "kv"

@@ -1,0 +1,88 @@
+"""DiskPrefixes: which blocks of the prefix cache are in the disk tier's file, and where."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from omniserve.core.plan import DiskCopy
+
+
+class DiskPrefixes:
+    """Slots of the file by the keys of ``kv.prefix_cache``; what was used longest ago gives way to what is written.
+
+    Args:
+        num_slots: Slots in the file.
+        entries: Keys and slots of the blocks that are in it, the last used last.
+    """
+
+    def __init__(self, num_slots: int, entries: Iterable[tuple[bytes, int]] = ()) -> None:
+        self.num_slots = num_slots
+        self._slots: OrderedDict[bytes, int] = OrderedDict(entries)
+        """Key -> slot, the last used last."""
+        used = set(self._slots.values())
+        self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in used]
+        self._readers: Counter[bytes] = Counter()
+        """Copies that read the slot of a key; it stays meanwhile."""
+        self._writing: dict[bytes, int] = {}
+
+    def has(self, key: bytes) -> bool:
+        """Tell whether a slot has the block of this key."""
+        return key in self._slots
+
+    def is_known(self, key: bytes) -> bool:
+        """Tell whether a slot has the block of this key, or it is being written."""
+        return key in self._slots or key in self._writing
+
+    @property
+    def num_used(self) -> int:
+        """Slots that hold a block, or will."""
+        return self.num_slots - len(self._free)
+
+    def begin_write(self, keys: Sequence[bytes]) -> list[int]:
+        """Return slots to write blocks of these keys to; fewer, for the first of them, if so many are being read."""
+        slots: list[int] = []
+        for key in keys:
+            assert not self.is_known(key)
+            if not self._free:
+                last = next((other for other in self._slots if other not in self._readers), None)
+                if last is None:
+                    break
+                self._free.append(self._slots.pop(last))
+            self._writing[key] = self._free.pop()
+            slots.append(self._writing[key])
+        return slots
+
+    def begin_read(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the slots of these keys, which stay until the copy ends."""
+        for key in keys:
+            self._slots.move_to_end(key)
+        self._readers.update(keys)
+        return [self._slots[key] for key in keys]
+
+    def end(self, copy: DiskCopy, *, succeeded: bool) -> None:
+        """Book the end of a copy. Blocks are forgotten of which one could not be read."""
+        if copy.to_disk:
+            for key in copy.keys:
+                slot = self._writing.pop(key)
+                if succeeded:
+                    self._slots[key] = slot
+                else:
+                    self._free.append(slot)
+            return
+        self._readers.subtract(copy.keys)
+        self._readers = +self._readers
+        if not succeeded:
+            for key in copy.keys:
+                if key in self._slots and key not in self._readers:
+                    self._free.append(self._slots.pop(key))
+
+    def check(self) -> None:
+        """Verify that each slot is free, used or being written.
+
+        Raises:
+            AssertionError: With the slots of which that is not true.
+        """
+        slots = sorted([*self._free, *self._slots.values(), *self._writing.values()])
+        assert slots == [*range(self.num_slots)], slots
+        assert self._readers.keys() <= self._slots.keys()

@@ -1,0 +1,131 @@
+"""DiskReads: requests whose first tokens have their KV on disk wait beside their queue until it is in host memory.
+
+From there it is copied to the device as they are admitted, like any prefix that the host has (``sched.prefixes``).
+Paper: omniserve 3.2.3 (KV that is loaded from disk).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+
+from omniserve.core.plan import DiskCopy, HostEvent, HostEventKind
+from omniserve.core.request import ServiceClass
+from omniserve.kv.base import KeepsPrefixesOnDisk, KVManager
+from omniserve.sched import prefixes
+from omniserve.sched.prefixes import Prefixes
+from omniserve.sched.state import RequestState
+from omniserve.sched.step_cost import Forecast
+
+MOST_LOOKED_UP = {ServiceClass.LS: 64, ServiceClass.BE: 8}
+"""How many requests of a kind are looked up, from the first of its queue on."""
+
+_RATE = 1 / 8
+"""Weight of the last copy in the time that a block takes to be read."""
+
+
+class DiskReads:
+    """Begins copies from disk for requests that wait, and copies of what the host has to disk.
+
+    A request is looked up once each time it comes to wait. Its blocks are read if that is predicted to be sooner than
+    computing them; without a forecast, or before the first copy has told how long one takes, they are read.
+
+    Args:
+        max_blocks: Most blocks that are being written at a time.
+    """
+
+    def __init__(self, kv: KVManager, prefixes: Prefixes, *, max_blocks: int) -> None:
+        self._kv = kv if isinstance(kv, KeepsPrefixesOnDisk) and kv.has_disk() else None
+        self._prefixes = prefixes
+        self._block_size = kv.block_size
+        self._max_blocks = max_blocks
+        self._writing: dict[int, int] = {}
+        self._reading: dict[int, tuple[DiskCopy, dict[RequestState, None]]] = {}
+        """Copies from disk under way, and the requests that wait for each."""
+        self._begun: list[DiskCopy] = []
+        self._block_s: float | None = None
+        self.num_read_tokens: Counter[str] = Counter()
+        """Counter, by class: tokens whose KV was read from disk for a request that begins with them."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a disk tier."""
+        return self._kv is not None
+
+    def __contains__(self, state: RequestState) -> bool:
+        """Tell whether a request waits for a copy."""
+        return any(state in states for _, states in self._reading.values())
+
+    def start(self, state: RequestState, forecast: Forecast | None, *, reserve_blocks: int) -> bool:
+        """Let a WAITING request wait for a copy from disk, if there is one to begin or under way that is of use.
+
+        ``reserve_blocks``: host blocks to leave free.
+        """
+        use = state.prefix
+        if self._kv is None or use is None or use.was_looked_up_on_disk:
+            return False
+        use.was_looked_up_on_disk = True
+        keys, num_on_device, num_on_host = self._prefixes.parts(state)
+        first = num_on_device + num_on_host
+        if first < len(keys) and (move_id := self._kv.reading_from_disk(keys[first])) is not None:
+            self._reading[move_id][1][state] = None
+            use.was_looked_up_on_disk = False  # what it lacks then may be on disk, too
+            return True
+        wanted = [*itertools.takewhile(self._kv.has_on_disk, itertools.islice(keys, first, None))]
+        if len(wanted) * self._block_size < prefixes.LEAST_RESTORED_TOKENS:
+            return False
+        if not self._is_read_sooner(first, len(wanted), forecast):
+            return False
+        copy = self._kv.start_reading_prefix(keys[num_on_device:first], wanted, reserve_blocks=reserve_blocks)
+        if copy is None:
+            return False
+        self._begun.append(copy)
+        self._reading[copy.move_id] = copy, {state: None}
+        self.num_read_tokens[state.service_class] += len(copy.keys) * self._block_size
+        return True
+
+    def _is_read_sooner(self, first: int, count: int, forecast: Forecast | None) -> bool:
+        if forecast is None or self._block_s is None:
+            return True
+        before = sum(len(copy.keys) for copy, _ in self._reading.values())
+        start, num_tokens = first * self._block_size, count * self._block_size
+        return (before + count) * self._block_s < forecast.step().seconds_with(start, num_tokens, samples=0)
+
+    def forget(self, state: RequestState) -> None:
+        """Forget a request that waits for a copy and has ended."""
+        for _, states in self._reading.values():
+            states.pop(state, None)
+
+    def take_copies(self) -> list[DiskCopy]:
+        """Return, once, the copies from disk that were begun, and begin to write; for the plan that is decided."""
+        copies, self._begun = self._begun, []
+        if self._kv is None:
+            return copies
+        max_blocks = self._max_blocks - sum(self._writing.values())
+        if max_blocks > 0 and (copy := self._kv.start_writing_prefixes(max_blocks=max_blocks)) is not None:
+            self._writing[copy.move_id] = len(copy.keys)
+            copies.append(copy)
+        return copies
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether copies to disk are under way."""
+        return bool(self._writing)
+
+    def on_end(self, event: HostEvent) -> Iterable[RequestState] | None:
+        """Book the end of a copy; return the requests that waited for it. None: the event is of something else."""
+        if self._writing.pop(event.move_id, None) is not None:
+            return ()
+        if event.move_id not in self._reading:
+            return None
+        copy, states = self._reading.pop(event.move_id)
+        if event.kind is HostEventKind.MOVE_DONE:
+            block_s = event.seconds / len(copy.keys)
+            self._block_s = block_s if self._block_s is None else self._block_s + _RATE * (block_s - self._block_s)
+        return states
+
+    def look_again(self, state: RequestState) -> None:
+        """Look a request up again that comes to wait anew, as it was preempted."""
+        if state.prefix is not None:
+            state.prefix.was_looked_up_on_disk = False

@@ -1,0 +1,171 @@
+"""Prefixes on disk: what is written, what comes back into host memory, and what gives way."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from omniserve.core.plan import DiskCopy, MoveDirection
+from omniserve.kv.base import KeepsPrefixesOnDisk, MoveResult, Tier
+from omniserve.kv.disk_prefixes import DiskPrefixes
+from omniserve.kv.tiered import TieredKVManager
+
+
+def keys(names: str) -> list[bytes]:
+    return [name.encode() for name in names]
+
+
+def written(disk: DiskPrefixes, names: str, *, succeeded: bool = True) -> list[int]:
+    slots = disk.begin_write(keys(names))
+    blocks = tuple(range(len(slots)))
+    copy = DiskCopy(
+        move_id=0, to_disk=True, host_block_ids=blocks, slots=tuple(slots), keys=tuple(keys(names)[: len(slots)])
+    )  # fmt: skip
+    disk.end(copy, succeeded=succeeded)
+    disk.check()
+    return slots
+
+
+def reading(disk: DiskPrefixes, names: str) -> DiskCopy:
+    slots = tuple(disk.begin_read(keys(names)))
+    return DiskCopy(
+        move_id=1, to_disk=False, host_block_ids=tuple(range(len(slots))), slots=slots, keys=tuple(keys(names))
+    )  # fmt: skip
+
+
+def kept(disk: DiskPrefixes, names: str) -> str:
+    return "".join(name for name in names if disk.has(name.encode()))
+
+
+def test_what_was_used_longest_ago_gives_way_but_none_that_is_read() -> None:
+    disk = DiskPrefixes(4)
+    written(disk, "abcd")
+    disk.end(reading(disk, "a"), succeeded=True)
+    copy = reading(disk, "b")
+    written(disk, "ef")
+    assert kept(disk, "abcdef") == "abef"
+    assert len(written(disk, "ghij")) == 3, "a slot is being read"
+    assert kept(disk, "abefghij") == "bghi"
+    disk.end(copy, succeeded=True)
+    written(disk, "k")
+    assert kept(disk, "bghik") == "ghik"
+    assert disk.num_used == 4
+
+
+def test_a_write_that_fails_leaves_its_slot_free_and_a_read_that_fails_what_it_read() -> None:
+    disk = DiskPrefixes(4)
+    written(disk, "ab", succeeded=False)
+    assert disk.num_used == 0 and kept(disk, "ab") == ""
+    written(disk, "abc")
+    disk.end(reading(disk, "ab"), succeeded=False)
+    disk.check()
+    assert kept(disk, "abc") == "c" and disk.num_used == 1
+
+
+def test_what_an_earlier_run_has_left_is_there() -> None:
+    disk = DiskPrefixes(5, [(b"a", 3), (b"b", 0)])
+    disk.check()
+    assert kept(disk, "ab") == "ab" and disk.begin_read([b"a"]) == [3]
+    assert sorted(DiskPrefixes(5, [(b"a", 3), (b"b", 0)]).begin_write(keys("cde"))) == [1, 2, 4]
+
+
+def manager(*, num_host_blocks: int = 6, num_slots: int = 8) -> TieredKVManager:
+    return TieredKVManager(
+        num_device_blocks=4, num_host_blocks=num_host_blocks, block_size=1, prefix_cache=True, host_prefixes=True,
+        disk=DiskPrefixes(num_slots),
+    )  # fmt: skip
+
+
+def filled(kv: TieredKVManager, names: str) -> None:
+    """Let the host have the blocks of these keys, by a request that decoded there and was preempted."""
+    blocks = kv._host_pool.take(len(names))
+    assert blocks is not None
+    kv._prefixes.adopt(keys(names), blocks)
+
+
+def test_what_the_host_has_is_written_once_and_read_when_it_has_it_no_more() -> None:
+    kv = manager()
+    assert isinstance(kv, KeepsPrefixesOnDisk) and kv.has_disk()
+    assert kv.start_writing_prefixes(max_blocks=4) is None
+    filled(kv, "abcde")
+    copy = kv.start_writing_prefixes(max_blocks=2)
+    assert copy is not None and copy.to_disk and copy.keys == (b"e", b"d"), "the end is reclaimed first"
+    assert kv.finish_move(copy.move_id, succeeded=True) is MoveResult.ARRIVED
+    copy = kv.start_writing_prefixes(max_blocks=9)
+    assert copy is not None and copy.keys == (b"c", b"b", b"a")
+    kv._prefixes.reclaim(9)
+    assert kv.has_on_host(b"c") and not kv.has_on_host(b"d"), "what is being written stays"
+    assert kv.finish_move(copy.move_id, succeeded=False) is MoveResult.STAYED
+    assert kv.start_writing_prefixes(max_blocks=9) is None, "a write is not tried again"
+    assert kv.has_on_disk(b"d") and not kv.has_on_disk(b"a") and kv.disk_usage() == (2, 8)
+    read = kv.start_reading_prefix([], keys("de"))
+    assert read is not None and not read.to_disk and read.slots == (1, 0)
+    assert kv.reading_from_disk(b"e") == read.move_id and not kv.has_on_host(b"e")
+    kv.check_integrity()
+    assert kv.usage().host_used == 0, "prefixes do not count"
+    assert kv.finish_move(read.move_id, succeeded=True) is MoveResult.ARRIVED
+    assert kv.has_on_host(b"d") and kv.has_on_host(b"e") and kv.reading_from_disk(b"e") is None
+    assert kv.start_writing_prefixes(max_blocks=9) is None, "the disk has them"
+
+
+def test_there_is_room_for_what_is_read_but_not_at_the_cost_of_what_will_be_used_with_it() -> None:
+    kv = manager(num_host_blocks=4)
+    filled(kv, "cde")
+    copy = kv.start_writing_prefixes(max_blocks=9)
+    assert copy is not None
+    kv.finish_move(copy.move_id, succeeded=True)
+    kv._prefixes.reclaim(9)
+    filled(kv, "xyba")
+    read = kv.start_reading_prefix(keys("ab"), keys("cde"), reserve_blocks=1)
+    assert read is not None and read.keys == (b"c", b"d", b"e"), "one block of four is left"
+    assert not kv.has_on_host(b"x") and not kv.has_on_host(b"y") and kv.has_on_host(b"b")
+    assert kv.start_reading_prefix([], keys("c"), reserve_blocks=1) is None
+    kv.check_integrity()
+    assert kv.finish_move(read.move_id, succeeded=False) is MoveResult.STAYED
+    assert not kv.has_on_host(b"c") and not kv.has_on_disk(b"c"), "what cannot be read is forgotten"
+    assert kv.num_free(Tier.HOST) == 4
+
+
+def test_a_preempted_request_leaves_its_blocks_to_those_that_begin_like_it() -> None:
+    kv = manager()
+    kv.allocate("r", 3)
+    move = kv.start_move("r", MoveDirection.TO_HOST)
+    assert move is not None
+    kv.finish_move(move.move_id, succeeded=True)
+    kv.release("r", keys("ab"))
+    assert kv.has_on_host(b"a") and kv.has_on_host(b"b") and kv.tier("r") is None
+    kv.check_integrity()
+    kv._prefixes.reclaim(1)
+    assert kv.has_on_host(b"a") and not kv.has_on_host(b"b")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_copies_keep_the_books(seed: int) -> None:
+    rng = random.Random(seed)
+    kv = manager(num_host_blocks=rng.randint(2, 9), num_slots=rng.randint(1, 9))
+    names = "abcdefghijkl"
+    flights: list[DiskCopy | None] = []
+    for _ in range(300):
+        kind = rng.randrange(5)
+        if kind == 0:
+            fresh = [name for name in rng.sample(names, 3) if not kv.has_on_host(name.encode())]
+            if len(fresh) <= kv._host_pool.num_free and not any(kv.reading_from_disk(n.encode()) for n in fresh):
+                filled(kv, "".join(fresh))
+        elif kind == 1:
+            flights.append(kv.start_writing_prefixes(max_blocks=rng.randint(1, 4)))
+        elif kind == 2:
+            wanted = [k for k in keys("".join(rng.sample(names, 3))) if kv.has_on_disk(k) and not kv.has_on_host(k)]
+            wanted = [key for key in wanted if kv.reading_from_disk(key) is None]
+            flights.append(kv.start_reading_prefix([], wanted, reserve_blocks=rng.choice([0, 1])))
+        elif kind == 3:
+            kv._prefixes.reclaim(rng.randint(0, 3))
+        elif flights:
+            over = flights.pop(rng.randrange(len(flights)))
+            assert over is not None
+            kv.finish_move(over.move_id, succeeded=rng.random() < 0.7)
+        flights = [copy for copy in flights if copy is not None]
+        writing = {slot for copy in flights if copy and copy.to_disk for slot in copy.slots}
+        others = [slot for copy in flights if copy and not copy.to_disk for slot in copy.slots]
+        assert not writing & set(others)
+        kv.check_integrity()

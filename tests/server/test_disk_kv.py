@@ -1,0 +1,77 @@
+"""KV on disk with a real engine: a server that was stopped, or killed, finds what it has computed before."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import httpx
+import pytest
+from test_real import cache_folder, model_folder, start  # noqa: F401  two of them are fixtures
+
+PROMPT = list(range(5, 165))
+"""Ten blocks."""
+FLAGS = ("--dtype", "float32", "--disk-kv-gib", "0.01", "--profile", "none")
+
+
+def ask(server, last):
+    answer = server.client().completions.create(
+        model="tiny", prompt=[*PROMPT, last], max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
+    )
+    details = answer.usage.prompt_tokens_details
+    return answer.choices[0].text, details.cached_tokens if details is not None else 0
+
+
+def metric(server, name):
+    text = httpx.get(f"{server.url}/metrics").text
+    return sum(float(value) for value in re.findall(rf"^omniserve_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_server_that_starts_again_finds_its_prefixes(model_folder, cache_folder, tmp_path, is_killed):  # noqa: F811
+    flags = (*FLAGS, "--disk-kv-dir", str(tmp_path), "--disk-kv-keep")
+    server = start(model_folder, cache_folder, *flags, own_group=is_killed).wait_until_ready()
+    texts = [ask(server, last) for last in (7, 8)]
+    assert [cached for _, cached in texts] == [0, 160]
+    ask(server, 9)  # steps in which what is on its way gets to the disk
+    if is_killed:
+        server.kill_group()
+    else:
+        assert server.stop() == 0, "".join(server.log)
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    server = start(model_folder, cache_folder, *flags).wait_until_ready()
+    assert ask(server, 7) == (texts[0][0], 160)
+    assert ask(server, 8) == (texts[1][0], 160)
+    assert metric(server, "disk_tokens_total") == 160
+    assert metric(server, "disk_read_bytes_total") > 0 and metric(server, "disk_failures_total") == 0
+    assert metric(server, "kv_blocks") > metric(server, "kv_blocks_used") > 0
+    assert server.stop() == 0, "".join(server.log)
+
+
+def test_a_file_that_is_not_kept_goes_with_the_server(model_folder, cache_folder, tmp_path):  # noqa: F811
+    server = start(model_folder, cache_folder, *FLAGS, "--disk-kv-dir", str(tmp_path)).wait_until_ready()
+    ask(server, 7)
+    assert list(tmp_path.iterdir()) == []
+    assert server.stop() == 0, "".join(server.log)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--disk-kv-keep",), "give disk_kv.gib"),
+        (("--disk-kv-gib", "1", "--host-kv-gib", "0"), "give host_kv_bytes"),
+        (("--disk-kv-gib", "1", "--kv", "paged"), "set kv to tiered"),
+        (("--disk-kv-gib", "1e9"), "give it less, or another folder"),
+    ],
+)
+def test_what_cannot_be_is_told_at_the_start(model_folder, cache_folder, tmp_path, flags, message):  # noqa: F811
+    command = [sys.executable, "-m", "omniserve.server", "--model", str(model_folder), "--execution", "compile=false"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [*command, "--profile", "none", "--port", "0", *flags], capture_output=True, text=True, env=environment,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
