@@ -14,7 +14,7 @@ from omniserve.core.plan import DiskCopy, HostEvent, HostEventKind
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import KeepsPrefixesOnDisk, KVManager
 from omniserve.sched import prefixes
-from omniserve.sched.prefixes import Prefixes
+from omniserve.sched.prefixes import Coming, Prefixes
 from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import Forecast
 
@@ -85,12 +85,33 @@ class DiskReads:
         self.num_read_tokens[state.service_class] += len(copy.keys) * self._block_size
         return True
 
+    def coming(self, state: RequestState) -> Coming | None:
+        """Return what a WAITING request that has just come finds on the host and on disk, behind the device's blocks.
+
+        None: too little to be copied.
+        """
+        keys, num_on_device, num_on_host = self._prefixes.parts(state)
+        first = num_on_device + num_on_host
+        num_on_disk = 0
+        if self._kv is not None:
+            kv, rest = self._kv, itertools.islice(keys, first, None)
+            on_disk = itertools.takewhile(lambda k: kv.has_on_disk(k) or kv.reading_from_disk(k) is not None, rest)
+            num_on_disk = sum(1 for _ in on_disk)
+        if (num_on_host + num_on_disk) * self._block_size < prefixes.LEAST_RESTORED_TOKENS:
+            return None
+        return Coming((num_on_host + num_on_disk) * self._block_size, self._seconds(num_on_disk))
+
     def _is_read_sooner(self, first: int, count: int, forecast: Forecast | None) -> bool:
-        if forecast is None or self._block_s is None:
+        if forecast is None:
             return True
-        before = sum(len(copy.keys) for copy, _ in self._reading.values())
         start, num_tokens = first * self._block_size, count * self._block_size
-        return (before + count) * self._block_s < forecast.step().seconds_with(start, num_tokens, samples=0)
+        return self._seconds(count) < forecast.step().seconds_with(start, num_tokens, samples=0)
+
+    def _seconds(self, count: int) -> float:
+        """Return how long it will take to read so many blocks behind those under way; 0 before any was read."""
+        if count == 0 or self._block_s is None:
+            return 0.0
+        return (sum(len(copy.keys) for copy, _ in self._reading.values()) + count) * self._block_s
 
     def forget(self, state: RequestState) -> None:
         """Forget a request that waits for a copy and has ended."""

@@ -88,6 +88,7 @@ class OmniServePolicy(Policy):
         prediction = self._ttft.predict(
             state, queue, now_s,
             has_best_effort=bool(waiting[BE] or device[BE]), host_works=self.requests.residents.is_busy,
+            coming=self.requests.coming(state),
         )  # fmt: skip
         # What it will have waited before a step can have it.
         waited_s = max(0.0, now_s - state.arrival_s) + (self.begin_s(now_s) - now_s)

@@ -9,7 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from omniserve.core.plan import KVMove
 from omniserve.core.request import ServiceClass
@@ -28,6 +28,14 @@ forgotten: an average of which the last request makes ``_REUSE_RATE``."""
 
 LEAST_RESTORED_TOKENS = 64
 """A shorter prefix is computed: what is copied from the host is there a step later at the soonest."""
+
+
+class Coming(NamedTuple):
+    """KV of a request's next tokens that the host or the disk has."""
+
+    num_tokens: int
+    seconds: float
+    """Until it is in host memory, from where it is copied beside a step."""
 
 
 @dataclass(slots=True)

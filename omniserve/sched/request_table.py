@@ -14,7 +14,7 @@ from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.disk_reads import MOST_LOOKED_UP, DiskReads
 from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.prefix_queue import PrefixQueue
-from omniserve.sched.prefixes import Prefixes
+from omniserve.sched.prefixes import Coming, Prefixes
 from omniserve.sched.residents import HostResidents
 from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
 from omniserve.sched.state_slots import StateSlots
@@ -140,6 +140,10 @@ class RequestTable:
                 if self.disk_reads.start(state, forecast, reserve_blocks=self.host_headroom):
                     self.waiting[kind].remove(state)
                     state.phase = Phase.READING
+
+    def coming(self, state: RequestState) -> Coming | None:
+        """Return what will be copied to the device of a WAITING request that has just come; None: nothing."""
+        return self.disk_reads.coming(state) if self.prefixes.is_on and self.host_is_up else None
 
     def preempt(self, state: RequestState) -> None:
         """Take a request's memory back; it waits, in arrival order, to be resumed. Its tokens are kept.

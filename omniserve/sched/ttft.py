@@ -22,6 +22,7 @@ from omniserve.core.errors import RequestRejected
 from omniserve.core.request import ServiceClass
 from omniserve.sched.batch import Batch
 from omniserve.sched.options import SchedulerLimits
+from omniserve.sched.prefixes import Coming
 from omniserve.sched.state import Phase, RequestState
 from omniserve.sched.step_cost import LS_HEADROOM, TTFT_HEADROOM, Forecast, StepCost, tpot_bound, ttft_left_s
 
@@ -134,6 +135,13 @@ class TTFTPrediction:
     """If no other request were there."""
     num_prompt_tokens: int
 
+    def later(self, seconds: float) -> TTFTPrediction:
+        """Return the prediction if it can only begin so much later."""
+        return dataclasses.replace(
+            self, soonest_s=self.soonest_s + seconds, expected_s=self.expected_s + seconds,
+            idle_s=self.idle_s + seconds,
+        )  # fmt: skip
+
     def require(self, required_s: float, waited_s: float, margin: float) -> None:
         """Raise RequestRejected if the objective, less a margin (a share of it), cannot be kept."""
         predicted_s, least_s = waited_s + self.soonest_s, (1 - margin) * required_s
@@ -193,14 +201,33 @@ class TTFTEstimator:
             self._output_share += _OUTPUT_WEIGHT * (state.num_output_tokens / most - self._output_share)
 
     def predict(
-        self, new: RequestState, queue: LSQueue, now_s: float, *, has_best_effort: bool, host_works: bool
-    ) -> TTFTPrediction:
-        """Predict for a request that arrives now, behind the prompts of the queue (3.3.3)."""
+        self, new: RequestState, queue: LSQueue, now_s: float, *, has_best_effort: bool, host_works: bool,
+        coming: Coming | None = None,
+    ) -> TTFTPrediction:  # fmt: skip
+        """Predict for a request that arrives now, behind the prompts of the queue (3.3.3).
+
+        ``coming``: KV that is copied to the device for it, unless it is there sooner by computing all.
+        """
+        if coming is not None:
+            computed = self.predict(new, queue, now_s, has_best_effort=has_best_effort, host_works=host_works)
+            copied = self._predict(
+                new, queue, now_s, new.num_ready_tokens + coming.num_tokens, has_best_effort=has_best_effort,
+                host_works=host_works,
+            ).later(coming.seconds)  # fmt: skip
+            return min(computed, copied, key=lambda each: each.soonest_s)
+        return self._predict(
+            new, queue, now_s, new.num_ready_tokens, has_best_effort=has_best_effort, host_works=host_works
+        )
+
+    def _predict(
+        self, new: RequestState, queue: LSQueue, now_s: float, num_ready: int, *, has_best_effort: bool,
+        host_works: bool,
+    ) -> TTFTPrediction:  # fmt: skip
         decodes = self._decodes(queue.decoding, host_works=host_works)
         bound_s = tpot_bound(queue.decoding, now_s, "step", LS_HEADROOM).seconds
         first_bound_s = max(bound_s, tpot_bound(queue.decoding, now_s, self._slack, LS_HEADROOM).seconds)
         max_tokens = self._max_prompt_tokens(queue.decoding)
-        prompt = Prefill.of(new, new.num_ready_tokens)
+        prompt = Prefill.of(new, num_ready)
         prompts = [*(Prefill.of(state, state.num_ready_tokens) for state in queue.prompts), prompt]
         # Those ahead decode beside what is left, which comes in small chunks then; as many as memory holds.
         contexts = [s.num_tokens for s in self._fitting(queue) if s.max_num_tokens > s.num_tokens + 1]

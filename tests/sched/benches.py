@@ -123,11 +123,13 @@ class Clock(Machine):
 
     def __init__(
         self, *, device_blocks: int = 400, host_blocks: int = 0, predict: dict[str, float] | None = None,
-        slower: float = 1.0, policy: str = "omniserve", kv: str = "tiered", overlaps: bool = False, **settings: Any,
+        slower: float = 1.0, policy: str = "omniserve", kv: str = "tiered", overlaps: bool = False,
+        caches: dict[str, Any] | None = None, **settings: Any,
     ) -> None:  # fmt: skip
+        """``caches``: more arguments of the KV manager."""
         super().__init__(
-            policy, kv=kv, device_blocks=device_blocks, host_blocks=host_blocks, caches={}, predict=predict or {},
-            overlaps=overlaps, settings=settings,
+            policy, kv=kv, device_blocks=device_blocks, host_blocks=host_blocks, caches=caches or {},
+            predict=predict or {}, overlaps=overlaps, settings=settings,
         )  # fmt: skip
         self.slower = slower
         self.first_s: dict[str, float] = {}

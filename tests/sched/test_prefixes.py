@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from omniserve.core.errors import RequestRejected
 from omniserve.kv.base import Tier
-from tests.sched.benches import Bench, names
+from omniserve.kv.disk_prefixes import DiskPrefixes
+from omniserve.kv.prefix_cache import PrefixKeys
+from omniserve.sched.state import Phase
+from tests.sched.benches import Bench, Clock, names
+from tests.sched.limits import BLOCK
 
 
 @pytest.mark.parametrize("policy", ["omniserve", "llumnix"])
@@ -71,3 +76,43 @@ def test_a_best_effort_request_does_not_come_back_into_protected_prefixes(num_pr
         assert places == [1] * 30 and bench.requests.ls_reserve == 7, "it decodes on the host tier"
     else:
         assert 0 in places
+
+
+def with_disk(num_tokens: int, *, block_s: float | None, **settings: object) -> Clock:
+    """A machine whose disk has prompts with the salt "kept", and reads a block of them in so many seconds."""
+    keys = PrefixKeys(BLOCK, salt="kept").up_to([7] * num_tokens, num_tokens // BLOCK)
+    disk = DiskPrefixes(len(keys), [(key, slot) for slot, key in enumerate(keys)])
+    caches = {"prefix_cache": True, "host_prefixes": True, "disk": disk}
+    clock = Clock(host_blocks=200, caches=caches, **settings)
+    clock.device.disk = {slot: (key, [7] * BLOCK) for slot, key in enumerate(keys)}
+    clock.requests.disk_reads._block_s = block_s
+    return clock
+
+
+def test_a_ttft_is_predicted_for_what_the_disk_has_not() -> None:
+    computed = Clock().add("ls", prompt=500, ttft=60.0)
+    assert computed is not None
+    for block_s, is_sooner in ((None, True), (0.0001, True), (10.0, False)):
+        clock = with_disk(480, block_s=block_s)
+        predicted = clock.add("ls", prompt=500, ttft=60.0, salt="kept")
+        assert predicted is not None
+        if is_sooner:
+            assert predicted < 0.1 * computed
+        else:
+            assert predicted == pytest.approx(computed)
+        clock.run_until(lambda: "ls" in clock.first_s)  # noqa: B023
+        assert (clock.device.num_read_blocks > 0) == is_sooner
+    with pytest.raises(RequestRejected):
+        Clock().add("ls", prompt=500, ttft=0.3)
+    with_disk(480, block_s=0.0001).add("ls", prompt=500, ttft=0.3, salt="kept")
+
+
+def test_who_waits_for_the_disk_holds_up_nobody() -> None:
+    clock = with_disk(480, block_s=None)
+    clock.add("be-kept", prompt=500, output=4, salt="kept")
+    clock.add("be", prompt=20, output=4)
+    clock.add("ls", prompt=20, output=4, ttft=60.0)
+    clock.scheduler.schedule(clock.now_s)
+    phases = {name: state.phase for name, state in clock.requests.states.items()}
+    assert phases == {"be-kept": Phase.READING, "be": Phase.DEVICE, "ls": Phase.DEVICE}
+    assert clock.scheduler.stats().waiting == {"LS": 0, "BE": 1}
