@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.spec import ModelSpec
@@ -82,6 +83,24 @@ def caches_prefixes(config: EngineConfig, spec: ModelSpec) -> bool:
     if is_wanted and spec.state_bytes:
         raise ValueError("prefix_cache is not for models with recurrent states, which no block holds: set it to False")
     return can and not spec.state_bytes
+
+
+def prefix_settings(
+    config: EngineConfig, spec: ModelSpec, *, num_device_blocks: int, num_host_blocks: int
+) -> dict[str, Any]:
+    """Return the arguments of the KV manager's constructor about the prefix cache; none if there is no cache.
+
+    Raises:
+        ValueError: As ``caches_prefixes``.
+    """
+    if not caches_prefixes(config, spec):
+        return {}
+    num_protected = int(config.execution.ls_prefix_share * num_device_blocks)
+    settings: dict[str, Any] = {"prefix_cache": True, "num_protected_blocks": num_protected}
+    if num_host_blocks > 0:
+        # What was rounded to int8 must not serve requests that are exact.
+        settings["host_prefixes"] = config.execution.host_prefixes and config.host_kv_dtype == "auto"
+    return settings
 
 
 def rows_per_host_request(config: EngineConfig, spec: ModelSpec, *, has_own_memory: bool) -> int:

@@ -21,7 +21,7 @@ from omniserve.core.request import Completion, Request, RequestLimits, RequestOu
 from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
-from omniserve.engine.capacity import caches_prefixes, fit_states, max_model_len, num_blocks, rows_per_host_request
+from omniserve.engine.capacity import fit_states, max_model_len, num_blocks, prefix_settings, rows_per_host_request
 from omniserve.engine.disk import check_disk, open_disk
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.outputs import OutputCollector
@@ -103,7 +103,6 @@ class Engine:
             raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
         if isinstance(options, CoServingOptions) and options.defer_classes and self.spec.state_bytes:
             raise ValueError("defer_classes is not for models with recurrent states: their rows cannot leave a step")
-        has_prefix_cache = caches_prefixes(config, self.spec)
         check_disk(config, self.spec)
         num_device_blocks, num_host_blocks = num_blocks(config, self.spec)
         storage = DeviceKVStorage(
@@ -126,13 +125,9 @@ class Engine:
                 mailbox=has_mailbox,
                 max_rows=rows_per_host_request(config, self.spec, has_own_memory=patched.device.type != "cpu"),
             )  # fmt: skip
-        caches: dict[str, Any] = {}
-        if has_prefix_cache:
-            num_protected = int(config.execution.ls_prefix_share * num_device_blocks)
-            caches = {"prefix_cache": True, "num_protected_blocks": num_protected}
-            if num_host_blocks > 0:
-                # What was rounded to int8 must not serve requests that are exact.
-                caches["host_prefixes"] = config.execution.host_prefixes and config.host_kv_dtype == "auto"
+        caches = prefix_settings(
+            config, self.spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks
+        )
         self.disk: DiskTier | None = None
         if self.host_tier is not None and (disk := open_disk(config, self.spec, model, self.host_tier)):
             self.disk = disk

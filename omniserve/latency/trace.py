@@ -38,6 +38,8 @@ class Outcome:
     first_scheduled_s: float | None
     predicted_s: float | None
     """TTFT that was predicted at arrival."""
+    cached_tokens: int = 0
+    """Of a ``ttft``: tokens of the prompt that the prefix cache had when the request began."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,9 @@ class TracedStep:
     joins: list[tuple[str, int]]
     """(request id, layer)."""
     moves: list[tuple[str, str, int, bool]]
-    """(request id, direction, blocks, is it a checkpoint)."""
+    """(request id, direction, blocks, is it a checkpoint). Without an id: prefixes that are copied to the host."""
+    disk_copies: list[tuple[str, int]] = field(default_factory=list)
+    """(``to_disk`` or ``to_host``, blocks)."""
     pipelined: list[str] = field(default_factory=list)
     """Request ids of the second sub-batch."""
     halted: dict[str, int] = field(default_factory=dict)
@@ -155,6 +159,7 @@ class StepTracer:
             halted=dict(halted),
             resumed={chunk.request_id: chunk.from_layer for chunk in plan.chunks if chunk.from_layer},
             moves=[(m.request_id, str(m.direction), len(m.src_block_ids), m.is_checkpoint) for m in plan.moves],
+            disk_copies=[("to_disk" if copy.to_disk else "to_host", len(copy.slots)) for copy in plan.disk_copies],
             left_out=[(o.work, o.num_requests, o.first_request_id, str(o.bound)) for o in decision.left_out],
             outcomes=[outcome for output in outputs for outcome in _outcomes(output, slos[output.request_id])],
         )
@@ -252,4 +257,5 @@ def _outcomes(output: RequestOutput, slo: SLO) -> Iterator[Outcome]:
             to_s=to_s,
             first_scheduled_s=times.first_scheduled_s,
             predicted_s=times.predicted_ttft_s if objective == "ttft" else None,
+            cached_tokens=output.num_cached_tokens if objective == "ttft" else 0,
         )

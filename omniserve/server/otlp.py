@@ -132,6 +132,7 @@ def _describe_outputs(span: Span, outputs: OutputStream) -> None:
     span.set_attribute("gen_ai.response.id", job.call_id)
     span.set_attribute("gen_ai.request.max_tokens", choices[0].request.sampling.max_tokens)
     span.set_attribute("gen_ai.usage.input_tokens", usage.num_prompt_tokens)
+    span.set_attribute("gen_ai.usage.cache_read.input_tokens", usage.num_cached_tokens)
     span.set_attribute("gen_ai.usage.output_tokens", usage.num_output_tokens)
     span.set_attribute("gen_ai.response.finish_reasons", [c.finish_reason for c in choices if c.finish_reason])
     span.set_attribute("omniserve.service_class", job.service_class)

@@ -70,7 +70,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     load = parser.add_argument_group("load")
     load.add_argument("--ls-rate", type=_rates, metavar="R,R", help="latency-sensitive requests a second")
-    load.add_argument("--trace", type=Path, metavar="FILE", help="CSV with arrival_s,input_tokens,output_tokens: LS")
+    load.add_argument(
+        "--trace", type=Path, metavar="FILE",
+        help="LS requests: CSV with arrival_s,input_tokens,output_tokens, or a .jsonl of Mooncake's form; with "
+        "hash_ids in it, prompts begin alike, and there is a prefix cache",
+    )  # fmt: skip
+    load.add_argument("--hash-tokens", type=int, default=512, help="tokens of one of the hash_ids (default: 512)")
     load.add_argument("--ls-lengths", metavar="L", help="IN:OUT, lognormal:IN:OUT[:SIGMA] or CSV (default: 512:128)")
     load.add_argument("--arrivals", default="poisson", metavar="A", help="poisson, gamma:CV or square:RATIO:PERIOD_S")
     load.add_argument("--be", default="64", metavar="B", help="N (so many always unfinished; default: 64), rate:R, CSV")
@@ -300,6 +305,7 @@ def _scenario(args: argparse.Namespace) -> Scenario:
         be_rate=be_rate,
         be_lengths=parse_lengths(args.be_lengths or "1024:256") if backlog or be_rate else None,
         be_trace=be_trace,
+        hash_tokens=args.hash_tokens,
         warm_up=args.warm_up,
     )
 

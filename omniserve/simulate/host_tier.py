@@ -123,7 +123,10 @@ class SimulatedHostTier:
     def start_moves(self, plan: StepPlan, now_s: float) -> None:
         """Begin the plan's moves, at the start of its step."""
         for move in plan.moves:
-            if move.direction is MoveDirection.TO_HOST:
+            is_out = move.direction is MoveDirection.TO_HOST
+            if not move.request_id or not (is_out or self._placement.has(move.request_id)):
+                place = Place(0)  # blocks of prefixes, which are on the device's own host
+            elif is_out:
                 place = self._placement.arrive(move.request_id, len(move.dst_block_ids))
             else:
                 place = Place(self._placement.host_of(move.request_id))

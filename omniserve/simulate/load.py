@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
-import itertools
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 _TOKENS = ("input_tokens", "output_tokens")
+_MOONCAKE = {"arrival_s": "timestamp", "input_tokens": "input_length", "output_tokens": "output_length"}
+
+MOST_HASH_IDS = 1 << 48
+"""They are below it."""
 
 Lengths = Callable[[random.Random], tuple[int, int]]
 """Draws (input tokens, output tokens) of one request."""
@@ -28,6 +32,10 @@ class TraceRequest:
     output_tokens: int
     service_class: str | None = None
     """The name of its class; None: the highest of its kind."""
+    hash_ids: tuple[int, ...] = ()
+    """A number for each full piece of ``Load.hash_tokens`` of the prompt, from its begin on: two requests begin with
+    the same text as far as their first numbers agree. Pieces without a number are like no other. So are the traces of
+    Mooncake (Qin et al., FAST 2025)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +49,8 @@ class Load:
     backlog: int = 0
     """Keep so many best-effort requests unfinished until the load ends, of ``best_effort`` over and over: a pile of
     batch work that has no end. 0: they arrive."""
+    hash_tokens: int = 512
+    """Tokens that one of a request's ``hash_ids`` stands for."""
     duration_s: float | None = None
     """Seconds of the load; None: up to the last arrival."""
     warm_up_s: float = 0.0
@@ -157,6 +167,10 @@ def requests(times: Sequence[float], lengths: Lengths, rng: random.Random) -> li
 def read_trace(path: Path | str) -> list[TraceRequest]:
     """Read a CSV file (or .csv.gz) with the columns ``arrival_s,input_tokens,output_tokens``, others ignored.
 
+    With a column ``hash_ids``, numbers with spaces between them, requests may begin alike. A file whose name ends with
+    .jsonl is of Mooncake's form: a JSON object a line, with ``timestamp`` (ms), ``input_length``, ``output_length`` and
+    ``hash_ids``.
+
     Returns:
         The requests by arrival.
 
@@ -164,8 +178,31 @@ def read_trace(path: Path | str) -> list[TraceRequest]:
         OSError: The file cannot be read.
         ValueError: A column is missing or a value is out of range; the message names file and line.
     """
-    rows = _rows(Path(path), "arrival_s", *_TOKENS)
-    return sorted(itertools.starmap(TraceRequest, rows), key=lambda request: request.arrival_s)
+    if Path(path).suffix == ".jsonl":
+        found = _mooncake(Path(path))
+    else:
+        rows = _rows(Path(path), "arrival_s", *_TOKENS, optional=("hash_ids",))
+        found = [TraceRequest(row[0], row[1], row[2], hash_ids=row[3]) for row in rows]
+    return sorted(found, key=lambda request: request.arrival_s)
+
+
+def _mooncake(path: Path) -> list[TraceRequest]:
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            lengths = [_number(name, str(row[field])) for name, field in _MOONCAKE.items()]
+            ids = tuple(_hash_id(value) for value in row.get("hash_ids", ()))
+            found.append(TraceRequest(lengths[0] / 1e3, int(lengths[1]), int(lengths[2]), hash_ids=ids))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: no object with {', '.join(_MOONCAKE.values())}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+    if not found:
+        raise ValueError(f"{path} has no requests")
+    return found
 
 
 def read_lengths(path: Path | str) -> list[tuple[int, int]]:
@@ -178,8 +215,8 @@ def read_lengths(path: Path | str) -> list[tuple[int, int]]:
     return [(input_tokens, output_tokens) for input_tokens, output_tokens in _rows(Path(path), *_TOKENS)]
 
 
-def _rows(path: Path, *columns: str) -> list[list[Any]]:
-    """Return the numbers in the named columns of each row of a CSV file."""
+def _rows(path: Path, *columns: str, optional: Sequence[str] = ()) -> list[list[Any]]:
+    """Return the numbers in the named columns of each row of a CSV file, and tuples of numbers of ``optional`` ones."""
     text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
     reader = csv.reader(text.splitlines())
     header = [name.strip() for name in next(reader, [])]
@@ -193,7 +230,11 @@ def _rows(path: Path, *columns: str) -> list[list[Any]]:
         try:
             if len(row) != len(header):
                 raise ValueError(f"{len(row)} fields where the header has {len(header)}")
-            rows.append([_number(name, row[header.index(name)]) for name in columns])
+            several = [row[header.index(name)].split() if name in header else () for name in optional]
+            rows.append(
+                [_number(name, row[header.index(name)]) for name in columns]
+                + [tuple(map(_hash_id, each)) for each in several]
+            )
         except ValueError as error:
             raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
     if not rows:
@@ -216,6 +257,16 @@ def _number(name: str, text: str) -> float | int:
     if value < 1 or value != int(value):
         raise ValueError(f"{name} must be a whole number >= 1, got {text!r}")
     return int(value)
+
+
+def _hash_id(value: Any) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = -1
+    if not 0 <= number < MOST_HASH_IDS:
+        raise ValueError(f"hash_ids must be whole numbers in [0, 2^48), got {value!r}")
+    return number
 
 
 def _not_negative(**numbers: float) -> None:

@@ -48,6 +48,10 @@ class Placement:
         self._blocks: list[dict[str, int]] = [{} for _ in capacities]
         self._used = [0] * len(capacities)
 
+    def has(self, request_id: str) -> bool:
+        """Tell whether a request has been placed."""
+        return request_id in self._hosts
+
     def host_of(self, request_id: str) -> int:
         """Return the host of a request that has been placed."""
         return self._hosts[request_id]

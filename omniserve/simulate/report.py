@@ -30,6 +30,7 @@ class Row:
 def table(rows: Sequence[Row]) -> str:
     """Return a plain-text table of simulations."""
     cells = []
+    has_cache = any(each.cached_share for row in rows for each in row.result.classes.values())
     for row in rows:
         result, ls, be = row.result, row.result.classes["LS"], row.result.classes["BE"]
         cells.append({
@@ -41,7 +42,7 @@ def table(rows: Sequence[Row]) -> str:
             "BE out/s": f"{be.output_tokens_per_s:.0f}", "BE in/s": f"{be.prompt_tokens_per_s:.0f}",
             "on host": f"{result.host_share:.0%}", "hosts busy": f"{result.host_tier_busy:.0%}",
             "preempted": str(result.preemptions),
-        })  # fmt: skip
+        } | ({"LS found": f"{ls.cached_share:.0%}", "BE": f"{be.cached_share:.0%}"} if has_cache else {}))  # fmt: skip
     lines = [tuple(cells[0]), *(tuple(line.values()) for line in cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

@@ -23,6 +23,8 @@ class RequestResult:
     num_output_tokens: int = 0
     num_host_tokens: int = 0
     """Number of output tokens with attention on the host tier."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that the prefix cache had; told when it has finished."""
     rejected: bool = False
 
     @property
@@ -68,7 +70,9 @@ class ClassResult:
     output_tokens_per_s: float
     """During the load, as are those below."""
     prompt_tokens_per_s: float
-    """Tokens of prompts that were computed to their end."""
+    """Tokens of prompts that were computed to their end, or found."""
+    cached_share: float = 0.0
+    """Share of the prompt tokens that the prefix cache had as their requests began; 0 without prompts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,8 +127,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarise(
-    requests: Iterable[RequestResult], slo: SLO, *, duration_s: float, output_tokens: int, prompt_tokens: int
-) -> ClassResult:
+    requests: Iterable[RequestResult], slo: SLO, *, duration_s: float, output_tokens: int, prompt_tokens: int,
+    cached_tokens: int = 0,
+) -> ClassResult:  # fmt: skip
     """Return the figures of one class.
 
     Args:
@@ -133,6 +138,7 @@ def summarise(
         duration_s: Of the load, > 0.
         output_tokens: Sampled by its end.
         prompt_tokens: Of prompts whose first token was sampled by its end.
+        cached_tokens: Of prompts that began by its end, those that were found.
     """
     group = list(requests)
     ttfts = [r.ttft_s for r in group if r.ttft_s is not None]
@@ -154,4 +160,5 @@ def summarise(
         goodput=met / duration_s,
         output_tokens_per_s=output_tokens / duration_s,
         prompt_tokens_per_s=prompt_tokens / duration_s,
+        cached_share=min(1.0, cached_tokens / prompt_tokens) if prompt_tokens else 0.0,
     )

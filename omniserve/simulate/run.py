@@ -1,23 +1,25 @@
 """simulate: a load through the engine's stepper, scheduler and KV manager, on a virtual clock.
 
 It begins with the first arrival and ends with the last LS request. Requests end by their number of tokens: tokens are
-invented.
+invented. Prompts begin alike as far as the load says so (``TraceRequest.hash_ids``), and outputs are like no prompt.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
 from omniserve.core.plan import is_whole
 from omniserve.core.request import ClassSpec, Request, RequestOutput, SamplingParams, ServiceClass
 from omniserve.core.stats import SchedulerStats
-from omniserve.engine.capacity import max_model_len, num_blocks
+from omniserve.engine.capacity import max_model_len, num_blocks, prefix_settings
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
 from omniserve.kv import KV_MANAGERS, Tier
@@ -27,7 +29,7 @@ from omniserve.sched.options import LayerPreemptionOptions
 from omniserve.sched.speculation import MAX_DRAFTS
 from omniserve.simulate.drafter import SimulatedDrafter
 from omniserve.simulate.host_tier import SimulatedHostTier
-from omniserve.simulate.load import Load, TraceRequest
+from omniserve.simulate.load import MOST_HASH_IDS, Load, TraceRequest
 from omniserve.simulate.machine import Machine, host_speed_of
 from omniserve.simulate.results import RequestResult, Result, summarise
 from omniserve.simulate.runner import SimulatedRunner, StepRecord
@@ -68,6 +70,8 @@ class SimulationConfig:
         load = self.load
         if not load.latency_sensitive and not load.best_effort:
             raise ValueError("there is nothing to simulate: the load has no requests")
+        if load.hash_tokens < 1:
+            raise ValueError(f"hash_tokens must be >= 1, got {load.hash_tokens}")
         if load.backlog < 0:
             raise ValueError(f"backlog must be >= 0, got {load.backlog}")
         if load.backlog and not load.best_effort:
@@ -119,14 +123,19 @@ class _Run:
         )
         self._classes = {each.name: each for each in settings.classes}
         policy, options = policy_of(settings)
-        if settings.execution.prefix_cache:
-            raise ValueError(
-                "simulated requests have no tokens, so none begins like another: set prefix_cache to False"
-            )
+        if settings.disk_kv.gib:
+            raise ValueError("simulated machines have no disk: set disk_kv.gib to 0")
         num_device_blocks, num_host_blocks = num_blocks(settings, spec, has_hosts=bool(machine.hosts))
+        caches: dict[str, Any] = {}
+        load = config.load
+        if settings.execution.prefix_cache or any(row.hash_ids for row in (*load.latency_sensitive, *load.best_effort)):
+            caches = prefix_settings(
+                settings, spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks
+            )
         kv = KV_MANAGERS.get(settings.kv)(
-            num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=settings.block_size
-        )
+            num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=settings.block_size,
+            **caches,
+        )  # fmt: skip
         self._tier: SimulatedHostTier | None = None
         if num_host_blocks:
             self._tier = SimulatedHostTier(
@@ -159,6 +168,8 @@ class _Run:
         self._longest = limits.max_model_len, num_device_blocks * settings.block_size
         self._too_long = 0
         self._results: dict[str, RequestResult] = {}
+        self._has_cache = bool(caches)
+        self._own_texts = itertools.count(1 + MOST_HASH_IDS)
         self._unfinished = dict.fromkeys(self._classes, 0)
         self._queue_arrivals(config.load)
 
@@ -173,17 +184,20 @@ class _Run:
         limits = "a request may have {} tokens, and the device pool holds {}".format(*self._longest)
         if not ls and not be:
             raise ValueError(f"none of the {self._too_long} requests fits: {limits}")
-        self._pile: Iterator[tuple[int, Request]] = iter(())
+        self._pile: Iterator[tuple[int, tuple[TraceRequest, Request]]] = iter(())
         if load.backlog:
             if not be:
                 wanted = len(load.best_effort)
                 raise ValueError(f"none of the {wanted} best-effort requests of the backlog fits: {limits}")
-            self._pile = enumerate(itertools.cycle([request for *_, request in be]))
+            self._pile = enumerate(itertools.cycle([(row, request) for row, _, request in be]))
             be = []
-        self._upcoming = sorted([*ls, *be], key=lambda arrival: arrival[0], reverse=True)
+        arrivals = [(row.arrival_s, request_id, request) for row, request_id, request in (*ls, *be)]
+        self._upcoming = sorted(arrivals, key=lambda arrival: arrival[0], reverse=True)
 
-    def _arrivals(self, wanted: Sequence[TraceRequest], default: ClassSpec) -> list[tuple[float, str, Request]]:
-        """Return (arrival, id, request) of each request that the engine would take at all, of ``default``'s kind."""
+    def _arrivals(
+        self, wanted: Sequence[TraceRequest], default: ClassSpec
+    ) -> list[tuple[TraceRequest, str, Request]]:  # fmt: skip
+        """Return (row, id, request) of each request that the engine would take at all, of ``default``'s kind."""
         arrivals = []
         for number, row in enumerate(wanted):
             name = row.service_class or default.name
@@ -193,13 +207,22 @@ class _Run:
                 self._too_long += 1
                 continue
             request = Request(
-                prompt_token_ids=(0,) * row.input_tokens,
+                prompt_token_ids=self._prompt(row),
                 sampling=SamplingParams(max_tokens=row.output_tokens, ignore_eos=True),
                 service_class=name,
                 speculation=None if self._config.drafts_right else False,
             )
-            arrivals.append((row.arrival_s, f"{name}-{number}", request))
+            arrivals.append((row, f"{name}-{number}", request))
         return arrivals
+
+    def _prompt(self, row: TraceRequest) -> Sequence[int]:
+        """Return the tokens of a prompt: the number of each piece, and where there is none one that no other has."""
+        if not self._has_cache:
+            return (0,) * row.input_tokens
+        size = self._config.load.hash_tokens
+        numbered = itertools.chain.from_iterable(itertools.repeat(1 + number, size) for number in row.hash_ids)
+        known = tuple(itertools.islice(numbered, row.input_tokens))
+        return (*known, *itertools.repeat(next(self._own_texts), row.input_tokens - len(known)))
 
     def run(self) -> Result:
         began_s = time.perf_counter()
@@ -261,7 +284,9 @@ class _Run:
 
     def _refill(self) -> None:
         while self._unfinished[self._be.name] < self._config.load.backlog:
-            number, request = next(self._pile)
+            number, (row, request) = next(self._pile)
+            if self._has_cache:  # what comes again says something else behind what it has in common with others
+                request = dataclasses.replace(request, prompt_token_ids=self._prompt(row))
             self._add(self._runner.now_s, f"{self._be.name}-{number}", request)
 
     def _add(self, arrival_s: float, request_id: str, request: Request) -> None:
@@ -289,6 +314,7 @@ class _Run:
                 if output.finish_reason is not None:
                     result.finished_s = times.finished_s
                     result.num_host_tokens = output.num_host_tokens
+                    result.num_cached_tokens = output.num_cached_tokens
                     self._unfinished[output.service_class] -= 1
 
     def _must_leave(self, after_s: float, now_s: float) -> frozenset[str]:
@@ -328,6 +354,7 @@ class _Run:
                 duration_s=duration_s,
                 output_tokens=after.output_tokens.get(name, 0) - before.output_tokens.get(name, 0),
                 prompt_tokens=after.prompt_tokens.get(name, 0) - before.prompt_tokens.get(name, 0),
+                cached_tokens=after.cached_tokens.get(name, 0) - before.cached_tokens.get(name, 0),
             )
             for name, spec in self._classes.items()
         }

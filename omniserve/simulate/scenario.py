@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Scenario:
     ls_lengths: Lengths | None = None
     """Needed without a trace."""
     ls_trace: tuple[TraceRequest, ...] = ()
-    """Its times are stretched to the rate, its lengths kept; it repeats if it is too short."""
+    """Its times are stretched to the rate, its lengths kept; it repeats if it is too short, with other texts."""
     backlog: int = 0
     be_rate: float = 0.0
     """Best-effort arrivals a second, Poisson."""
@@ -95,6 +96,8 @@ class Scenario:
     """Lengths of BE requests, of a backlog or at a rate."""
     be_trace: tuple[TraceRequest, ...] = ()
     """A trace of BE requests, which is used as it is."""
+    hash_tokens: int = 512
+    """See Load."""
     warm_up: float = 0.0
     """Share of the time that figures leave out, in [0, 1)."""
 
@@ -117,7 +120,8 @@ class Scenario:
         else:
             assert self.ls_lengths is not None, "without a trace, a scenario needs ls_lengths"
             ls = requests(self.arrivals(rate, duration_s, rng), self.ls_lengths, rng)
-        load = Load(latency_sensitive=ls, duration_s=duration_s, warm_up_s=self.warm_up * duration_s)
+        warm_up_s = self.warm_up * duration_s
+        load = Load(latency_sensitive=ls, duration_s=duration_s, warm_up_s=warm_up_s, hash_tokens=self.hash_tokens)
         if not best_effort:
             return load
         rng = random.Random(f"{seed} BE")
@@ -132,14 +136,17 @@ class Scenario:
         span_s = len(self.ls_trace) / rate  # of one pass at this rate
         scale = self.trace_rate / rate
         stretched: list[TraceRequest] = []
-        begin_s = 0.0
+        begin_s, first_id = 0.0, 0
+        num_ids = 1 + max(itertools.chain.from_iterable(request.hash_ids for request in self.ls_trace), default=0)
         while begin_s < duration_s:
             for request in self.ls_trace:
                 arrival_s = begin_s + request.arrival_s * scale
                 if arrival_s >= duration_s:
                     return stretched
-                stretched.append(dataclasses.replace(request, arrival_s=arrival_s))
+                ids = tuple(first_id + number for number in request.hash_ids)
+                stretched.append(dataclasses.replace(request, arrival_s=arrival_s, hash_ids=ids))
             begin_s += span_s
+            first_id += num_ids
         return stretched
 
 

@@ -14,6 +14,7 @@ from omniserve.core.plan import (
     Bound,
     Decision,
     DeviceChunk,
+    DiskCopy,
     KVMove,
     LeftOut,
     MoveDirection,
@@ -148,6 +149,18 @@ def test_first_token_and_end_have_outcomes(tmp_path):
     ]
     slos = dict.fromkeys(CLASSES, SLO()) | {"a": SLO(ttft_s=1.0), "x": SLO(tpot_s=0.5)}
     assert written(tmp_path, outputs=outputs, slos=slos).outcomes == [first, last]
+
+
+def test_prefixes_have_their_tokens_and_copies(tmp_path):
+    times = RequestTimes(arrival_s=1.0, first_scheduled_s=1.5, first_token_s=3.0, finished_s=7.0)
+    found = dataclasses.replace(output("a", times=times), num_cached_tokens=64)
+    copies = tuple(
+        DiskCopy(move_id=8 + is_out, to_disk=is_out, host_block_ids=(1, 2), slots=(0, 5), keys=(b"a", b"b"))
+        for is_out in (True, False)
+    )
+    step = written(tmp_path, plan=dataclasses.replace(PLAN, disk_copies=copies), outputs=[found], slos={"a": SLO()})
+    assert [outcome.cached_tokens for outcome in step.outcomes] == [64]
+    assert [tuple(copy) for copy in step.disk_copies] == [("to_disk", 2), ("to_host", 2)]
 
 
 def test_without_an_objective_nothing_is_met_or_missed(tmp_path):

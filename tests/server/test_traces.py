@@ -51,6 +51,7 @@ def test_a_request_is_a_span_and_its_parts_are_spans_below_it(traced, receiver):
         "gen_ai.response.id": answer["id"],
         "gen_ai.response.finish_reasons": ["length"],
         "gen_ai.usage.input_tokens": answer["usage"]["prompt_tokens"],
+        "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.usage.output_tokens": answer["usage"]["completion_tokens"],
         "http.response.status_code": 200,
         "url.path": "/v1/completions",

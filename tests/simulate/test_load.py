@@ -22,6 +22,7 @@ from omniserve.simulate.load import (
     sampled_lengths,
     square_wave,
 )
+from omniserve.simulate.scenario import Scenario
 
 
 def test_the_same_seed_gives_the_same_load() -> None:
@@ -115,3 +116,45 @@ def test_a_bad_trace_is_refused_by_its_line(tmp_path: Path, text: str, said: str
     with pytest.raises(ValueError, match=said) as error:
         read_trace(path)
     assert str(path) in str(error.value)
+
+
+def test_a_trace_says_which_prompts_begin_alike(tmp_path: Path) -> None:
+    table, lines = tmp_path / "a.csv", tmp_path / "a.jsonl"
+    table.write_text("arrival_s,input_tokens,output_tokens,hash_ids\n2.5,10,3,7 8\n0,20,4,\n")
+    lines.write_text(
+        '{"timestamp": 2500, "input_length": 10, "output_length": 3, "hash_ids": [7, 8]}\n\n'
+        '{"timestamp": 0, "input_length": 20, "output_length": 4}\n'
+    )
+    assert read_trace(table) == read_trace(lines) == [
+        TraceRequest(0.0, 20, 4), TraceRequest(2.5, 10, 3, hash_ids=(7, 8))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.csv", "arrival_s,input_tokens,output_tokens,hash_ids\n1,1,1,x\n", "line 2: hash_ids must be whole numbers"),
+        ("a.jsonl", '{"timestamp": 1, "input_length": 1}\n', "line 1: no object with timestamp"),
+        ("a.jsonl", "[1]\n", "line 1: no object with timestamp"),
+        ("a.jsonl", "hello\n", "line 1"),
+        ("a.jsonl", '{"timestamp": 1, "input_length": 0, "output_length": 1}\n', "line 1: input_tokens must be"),
+        (
+            "a.jsonl",
+            '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [-1]}\n',
+            "line 1: hash_ids must be whole numbers",
+        ),
+        ("a.jsonl", "\n", "has no requests"),
+    ],
+)
+def test_a_bad_trace_with_texts_is_refused_by_its_line(tmp_path: Path, name: str, text: str, said: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        read_trace(path)
+
+
+def test_a_trace_that_repeats_says_something_else() -> None:
+    trace = (TraceRequest(0.0, 20, 4, hash_ids=(0, 2)), TraceRequest(1.0, 20, 4, hash_ids=(0, 1)))
+    load = Scenario(ls_trace=trace, hash_tokens=8).load(2.0, 2.5, 0)
+    assert load.hash_tokens == 8
+    assert [each.hash_ids for each in load.latency_sensitive] == [(0, 2), (0, 1), (3, 5), (3, 4), (6, 8)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from omniserve import SLO, ClassSpec, EngineConfig
+from omniserve import SLO, ClassSpec, DiskKVConfig, EngineConfig
 from omniserve.sched import SCHEDULERS
 from omniserve.simulate import HostNode, Load, Result, SimulationConfig, simulate
 from omniserve.simulate.load import TraceRequest, lognormal_lengths, poisson, requests
@@ -334,3 +335,67 @@ def test_a_request_names_a_class_of_its_kind() -> None:
         load = Load(latency_sensitive=[TraceRequest(0.0, 4, 1, name)])
         with pytest.raises(ValueError, match=message):
             simulate(SimulationConfig(machine=constant(0.01), engine=engine(), load=load))
+
+
+def test_a_prompt_begins_behind_what_an_earlier_one_has_left() -> None:
+    # Steps of 10 ms and 64 tokens, blocks of 16: of 200 tokens 192 are in 12 full blocks.
+    load = Load(
+        latency_sensitive=[
+            TraceRequest(0.0, 200, 1, hash_ids=(1, 2, 3)), TraceRequest(1.0, 200, 1, hash_ids=(1, 2, 4)),
+            TraceRequest(2.0, 200, 1), TraceRequest(3.0, 200, 1, hash_ids=(1, 2, 4)),
+        ],
+        hash_tokens=64, duration_s=4.0,
+    )  # fmt: skip
+    config = SimulationConfig(machine=constant(0.01), engine=engine(), load=load)
+    result = simulate(config)
+    assert [request.num_cached_tokens for request in result.requests] == [0, 128, 0, 192]
+    assert [request.ttft_s for request in result.requests] == pytest.approx([0.04, 0.02, 0.04, 0.01])
+    assert result.classes["LS"].cached_share == pytest.approx(320 / 800)
+    off = simulate(dataclasses.replace(config, engine=engine(prefix_cache=False)))
+    assert off.classes["LS"].cached_share == 0 and off.requests[3].ttft_s == pytest.approx(0.04)
+
+
+def with_fronts(load: Load, seed: int) -> Load:
+    """Let prompts begin with one of a few texts."""
+    rng = random.Random(seed)
+
+    def fronted(rows: Sequence[TraceRequest]) -> list[TraceRequest]:
+        return [dataclasses.replace(row, hash_ids=(rng.randrange(3), rng.randrange(5))) for row in rows]
+
+    return dataclasses.replace(
+        load, latency_sensitive=fronted(load.latency_sensitive), best_effort=fronted(load.best_effort), hash_tokens=32
+    )
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS.names())
+@pytest.mark.parametrize("seed", [0, 1])
+def test_prefixes_lose_nothing_under_any_policy(scheduler: str, seed: int) -> None:
+    load = with_fronts(mixed_load(seed, backlog=seed * 8), seed)
+    settings = engine(scheduler=scheduler, kv="tiered", blocks=40, host_blocks=60)
+    result = simulate(
+        SimulationConfig(
+            machine=machine(hosts=(HOST,), base=5.0, row=0.1), engine=settings, load=load, check=True,
+            drain_s=math.inf if seed == 0 else None,
+        )
+    )  # fmt: skip
+    if seed == 0:
+        everything_ended(result)
+    assert result.classes["LS"].cached_share > 0
+    again = simulate(
+        SimulationConfig(
+            machine=machine(hosts=(HOST,), base=5.0, row=0.1), engine=settings, load=load,
+            drain_s=math.inf if seed == 0 else None,
+        )
+    )  # fmt: skip
+    assert dataclasses.replace(result, wall_s=0.0) == dataclasses.replace(again, wall_s=0.0)
+
+
+def test_what_a_machine_cannot_have_is_refused() -> None:
+    load = Load(latency_sensitive=[TraceRequest(0.0, 200, 1)])
+    for settings, message in (
+        (engine(disk_kv=DiskKVConfig(gib=1.0)), "no disk"), (engine(kv="incremental", prefix_cache=True), "tiered"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            simulate(SimulationConfig(machine=constant(0.01), engine=settings, load=load))
+    with pytest.raises(ValueError, match="hash_tokens"):
+        SimulationConfig(machine=constant(0.01), engine=engine(), load=dataclasses.replace(load, hash_tokens=0))
