@@ -1,19 +1,83 @@
-"""HostPrefixes: copies of the prefix cache's device blocks, in host blocks that no request uses.
+"""HostPrefixes: the part of the prefix cache that is in host memory.
 
-``KeepsPrefixes`` lets a KV manager have them. A disk tier below has copies of these.
+That is copies of device blocks, and full blocks of requests that came to the host or were preempted there. Requests on
+the host share them. ``KeepsPrefixes`` lets a KV manager have them. A disk tier below has copies of these.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from omniserve.core.plan import DiskCopy, KVMove, MoveDirection
 from omniserve.kv.base import MoveResult
-from omniserve.kv.block_pool import BlockPool
+from omniserve.kv.block_pool import RunPool
 from omniserve.kv.disk_prefixes import DiskPrefixes
 from omniserve.kv.prefix_cache import CachesPrefixes
+
+
+class PrefixPool(RunPool):
+    """A host pool, of which some blocks are *held* for their KV: these have any number of users, and none is no end.
+
+    To give back such a block takes one user from it. It is not free before it is dropped.
+    """
+
+    def __init__(self, num_blocks: int, name: str) -> None:
+        super().__init__(num_blocks, name)
+        self._num_users: dict[int, int] = {}
+        self.num_used = 0
+        """Held blocks that have users."""
+
+    def has_users(self, block: int) -> bool:
+        """Tell whether a held block has users."""
+        return self._num_users[block] > 0
+
+    def is_held(self, block: int) -> bool:
+        """Tell whether a block is held."""
+        return block in self._num_users
+
+    def hold(self, block: int, *, num_users: int) -> None:
+        """Hold a block that is taken, and has so many users."""
+        assert block not in self._num_users, f"{self.name} block {block} is held already"
+        self._num_users[block] = num_users
+        self.num_used += num_users > 0
+
+    def use(self, blocks: Iterable[int]) -> None:
+        """Add a user to each of these held blocks."""
+        for block in blocks:
+            self.num_used += not self._num_users[block]
+            self._num_users[block] += 1
+
+    def drop(self, block: int) -> None:
+        """Free a held block that has no user."""
+        assert not self._num_users.pop(block), f"{self.name} block {block} has users"
+        super().give_back([block])
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        if not self._num_users:
+            super().give_back(blocks)
+            return
+        others: list[int] = []
+        for block in blocks:
+            num_users = self._num_users.get(block)
+            if num_users is None:
+                others.append(block)
+                continue
+            if not num_users:
+                raise RuntimeError(f"{self.name} block {block} was freed twice")
+            self._num_users[block] = num_users - 1
+            self.num_used -= num_users == 1
+        super().give_back(others)
+
+    def check(self, owned: Iterable[int]) -> None:
+        """Verify that ``owned`` has each held block as often as it has users, and each other one that is taken once."""
+        counts = Counter(owned)
+        wrong = [block for block, num_users in self._num_users.items() if counts[block] != num_users]
+        assert not wrong, f"{self.name} blocks with other users than those that own them: {wrong[:16]}"
+        assert self.num_used == sum(num_users > 0 for num_users in self._num_users.values())
+        others = (block for block in counts.elements() if block not in self._num_users)
+        super().check([*others, *self._num_users])
 
 
 class HostPrefixes:
@@ -26,7 +90,7 @@ class HostPrefixes:
         disk: What is on disk; None: there is no disk tier.
     """
 
-    def __init__(self, pool: BlockPool, disk: DiskPrefixes | None = None) -> None:
+    def __init__(self, pool: PrefixPool, disk: DiskPrefixes | None = None) -> None:
         self._pool = pool
         self.disk = disk
         self._unwritten: dict[bytes, None] = {}
@@ -53,13 +117,15 @@ class HostPrefixes:
     @property
     def num_reclaimable(self) -> int:
         """Blocks that ``reclaim`` could free."""
-        return len(self._blocks) - len(self._readers)
+        num_read_only = sum(not self._pool.has_users(self._blocks[key]) for key in self._readers)
+        return len(self._blocks) - self._pool.num_used - num_read_only
 
     def reclaim(self, count: int) -> None:
-        """Free ``count`` of the blocks that no move reads, or all of these if there are fewer."""
-        free = (key for key in self._blocks if key not in self._readers)
+        """Free ``count`` of the blocks that no request uses and no copy reads, or all of these if there are fewer."""
+        has_users, readers = self._pool.has_users, self._readers
+        free = (key for key, block in self._blocks.items() if not has_users(block) and key not in readers)
         for key in list(itertools.islice(free, max(0, count))):
-            self._pool.give_back([self._blocks.pop(key)])
+            self._pool.drop(self._blocks.pop(key))
             self._unwritten.pop(key, None)
 
     def begin_copy(self, move: KVMove, keys: Sequence[bytes]) -> None:
@@ -81,7 +147,7 @@ class HostPrefixes:
         """Keep what a copy has made, if it succeeded, of the blocks that were not taken meanwhile."""
         move = self._copies.pop(move_id)
         unused: list[int] = []
-        for source, target in zip(move.src_block_ids, move.dst_block_ids, strict=True):
+        for source, target in reversed([*zip(move.src_block_ids, move.dst_block_ids, strict=True)]):
             of_use_for, key = self._sources.get(source, (-1, b""))
             if of_use_for == move_id:
                 del self._sources[source]
@@ -94,25 +160,43 @@ class HostPrefixes:
             return MoveResult.ARRIVED
         return MoveResult.UNUSED if succeeded else MoveResult.STAYED
 
-    def adopt(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Take over host blocks that a request had, with the keys of the first of them; the last is reclaimed first."""
-        self._pool.give_back(blocks[len(keys) :])
+    def publish(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Let others find the first of a request's host blocks, by these keys; not those that another block has."""
         for key, block in zip(reversed(keys), reversed(blocks[: len(keys)]), strict=True):
-            if key in self._blocks:
-                self._blocks.move_to_end(key)
-                self._pool.give_back([block])
-            else:
-                self._put(key, block)
+            if key not in self._blocks and not self._pool.is_held(block):
+                self._blocks[key] = block
+                self._pool.hold(block, num_users=1)
+
+    def share(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the blocks of the first of these keys that are here, each of which has a user more then."""
+        found = [*itertools.takewhile(self.has, keys)]
+        self.touch(found)
+        for key in found:
+            self._want_on_disk(key)
+        blocks = [self._blocks[key] for key in found]
+        self._pool.use(blocks)
+        return blocks
+
+    def adopt(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Take over host blocks of a request that was preempted; the first of them have these keys."""
+        self.publish(keys, blocks)
+        self.touch([*filter(self.has, keys)])
+        for key in keys:
+            self._want_on_disk(key)
+        self._pool.give_back(blocks)
 
     def _put(self, key: bytes, block: int) -> None:
         self._blocks[key] = block
+        self._pool.hold(block, num_users=0)
+        self._want_on_disk(key)
+
+    def _want_on_disk(self, key: bytes) -> None:
         if self.disk is not None and not self.disk.is_known(key):
             self._unwritten[key] = None
 
     def begin_reading(self, keys: Sequence[bytes]) -> list[int]:
         """Return the blocks of these keys, which stay until ``end_reading``."""
-        for key in keys:
-            self._blocks.move_to_end(key)
+        self.touch(keys)
         self._readers.update(keys)
         return [self._blocks[key] for key in keys]
 
@@ -175,7 +259,7 @@ class HostPrefixes:
         if copy.to_disk:
             self.end_reading(copy.keys)
             return MoveResult.ARRIVED if succeeded else MoveResult.STAYED
-        for key, block in zip(copy.keys, copy.host_block_ids, strict=True):
+        for key, block in reversed([*zip(copy.keys, copy.host_block_ids, strict=True)]):
             del self._reading[key]
             if succeeded and key not in self._blocks:
                 self._put(key, block)
@@ -184,21 +268,21 @@ class HostPrefixes:
         return MoveResult.ARRIVED if succeeded else MoveResult.STAYED
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Note that these blocks will be used."""
-        for key in keys:
+        """Note that these blocks, of a prefix in order, are used: its end is to be reclaimed first."""
+        for key in reversed(keys):
             self._blocks.move_to_end(key)
 
     # -- for checks ----------------------------------------------------------------------------------------------
 
     @property
     def num_held(self) -> int:
-        """Host blocks that are not free because of prefixes, or copies of some."""
+        """Host blocks that no request uses, and that are not free because of prefixes or copies of some."""
         num_coming = sum(len(copy.keys) for copy in self._disk_copies.values() if not copy.to_disk)
-        return len(self._blocks) + sum(len(move.dst_block_ids) for move in self._copies.values()) + num_coming
+        num_copied = sum(len(move.dst_block_ids) for move in self._copies.values())
+        return len(self._blocks) - self._pool.num_used + num_copied + num_coming
 
     def owned_blocks(self) -> Iterator[int]:
-        """Yield all blocks that are held here, those of copies under way included; for checks."""
-        yield from self._blocks.values()
+        """Yield the blocks that copies under way will bring; for checks."""
         for move in self._copies.values():
             yield from move.dst_block_ids
         for copy in self._disk_copies.values():
@@ -220,7 +304,7 @@ class KeepsPrefixes(CachesPrefixes):
     """Implements ``KeepsPrefixesOnHost`` and ``KeepsPrefixesOnDisk``, but for restoring, beside ``CanCache``."""
 
     _prefixes: HostPrefixes
-    _host_pool: BlockPool
+    _host_pool: PrefixPool
     _keeps_prefixes: bool
     """Copies are made on the host."""
     _move_ids: Iterator[int]

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from omniserve.core.plan import KVMove, MoveDirection
 from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
-from omniserve.kv.block_pool import BlockPool, HostCheckpoints, RunPool
+from omniserve.kv.block_pool import BlockPool, HostCheckpoints
 from omniserve.kv.disk_prefixes import DiskPrefixes
-from omniserve.kv.host_prefixes import HostPrefixes, KeepsPrefixes
+from omniserve.kv.host_prefixes import HostPrefixes, KeepsPrefixes, PrefixPool
 from omniserve.kv.prefix_cache import CachingPool
 
 _SOURCE = {MoveDirection.TO_HOST: Tier.DEVICE, MoveDirection.TO_DEVICE: Tier.HOST}
@@ -32,6 +32,7 @@ class Table:
     arrived: list[int] = field(default_factory=list)  # what has been there before
     behind: list[int] = field(default_factory=list)  # for what is not computed yet
     num_kept: int = 0  # moving to the device: source blocks that stay as its checkpoint
+    keys: Sequence[bytes] = ()  # moving to the host: of its full blocks, for others to find them there
 
     @property
     def target(self) -> list[int]:
@@ -50,7 +51,7 @@ class TieredKVManager(KeepsPrefixes, KVManager):
     ) -> None:  # fmt: skip
         super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
         self._cache: CachingPool | None = None
-        self._host_pool = host_pool = RunPool(num_host_blocks, "host")
+        self._host_pool = host_pool = PrefixPool(num_host_blocks, "host")
         self._prefixes = HostPrefixes(host_pool, disk)
         self._keeps_prefixes = prefix_cache and host_prefixes and num_host_blocks > 0
         if prefix_cache:
@@ -140,12 +141,26 @@ class TieredKVManager(KeepsPrefixes, KVManager):
             self._pools[Tier.DEVICE].give_back(reversed(table.blocks[:num_arrived]))
             del table.blocks[:num_arrived]
         table.arrived = self._checkpoints.take(request_id)
-        if direction is MoveDirection.TO_DEVICE:
+        if direction is MoveDirection.TO_DEVICE and not self._keeps_prefixes:  # where it is found by its keys
             table.num_kept = min(keep_tokens // self.block_size, len(table.blocks))
         after = table.arrived[-1] if table.arrived else None
         table.move = self._new_move(request_id, direction, table.blocks, after)
         self._moves[table.move.move_id] = request_id
         return table.move
+
+    def start_move_to_host(
+        self, request_id: str, keys: Sequence[bytes], *, reserve_blocks: int = 0
+    ) -> KVMove | None:  # fmt: skip
+        is_shared = self._keeps_prefixes and not self._checkpoints.num_held(request_id)
+        if is_shared:
+            # As if these had been copied for this request: the move copies what is behind them.
+            self._checkpoints.keep(request_id, self._prefixes.share(keys))
+        move = self.start_move(request_id, MoveDirection.TO_HOST, reserve_blocks=reserve_blocks)
+        if move is not None and self._keeps_prefixes:
+            self._tables[request_id].keys = keys
+        elif is_shared:
+            self._checkpoints.drop(request_id)
+        return move
 
     def abandon_move(self, move_id: int) -> None:
         request_id = self._moves[move_id]
@@ -193,6 +208,7 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         source.give_back(reversed(table.blocks[table.num_kept :]))
         self._checkpoints.keep(request_id, table.blocks[: table.num_kept])
         self._tables[request_id] = Table(_TARGET[move.direction], table.target)
+        self._prefixes.publish(table.keys, table.target)
         return MoveResult.ARRIVED
 
     def start_restoring_prefix(

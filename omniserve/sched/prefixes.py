@@ -152,11 +152,27 @@ class Prefixes:
 
     def release(self, state: RequestState) -> None:
         """Free the KV of a DEVICE or HOST request that is preempted, so that as much of it as can be is found again."""
-        if self._host is None or state.prefix is None:
+        if self._host is None:
             self._kv.free(state.request_id)
-            return
+        else:
+            self._host.release(state.request_id, self._full_keys(state))
+
+    def start_move_to_host(self, state: RequestState, *, reserve_blocks: int) -> KVMove | None:
+        """Begin to move a DEVICE request to the host, which ``shares_on_host``; None if there is no room."""
+        assert self._host is not None
+        return self._host.start_move_to_host(state.request_id, self._full_keys(state), reserve_blocks=reserve_blocks)
+
+    @property
+    def shares_on_host(self) -> bool:
+        """Whether requests that move to the host share blocks there."""
+        return self._host is not None and self.is_on
+
+    def _full_keys(self, state: RequestState) -> Sequence[bytes]:
+        """Return the keys of the blocks that a DEVICE or HOST request has filled; none if there is no cache."""
+        if state.prefix is None:
+            return ()
         num_full = min(state.num_computed_tokens, state.num_tokens - state.num_pending_tokens) // self._block_size
-        self._host.release(state.request_id, state.prefix.keys.up_to(state.token_ids, num_full)[:num_full])
+        return state.prefix.keys.up_to(state.token_ids, num_full)[:num_full]
 
     def is_worth_restoring(self, state: RequestState) -> bool:
         """Tell whether the host has so much of a WAITING request that the device has not that it is copied back."""

@@ -170,10 +170,13 @@ class RequestTable:
         to_host = direction is MoveDirection.TO_HOST
         if self.mover is None or (to_host and (not self.host_is_up or self.residents.num_free_slots == 0)):
             return None
-        keep_tokens = state.num_computed_tokens if not to_host and self.checkpoints.are_made else 0
-        move = self.mover.start_move(
-            state.request_id, direction, reserve_blocks=reserve_blocks, keep_tokens=keep_tokens
-        )
+        if to_host and self.prefixes.shares_on_host:
+            move = self.prefixes.start_move_to_host(state, reserve_blocks=reserve_blocks)
+        else:
+            keep_tokens = state.num_computed_tokens if not to_host and self.checkpoints.are_made else 0
+            move = self.mover.start_move(
+                state.request_id, direction, reserve_blocks=reserve_blocks, keep_tokens=keep_tokens
+            )
         if move is None:
             return None
         state.halted = None

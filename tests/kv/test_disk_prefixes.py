@@ -90,22 +90,22 @@ def test_what_the_host_has_is_written_once_and_read_when_it_has_it_no_more() -> 
     assert kv.start_writing_prefixes(max_blocks=4) is None
     filled(kv, "abcde")
     copy = kv.start_writing_prefixes(max_blocks=2)
-    assert copy is not None and copy.to_disk and copy.keys == (b"e", b"d"), "the end is reclaimed first"
+    assert copy is not None and copy.to_disk and copy.keys == (b"a", b"b")
     assert kv.finish_move(copy.move_id, succeeded=True) is MoveResult.ARRIVED
     copy = kv.start_writing_prefixes(max_blocks=9)
-    assert copy is not None and copy.keys == (b"c", b"b", b"a")
+    assert copy is not None and copy.keys == (b"c", b"d", b"e")
     kv._prefixes.reclaim(9)
-    assert kv.has_on_host(b"c") and not kv.has_on_host(b"d"), "what is being written stays"
+    assert kv.has_on_host(b"c") and not kv.has_on_host(b"a"), "what is being written stays"
     assert kv.finish_move(copy.move_id, succeeded=False) is MoveResult.STAYED
     assert kv.start_writing_prefixes(max_blocks=9) is None, "a write is not tried again"
-    assert kv.has_on_disk(b"d") and not kv.has_on_disk(b"a") and kv.disk_usage() == (2, 8)
-    read = kv.start_reading_prefix([], keys("de"))
-    assert read is not None and not read.to_disk and read.slots == (1, 0)
-    assert kv.reading_from_disk(b"e") == read.move_id and not kv.has_on_host(b"e")
+    assert kv.has_on_disk(b"a") and not kv.has_on_disk(b"c") and kv.disk_usage() == (2, 8)
+    read = kv.start_reading_prefix([], keys("ab"))
+    assert read is not None and not read.to_disk and read.slots == (0, 1)
+    assert kv.reading_from_disk(b"a") == read.move_id and not kv.has_on_host(b"a")
     kv.check_integrity()
     assert kv.usage().host_used == 0, "prefixes do not count"
     assert kv.finish_move(read.move_id, succeeded=True) is MoveResult.ARRIVED
-    assert kv.has_on_host(b"d") and kv.has_on_host(b"e") and kv.reading_from_disk(b"e") is None
+    assert kv.has_on_host(b"a") and kv.has_on_host(b"b") and kv.reading_from_disk(b"a") is None
     assert kv.start_writing_prefixes(max_blocks=9) is None, "the disk has them"
 
 
@@ -119,7 +119,7 @@ def test_there_is_room_for_what_is_read_but_not_at_the_cost_of_what_will_be_used
     filled(kv, "xyba")
     read = kv.start_reading_prefix(keys("ab"), keys("cde"), reserve_blocks=1)
     assert read is not None and read.keys == (b"c", b"d", b"e"), "one block of four is left"
-    assert not kv.has_on_host(b"x") and not kv.has_on_host(b"y") and kv.has_on_host(b"b")
+    assert [kv.has_on_host(key) for key in keys("abxy")] == [True, False, False, False]
     assert kv.start_reading_prefix([], keys("c"), reserve_blocks=1) is None
     kv.check_integrity()
     assert kv.finish_move(read.move_id, succeeded=False) is MoveResult.STAYED

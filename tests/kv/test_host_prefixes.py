@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from omniserve.core.plan import KVMove, MoveDirection
 from omniserve.kv.base import MoveResult, Tier
-from omniserve.kv.block_pool import RunPool
-from omniserve.kv.host_prefixes import HostPrefixes
+from omniserve.kv.host_prefixes import HostPrefixes, PrefixPool
 from omniserve.kv.prefix_cache import CachingPool
 from omniserve.kv.tiered import TieredKVManager
 
 
-def copying(kept: HostPrefixes, pool: RunPool, move_id: int, **sources: int) -> None:
+def copying(kept: HostPrefixes, pool: PrefixPool, move_id: int, **sources: int) -> None:
     """Begin to copy device blocks, by the names of their keys."""
     targets = pool.take(len(sources))
     assert targets is not None
@@ -22,7 +21,7 @@ def copying(kept: HostPrefixes, pool: RunPool, move_id: int, **sources: int) -> 
 
 
 def test_what_is_copied_of_a_block_that_was_taken_meanwhile_is_dropped() -> None:
-    pool = RunPool(8, "host")
+    pool = PrefixPool(8, "host")
     kept = HostPrefixes(pool)
     copying(kept, pool, 1, a=10, b=11)
     kept.forget_source(11)
@@ -35,11 +34,12 @@ def test_what_is_copied_of_a_block_that_was_taken_meanwhile_is_dropped() -> None
     assert kept.end_copy(3, succeeded=False) is MoveResult.STAYED and not kept.has(b"d")
     copying(kept, pool, 4, a=13)
     assert kept.end_copy(4, succeeded=True) is MoveResult.UNUSED, "it is there already"
-    assert sorted([*kept.owned_blocks(), *pool.free_ids()]) == [*range(8)]
+    pool.check([])
+    assert pool.num_free == 6
 
 
 def test_the_one_that_was_used_longest_ago_gives_way_but_none_that_is_read() -> None:
-    pool = RunPool(4, "host")
+    pool = PrefixPool(4, "host")
     kept = HostPrefixes(pool)
     copying(kept, pool, 1, a=1, b=2, c=3)
     kept.end_copy(1, succeeded=True)
@@ -101,4 +101,89 @@ def test_requests_take_the_host_blocks_that_prefixes_have() -> None:
     move = kv.start_move("r", MoveDirection.TO_HOST)
     assert move is not None and not any(map(kv.has_on_host, keys))
     kv.finish_move(move.move_id, succeeded=True)
+    kv.check_integrity()
+
+
+def keys(names: str) -> list[bytes]:
+    return [name.encode() for name in names]
+
+
+def sharing(*, num_host_blocks: int = 12) -> TieredKVManager:
+    return TieredKVManager(
+        num_device_blocks=12, num_host_blocks=num_host_blocks, block_size=1, prefix_cache=True, host_prefixes=True
+    )
+
+
+def moving(kv: TieredKVManager, request_id: str, names: str, *, more: int = 1) -> KVMove | None:
+    """Begin to move a request whose full blocks have these keys, and that has so many blocks more."""
+    assert kv.allocate(request_id, len(names) + more) is not None
+    return kv.start_move_to_host(request_id, keys(names))
+
+
+def moved(kv: TieredKVManager, request_id: str, names: str, *, more: int = 1) -> KVMove:
+    move = moving(kv, request_id, names, more=more)
+    assert move is not None and kv.finish_move(move.move_id, succeeded=True) is MoveResult.ARRIVED
+    kv.check_integrity()
+    return move
+
+
+def test_requests_that_begin_alike_share_blocks_on_the_host() -> None:
+    kv = sharing()
+    assert len(moved(kv, "one", "abc").src_block_ids) == 4
+    assert len(moved(kv, "two", "abd").src_block_ids) == 2, "only what the host has not is copied"
+    one, two = kv.allocate("one", 5), kv.allocate("two", 5)
+    assert one is not None and two is not None and one[:2] == two[:2] and not set(one[2:]) & set(two[2:])
+    usage = kv.usage()
+    assert usage.host_used == 8 and kv.num_held("one", Tier.HOST) == kv.num_held("two", Tier.HOST) == 5
+    kv.free("one")
+    kv.check_integrity()
+    assert kv.usage().host_used == 5 and kv.num_free(Tier.HOST) == 7
+    kv._prefixes.reclaim(9)
+    assert kv.has_on_host(b"a") and kv.has_on_host(b"d") and not kv.has_on_host(b"c"), "the other one uses them"
+    kv.free("two")
+    assert kv.num_free(Tier.HOST) == 12
+    kv.check_integrity()
+
+
+def test_a_move_that_fails_or_is_abandoned_leaves_what_others_share() -> None:
+    kv = sharing()
+    moved(kv, "one", "abc")
+    move = moving(kv, "two", "abd")
+    assert move is not None and kv.finish_move(move.move_id, succeeded=False) is MoveResult.LOST
+    kv.check_integrity()
+    move = moving(kv, "two", "abd")
+    assert move is not None
+    kv.abandon_move(move.move_id)
+    kv.check_integrity()
+    kv.finish_move(move.move_id, succeeded=True)
+    kv.check_integrity()
+    assert kv.tier("two") is None and kv.num_blocks("one") == 4
+    kv.free("one")
+    assert kv.num_free(Tier.HOST) == 12
+
+
+def test_a_request_that_finds_no_room_leaves_the_books_as_they_were() -> None:
+    kv = sharing(num_host_blocks=5)
+    moved(kv, "one", "abc")
+    assert moving(kv, "two", "abd") is None, "two blocks are needed, one is free"
+    kv.check_integrity()
+    assert kv.tier("two") is Tier.DEVICE and kv.num_checkpointed("two") == 0
+    kv.free("one")
+    moved(kv, "three", "abd")
+    assert kv.num_held("three", Tier.HOST) == 4
+
+
+def test_a_request_goes_back_to_the_device_and_leaves_its_blocks_to_others() -> None:
+    kv = sharing()
+    moved(kv, "one", "abc")
+    moved(kv, "two", "ab")
+    back = kv.start_move("one", MoveDirection.TO_DEVICE, keep_tokens=3)
+    assert back is not None and len(back.src_block_ids) == 4
+    kv.check_integrity()
+    kv.finish_move(back.move_id, succeeded=True)
+    kv.check_integrity()
+    assert kv.tier("one") is Tier.DEVICE and kv.num_checkpointed("one") == 0 and kv.has_on_host(b"c")
+    again = kv.start_move_to_host("one", keys("abc"))
+    assert again is not None and len(again.src_block_ids) == 1
+    kv.finish_move(again.move_id, succeeded=True)
     kv.check_integrity()

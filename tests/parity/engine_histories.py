@@ -27,7 +27,7 @@ from omniserve import (
 )
 from omniserve.core.plan import HostEvent, PiggybackJoin, StepOutput, StepPlan
 from omniserve.engine.fingerprint import fingerprint_of
-from omniserve.kv import BidirectionalKVManager, Tier
+from omniserve.kv import BidirectionalKVManager, Tier, TieredKVManager
 from omniserve.latency import ModelShape, Profile
 from omniserve.runner.runner import LaunchedStep
 from tests.engine_settings import flat_config
@@ -142,6 +142,8 @@ class Tally:
     resumed_tokens: int = 0
     cached_tokens: int = 0
     restored_tokens: int = 0
+    shared_on_host: int = 0
+    """Steps with blocks on the host that several requests used."""
     disk_tokens: int = 0
     disk_failures: int = 0
     shared_blocks: int = 0
@@ -408,6 +410,9 @@ def run_history(
                 if output.finish_reason is not None:
                     reasons[output.request_id] = output.finish_reason
             engine.scheduler.check_integrity()
+            if isinstance(engine.kv, TieredKVManager):
+                users = engine.kv._host_pool._num_users
+                tally.shared_on_host += any(num_users > 1 for num_users in users.values())
             if engine.last_plan_was_empty:
                 engine.wait(0.01)
         else:

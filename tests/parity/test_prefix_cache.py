@@ -46,7 +46,7 @@ def test_every_scheduler_over_random_histories(scheduler: str, overlaps: bool, d
 def test_models_over_random_histories(family: str, device: str) -> None:
     model, reference = model_and_reference(family, device)
     run_histories(
-        model, reference, range(920, 924), reach=("cached_tokens", "host_tokens", "swaps_out"), prefix_cache=True,
+        model, reference, range(920, 924), reach=("cached_tokens", "shared_on_host", "swaps_out"), prefix_cache=True,
         kv="tiered", host_kv_bytes=1 << 20, max_host_requests=16, async_steps=lambda seed: seed % 2 == 0,
     )  # fmt: skip
 

@@ -148,6 +148,24 @@ class FakeDevice:
                 busy["host"] |= set(self.bound[event.slot].block_ids)
         return busy
 
+    def _written_on_host(self) -> set[int]:
+        """Host blocks that a running copy or host task writes; others may be read by several at a time."""
+        moves = (move for move in self.moves.values() if move.direction is MoveDirection.TO_HOST)
+        written = {block for move in moves for block in move.dst_block_ids}
+        copies = (copy for copy in self.disk_copies.values() if not copy.to_disk)
+        written |= {block for copy in copies for block in copy.host_block_ids}
+        for event in self.running:
+            if event.slot >= 0:
+                written |= self._written_by(self.bound[event.slot])
+        return written
+
+    def _written_by(self, entry: PiggybackEntry) -> set[int]:
+        return set(entry.block_ids[entry.position // self.block_size :])
+
+    def _check_host_blocks(self, entry: PiggybackEntry, busy: Set[int], written: Set[int]) -> None:
+        assert not self._written_by(entry) & busy, "a host block is written while another one uses it"
+        assert not set(entry.block_ids) & written, "a host block is read while another one writes it"
+
     def _with_pending_tokens(self, plan: StepPlan) -> StepPlan:
         """Fill in what the plan waits for: the last step that computed anything sampled it."""
         chunks = tuple(
@@ -221,7 +239,7 @@ class FakeDevice:
                     self.kv["device", new] = token
         for slot in plan.cancels:
             self._cancel(slot)
-        busy = self._busy_slots()
+        busy, written = self._busy_slots(), self._written_on_host()
         to_device = (m for m in self.moves.values() if m.direction is MoveDirection.TO_DEVICE)
         arriving = {block for move in to_device for block in move.dst_block_ids}
         for move in plan.moves:
@@ -293,7 +311,7 @@ class FakeDevice:
             else:
                 self._send(entry, join.layer + 1)
         for entry in plan.entries:
-            assert not busy["host"] & set(entry.block_ids), "a host block is used twice"
+            self._check_host_blocks(entry, busy["host"], written)
             self.bound[entry.slot] = entry
             self.on_the_way[entry.slot] = (entry.token_id, *entry.draft_ids)
             self.states.advance(entry.state_slot, 0, 0, entry.position, [entry.token_id])
@@ -304,12 +322,15 @@ class FakeDevice:
         if plan.hybrid:
             assert plan.hybrid <= begun and plan.chunks and not (plan.entries or plan.joins or plan.preemptible)
         self.num_hybrid += len(plan.hybrid)
-        lost = frozenset(row.request_id for row in plan.pipelined if not self._run_through(row, busy["host"], tokens))
+        lost = frozenset(
+            row.request_id for row in plan.pipelined if not self._run_through(row, busy["host"], written, tokens)
+        )
         return StepOutput(missed=frozenset(missed), tokens=tokens, halted=halted, lost=lost)
 
     def _run_through(
-        self, row: PiggybackEntry | PiggybackJoin, busy: set[int], tokens: dict[str, tuple[SampledToken, ...]]
-    ) -> bool:
+        self, row: PiggybackEntry | PiggybackJoin, busy: set[int], written: set[int],
+        tokens: dict[str, tuple[SampledToken, ...]],
+    ) -> bool:  # fmt: skip
         """Compute a pipelined token through all its layers; False if its host attention fails."""
         if isinstance(row, PiggybackEntry):
             assert row.token_id != PENDING_TOKEN
@@ -317,7 +338,7 @@ class FakeDevice:
             assert not is_away, "a token enters while another one of its request is away"
             self.away.pop(row.slot, None)  # what the slot's last owner left
             self.done.discard(row.slot)
-            assert not busy & set(row.block_ids), "a host block is used twice"
+            self._check_host_blocks(row, busy, written)
             self.bound[row.slot] = row
         else:
             assert row.slot in self.done and self.away[row.slot] == row.layer, "a join of what is not ready"

@@ -18,6 +18,7 @@ from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, Sa
 from omniserve.kv import KV_MANAGERS, BidirectionalKVManager, Tier, TieredKVManager
 from omniserve.kv.base import KVManager
 from omniserve.kv.disk_prefixes import DiskPrefixes
+from omniserve.kv.host_prefixes import PrefixPool
 from omniserve.latency import features_of
 from omniserve.sched import SCHEDULERS, Forecast, Scheduler, policy_of
 from omniserve.sched.state import RequestState
@@ -139,7 +140,7 @@ def run_history(
         max_host_drafts=guesses.choice([0, 1, 3, 8]) if has_drafts else 0,
         **({"defer_classes": True, "classes": preemptible.CLASSES} if defers else {}), **settings,
     )  # fmt: skip
-    num_failed = num_reused = num_reused_tokens = 0
+    num_failed = num_reused = num_reused_tokens = num_shared_on_host = 0
 
     def execute(plan: StepPlan) -> StepOutput:
         nonlocal num_failed
@@ -252,6 +253,8 @@ def run_history(
             if state.away is not None:  # drafts that are dropped on the way keep their blocks
                 needed = -(-(state.num_tokens + sched.requests.limits.max_host_drafts) // BLOCK)
             assert held <= needed, f"{state.request_id} holds {held} blocks, {needed} would do"
+        if has_prefixes and isinstance(pool := getattr(sched.requests.kv, "_host_pool", None), PrefixPool):
+            num_shared_on_host += any(num_users > 1 for num_users in pool._num_users.values())
         if step % 8 == 0:
             check_blocks_by_class(sched)
     else:
@@ -284,7 +287,8 @@ def run_history(
             "host_drafts": device.num_host_drafts, "dropped_drafts": device.num_dropped_drafts,
             "cached": sum(sched.requests.prefixes.num_cached_tokens.values()),
             "came_back": sum(sched.requests.prefixes.num_restored_tokens.values()),
-            "read": device.num_read_blocks, "failed_disk_copies": device.num_failed_disk_copies,
+            "shared_on_host": num_shared_on_host, "read": device.num_read_blocks,
+            "failed_disk_copies": device.num_failed_disk_copies,
             "failed_returns": device.num_failed_returns, "right_drafts": device.num_right_drafts,
             "wrong_drafts": device.num_drafts - device.num_right_drafts}  # fmt: skip
 
@@ -362,8 +366,12 @@ def check_stays(output: RequestOutput, stays: list[Stay], *, overlaps: bool) -> 
     assert times is not None and times.finished_s is not None and times.host_since_s is None
     assert stays or not output.num_host_tokens, f"{output.request_id} decoded on the host without having been there"
     if stays:
-        assert times.first_token_s is not None, "it went there before it decoded"
-        moments = [0.0 if overlaps else times.first_token_s, *itertools.chain.from_iterable(stays), times.finished_s]
+        assert overlaps or times.first_token_s is not None, "it went there before it decoded"
+        moments = [
+            0.0 if overlaps else times.first_token_s or 0.0,
+            *itertools.chain.from_iterable(stays),
+            times.finished_s,
+        ]
         assert moments == sorted(moments), (output.request_id, moments)
 
 
@@ -376,7 +384,8 @@ def check_blocks_by_class(sched: Scheduler) -> None:
     )
     in_use = usage.device_used + sum(sched.requests.kv.tier(be) is not None for _, be in sharers)
     assert on_device >= in_use if sched.requests.prefixes.is_on else on_device == in_use
-    assert on_host == usage.host_used - num_given_up(sched.requests.kv)
+    in_use = usage.host_used - num_given_up(sched.requests.kv)
+    assert on_host >= in_use if sched.requests.prefixes.shares_on_host else on_host == in_use
 
 
 def num_given_up(kv: KVManager) -> int:
@@ -499,7 +508,8 @@ def test_prefixes_change_no_token_over_random_histories(
         )
         for seed in range(60)
     ]  # fmt: skip
-    for key in ("cached", "preemptions", *(REACHED_BELOW if kv == "tiered" else ())):
+    shares = ("shared_on_host",) if kv == "tiered" and SCHEDULERS.get(scheduler).offloads else ()
+    for key in ("cached", "preemptions", *(REACHED_BELOW if kv == "tiered" else ()), *shares):
         assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 
