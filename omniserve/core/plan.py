@@ -334,5 +334,5 @@ class HostEvent:
     position: int = -1
     move_id: int = -1
     seconds: float = 0.0
-    """How long a ``DiskCopy`` took, from its start."""
+    """How long a ``DiskCopy`` took, from when a thread began it."""
     message: str = ""

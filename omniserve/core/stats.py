@@ -45,7 +45,7 @@ class SchedulerStats:
     restored_tokens: Mapping[str, int] = field(default_factory=dict)
     """Counter: tokens whose KV was copied back from the host for a request that begins with them."""
     disk_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Counter: tokens whose KV was read from disk for a request that begins with them."""
+    """Counter: tokens whose KV was read from disk, by the class of the request that it was read for first."""
     resumed_tokens: int = 0
     """Counter: tokens of preempted requests whose KV was kept, so that they were not recomputed."""
     accepted_drafts: int = 0
@@ -70,7 +70,7 @@ class EngineStats(SchedulerStats):
     disk_bytes_read: int = 0
     disk_bytes_written: int = 0
     disk_failures: int = 0
-    """Counter: copies from and to disk that failed; a damaged block is one."""
+    """Counter: copies from and to disk that failed; a copy with a damaged block counts as one."""
     steps: int = 0
     step_seconds: float = 0.0
     """Counter: time spent in steps."""

@@ -281,7 +281,12 @@ class Engine:
         """
         self._require_open()
         self._to_preempt = frozenset()  # what came too late for the last step is in this one
-        return self._stepper.step()
+        try:
+            return self._stepper.step()
+        except BaseException:
+            # The plan's requests may have published blocks that this step was to write.
+            self.scheduler.requests.give_up_prefixes()
+            raise
 
     @property
     def last_plan_was_empty(self) -> bool:
@@ -296,11 +301,12 @@ class Engine:
         """
         if self.host_tier is None:
             return
-        if self.host_tier.is_stalled and self.last_plan_was_empty and self.has_unfinished:
+        waits_for_disk = self.disk is not None and self.disk.busy
+        if self.host_tier.is_stalled and self.last_plan_was_empty and self.has_unfinished and not waits_for_disk:
             count = len(self._stepper.requests)
             what = f"{count} requests wait" if count else "what ended requests held waits"
             raise Stalled(f"{what} for the host tier, which is stalled (see the log): start the engine again")
-        self.host_tier.wait(min(timeout_s, _DISK_POLL_S) if self.disk is not None and self.disk.busy else timeout_s)
+        self.host_tier.wait(min(timeout_s, _DISK_POLL_S) if waits_for_disk else timeout_s)
 
     def use_profile(self, profile: Profile) -> None:
         """Predict by another profile from now on; the engine must have one. What is learned from steps begins anew.
@@ -398,16 +404,18 @@ class Engine:
             RuntimeError: The device has failed.
         """
         if not self._closed and os.getpid() == self._process_id:
-            if self.config.disk_kv.keep:
-                self._write_prefixes()
-            self._closed = True
-            self._log.close()
-            if self.disk is not None:
-                self.disk.close()
-            if self.host_tier is not None:
-                self.host_tier.close()
-            else:
-                drain(self.model.device)
+            try:
+                if self.config.disk_kv.keep and self.scheduler.requests.prefixes.is_on:
+                    self._write_prefixes()
+            finally:
+                self._closed = True
+                self._log.close()
+                if self.disk is not None:
+                    self.disk.close()
+                if self.host_tier is not None:
+                    self.host_tier.close()
+                else:
+                    drain(self.model.device)
 
     def _write_prefixes(self) -> None:
         """Write what is worth it to disk, now that no request is left."""

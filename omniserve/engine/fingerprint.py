@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -53,12 +55,15 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
 
 
 def kv_fingerprint(model: PreTrainedModel, config: EngineConfig) -> str:
-    """Return what KV blocks on disk are valid for, as 32 hexadecimal digits: every weight, and how blocks are laid out.
+    """Return what KV blocks on disk are valid for, as 32 hexadecimal digits.
 
-    All weights are read once, by all cores that this process may use.
+    That is every weight, the settings and the state of adapters, the code of a model that comes with its own, and how
+    blocks are laid out. All weights are read once, by all cores that this process may use. Hooks on modules are not
+    seen.
     """
     model = language_model(model)
-    total = hashlib.sha256(_description(model) + f"{model.dtype} {config.block_size} {_KV_LAYOUT}".encode())
+    versions = f"{omniserve.__version__} {transformers.__version__} {_KV_LAYOUT}"
+    total = hashlib.sha256(_description(model) + f"{model.dtype} {config.block_size} {versions}".encode())
     with ThreadPoolExecutor(available_cores()) as threads:
         for digest in threads.map(_digest, *zip(*model.named_modules(), strict=True)):
             total.update(digest)
@@ -82,7 +87,7 @@ def _digest(name: str, module: nn.Module) -> bytes:
     weights: dict[str, Any] = {}
     module._save_to_state_dict(weights, "", False)
     weights |= module.named_buffers(recurse=False)  # those too that are not saved
-    digest = hashlib.sha256(name.encode())
+    digest = hashlib.sha256(f"{name} {_code_of(module)} {_adapter_state(module)}".encode())
     for key, weight in sorted(weights.items()):
         digest.update(key.encode())
         for tensor in _plain_tensors(weight):
@@ -91,10 +96,35 @@ def _digest(name: str, module: nn.Module) -> bytes:
     return digest.digest()
 
 
+def _code_of(module: nn.Module) -> str:
+    """Return the name of a module's class, and a digest of its file if it came with the model."""
+    kind = next(each for each in type(module).__mro__ if not each.__module__.startswith("omniserve."))
+    text = f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__.startswith("transformers_modules."):
+        text += hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
+    return text
+
+
+def _adapter_state(module: nn.Module) -> str:
+    """Return the settings of a module of PEFT, which say what its weights do: scaling, which are active, and so on."""
+    if not type(module).__module__.startswith("peft."):
+        return ""
+    return repr(sorted((name, value) for name, value in vars(module).items() if _is_plain(value)))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
 def _plain_tensors(weight: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a weight consists of: several, if it is of a class of its own."""
+    """Yield the tensors that a weight consists of: several, if it is of a class of its own, and what that says."""
     if hasattr(weight, "__tensor_flatten__"):
-        names, _ = weight.__tensor_flatten__()
+        names, context = weight.__tensor_flatten__()
+        yield torch.frombuffer(bytearray(repr(context).encode()), dtype=torch.uint8)
         for name in names:
             yield from _plain_tensors(getattr(weight, name))
     elif isinstance(weight, torch.Tensor):

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _PIECE_BYTES = 4 << 20  # a thread copies so much at a time
 _NUM_THREADS = 2
 _NICENESS = {False: 10, True: 19}
-"""By ``to_disk``: how far threads leave the cores to the steps where both want them. A request waits for a read."""
+"""Niceness of the threads, by ``to_disk``. Reads get more of the cores than writes, as requests wait for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,8 @@ class _Flight:
     def __init__(self, copy: DiskCopy, num_pieces: int) -> None:
         self.copy = copy
         self.num_left = num_pieces
-        self.began_s = time.monotonic()
+        self.began_s: float | None = None
+        """When its first piece began."""
         self.errors: list[str] = []
 
 
@@ -132,12 +133,14 @@ class DiskTier:
         copy = flight.copy
         piece = slice(first, first + self._blocks_per_piece)
         error = ""
+        with self._lock:
+            flight.began_s = began_s = flight.began_s or time.monotonic()
         try:
             if self._closed:
                 raise RuntimeError("the disk tier was closed")
             self._copy_blocks(copy.to_disk, copy.host_block_ids[piece], copy.slots[piece], copy.keys[piece])
-        except (OSError, RuntimeError) as caught:  # it fails this copy
-            error = str(caught)
+        except Exception as caught:  # whatever it is fails this copy: a request may wait for its event
+            error = f"{type(caught).__name__}: {caught}"
         with self._lock:
             flight.num_left -= 1
             if error:
@@ -147,7 +150,7 @@ class DiskTier:
             if not flight.errors:
                 self._bytes[copy.to_disk] += len(copy.slots) * self.file.block_bytes
         kind = HostEventKind.MOVE_FAILED if flight.errors else HostEventKind.MOVE_DONE
-        seconds = time.monotonic() - flight.began_s
+        seconds = time.monotonic() - began_s
         message = flight.errors[0] if flight.errors else ""
         self._events.put(HostEvent(kind=kind, move_id=copy.move_id, seconds=seconds, message=message))
 
@@ -163,4 +166,7 @@ class DiskTier:
 
 def _give_way(niceness: int) -> None:
     """Make this thread alone so much nicer than the process."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + niceness)
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + niceness)
+    except OSError as error:
+        logger.warning("disk tier: its threads have the priority of the steps: %s", error)

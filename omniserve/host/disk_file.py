@@ -1,7 +1,7 @@
 """DiskFile: the file of the disk tier. Its slots hold KV blocks, each with its key and a checksum.
 
 Layout: a page of 4 KiB that says what the file is, then groups. A group is a page of 64 entries and the 64 slots that
-these describe. So the number of slots may change from one run to the next, and at the start one page in 64 slots is
+these describe. Groups do not move when the file becomes larger or smaller. To open it, only the pages of entries are
 read. An entry is written behind its block, and erased before the block is overwritten. A crash can leave an entry and
 a block that do not belong together; the checksum, of key and block, tells that when the block is read.
 """
@@ -49,11 +49,12 @@ class DiskFile:
         folder: Is made, for its owner only, if it is not there.
         num_bytes: The file does not become larger.
         block_bytes: Bytes of a block.
-        fingerprint: Says which KV is in the file, as hexadecimal digits. A file of that name is opened again, and what
-            is whole in it is found. None: the file has no name, and is gone when the process ends, however it does.
+        fingerprint: Says which KV is in the file, as hexadecimal digits, and names it. A file that is there is opened
+            again, and what is whole in it is found. None: the file has no name, and is gone when the process ends,
+            however it does.
 
     Raises:
-        ValueError: There is no room for a slot, or the file is none of this kind.
+        ValueError: There is no room for a slot, or the file is no file of the disk tier.
         PermissionError: Others may read the file, or it belongs to somebody else.
         BlockingIOError: Another process uses the file.
         OSError: The folder or the file cannot be made, or the disk has less room than ``num_bytes``.
@@ -77,6 +78,7 @@ class DiskFile:
         self._descriptor = _opened(self.path) if self.path is not None else _unnamed(folder)
         self._end = weakref.finalize(self, os.close, self._descriptor)
         try:
+            self._tell_of_others(folder)
             self._check_room(folder, num_bytes)
             self._load(json.dumps({"format": _FORMAT, "fingerprint": fingerprint, "block_bytes": block_bytes}).encode())
         except BaseException:
@@ -114,7 +116,7 @@ class DiskFile:
         known, checksum = self._checksums.get(slot, (b"", -1))
         if known != key or num_read != self.block_bytes or _checksum(key, parts) != checksum:
             self.erase(slot)
-            raise DamagedBlock(f"slot {slot} of the disk tier's file does not hold the block as it was written")
+            raise DamagedBlock("a block in the disk tier's file is not as it was written, and is not used")
 
     def erase(self, slot: int) -> None:
         """Forget what a slot holds."""
@@ -133,6 +135,14 @@ class DiskFile:
         group, index = divmod(slot, _GROUP)
         return PAGE_BYTES + group * self._group_bytes + index * _ENTRY_BYTES
 
+    def _tell_of_others(self, folder: Path) -> None:
+        for path in folder.glob("kv-*.omniserve"):
+            if self.path is not None and path != self.path:
+                logger.warning(
+                    "disk tier: %s has KV of other weights, or was made with other settings or another version: delete "
+                    "it if it is not used any more", path,
+                )  # fmt: skip
+
     def _check_room(self, folder: Path, num_bytes: int) -> None:
         status, room = os.fstat(self._descriptor), os.fstatvfs(self._descriptor)
         missing = num_bytes - status.st_blocks * 512 - room.f_bavail * room.f_frsize
@@ -144,9 +154,9 @@ class DiskFile:
             )
 
     def _load(self, header: bytes) -> None:
-        """Find the blocks of an earlier run, or begin a new file if there is none, or one of other KV."""
+        """Find the blocks of an earlier run; begin a new file if there is none, or it says something else of itself."""
         page, size = os.pread(self._descriptor, PAGE_BYTES, 0), os.fstat(self._descriptor).st_size
-        if size and not page.startswith(b'{"format": "omniserve-kv '):
+        if any(page) and not page.startswith(b'{"format": "omniserve-kv '):  # a crash may leave a page of zeros
             raise ValueError(f"{self.path} is no file of the disk tier: delete it, or give another folder")
         if page.rstrip(b"\0") != header:
             os.ftruncate(self._descriptor, 0)
@@ -155,6 +165,10 @@ class DiskFile:
         last = self._at(self.num_slots - 1) + self.slot_bytes
         if size > last:
             os.ftruncate(self._descriptor, last)
+            num_cut = -self.num_slots % _GROUP
+            os.pwrite(
+                self._descriptor, bytes(num_cut * _ENTRY_BYTES), self._entry_at(self.num_slots - 1) + _ENTRY_BYTES
+            )
         found: dict[bytes, tuple[int, int, int]] = {}
         began_s = told_s = time.monotonic()
         for first in range(0, self.num_slots, _GROUP):

@@ -13,7 +13,7 @@ class DiskPrefixes:
 
     Args:
         num_slots: Slots in the file.
-        entries: Keys and slots of the blocks that are in it, the last used last.
+        entries: Keys and slots of the blocks that are in it; the first are the first to give way.
     """
 
     def __init__(self, num_slots: int, entries: Iterable[tuple[bytes, int]] = ()) -> None:
@@ -33,6 +33,12 @@ class DiskPrefixes:
     def is_known(self, key: bytes) -> bool:
         """Tell whether a slot has the block of this key, or it is being written."""
         return key in self._slots or key in self._writing
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that a prefix with these blocks is used, wherever it was found."""
+        for key in reversed(keys):
+            if key in self._slots:
+                self._slots.move_to_end(key)
 
     @property
     def num_used(self) -> int:
@@ -55,13 +61,12 @@ class DiskPrefixes:
 
     def begin_read(self, keys: Sequence[bytes]) -> list[int]:
         """Return the slots of these keys, which stay until the copy ends."""
-        for key in keys:
-            self._slots.move_to_end(key)
+        self.touch(keys)
         self._readers.update(keys)
         return [self._slots[key] for key in keys]
 
     def end(self, copy: DiskCopy, *, succeeded: bool) -> None:
-        """Book the end of a copy. Blocks are forgotten of which one could not be read."""
+        """Book the end of a copy. If a read has failed, all blocks of the copy are forgotten."""
         if copy.to_disk:
             for key in copy.keys:
                 slot = self._writing.pop(key)

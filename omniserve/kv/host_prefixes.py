@@ -18,9 +18,10 @@ from omniserve.kv.prefix_cache import CachesPrefixes
 
 
 class PrefixPool(RunPool):
-    """A host pool, of which some blocks are *held* for their KV: these have any number of users, and none is no end.
+    """A host pool, of which some blocks are *held* for their KV.
 
-    To give back such a block takes one user from it. It is not free before it is dropped.
+    A held block may have several users. To give it back takes one user from it; without users it stays, and is free
+    when it is dropped.
     """
 
     def __init__(self, num_blocks: int, name: str) -> None:
@@ -98,6 +99,8 @@ class HostPrefixes:
         self._disk_copies: dict[int, DiskCopy] = {}
         self._reading: dict[bytes, int] = {}
         """Key -> the copy from disk under way that brings its block."""
+        self._awaiting: dict[int, Sequence[bytes]] = {}
+        """Copy from disk -> keys of the blocks here that will be used with what it brings."""
         self._blocks: OrderedDict[bytes, int] = OrderedDict()
         """Key -> host block, the last used last."""
         self._readers: Counter[bytes] = Counter()
@@ -197,6 +200,8 @@ class HostPrefixes:
     def begin_reading(self, keys: Sequence[bytes]) -> list[int]:
         """Return the blocks of these keys, which stay until ``end_reading``."""
         self.touch(keys)
+        if self.disk is not None:
+            self.disk.touch(keys)
         self._readers.update(keys)
         return [self._blocks[key] for key in keys]
 
@@ -226,12 +231,20 @@ class HostPrefixes:
         self._disk_copies[move_id] = copy
         return copy
 
-    def start_reading(self, move_id: int, keys: Sequence[bytes], *, reserve: int) -> DiskCopy | None:
-        """Begin to copy the first of these blocks from disk, as many as there is room for; None if for none."""
+    def start_reading(
+        self, move_id: int, host_keys: Sequence[bytes], keys: Sequence[bytes], *, reserve: int
+    ) -> DiskCopy | None:
+        """Begin to copy the first of these blocks from disk, as many as there is room for; None if for none.
+
+        ``host_keys`` are of blocks here that will be used with them, and stay until the copy ends.
+        """
         assert self.disk is not None
+        self.begin_reading(host_keys)
         keys = keys[: max(0, self._pool.num_free + self.num_reclaimable - reserve)]
         if not keys:
+            self.end_reading(host_keys)
             return None
+        self._awaiting[move_id] = host_keys
         self.reclaim(len(keys) - self._pool.num_free)
         blocks = self._pool.take(len(keys))
         assert blocks is not None
@@ -254,13 +267,15 @@ class HostPrefixes:
     def end_disk_copy(self, move_id: int, *, succeeded: bool) -> MoveResult:
         """Keep what a copy has brought."""
         copy = self._disk_copies.pop(move_id)
+        self.end_reading(self._awaiting.pop(move_id, ()))
         assert self.disk is not None
         self.disk.end(copy, succeeded=succeeded)
         if copy.to_disk:
             self.end_reading(copy.keys)
             return MoveResult.ARRIVED if succeeded else MoveResult.STAYED
         for key, block in reversed([*zip(copy.keys, copy.host_block_ids, strict=True)]):
-            del self._reading[key]
+            if self._reading.get(key) == move_id:
+                del self._reading[key]
             if succeeded and key not in self._blocks:
                 self._put(key, block)
             else:
@@ -310,6 +325,13 @@ class KeepsPrefixes(CachesPrefixes):
     _move_ids: Iterator[int]
     _new_move: Callable[..., KVMove]
 
+    def begin(
+        self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0, marks: bool = False
+    ) -> tuple[int, ...] | None:
+        if self._prefixes.disk is not None:
+            self._prefixes.disk.touch(keys)
+        return super().begin(request_id, keys, num_tokens, reserve_blocks=reserve_blocks, marks=marks)
+
     def has_on_host(self, key: bytes) -> bool:
         return self._prefixes.has(key)
 
@@ -344,8 +366,7 @@ class KeepsPrefixes(CachesPrefixes):
     def start_reading_prefix(
         self, host_keys: Sequence[bytes], disk_keys: Sequence[bytes], *, reserve_blocks: int = 0
     ) -> DiskCopy | None:
-        self._prefixes.touch(host_keys)
-        return self._prefixes.start_reading(next(self._move_ids), disk_keys, reserve=reserve_blocks)
+        return self._prefixes.start_reading(next(self._move_ids), host_keys, disk_keys, reserve=reserve_blocks)
 
     def disk_usage(self) -> tuple[int, int]:
         disk = self._prefixes.disk

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from omniserve.core.plan import DiskCopy, HostEvent, HostEventKind
 from omniserve.core.request import ServiceClass
@@ -21,8 +22,20 @@ from omniserve.sched.step_cost import Forecast
 MOST_LOOKED_UP = {ServiceClass.LS: 64, ServiceClass.BE: 8}
 """How many requests of a kind are looked up, from the first of its queue on."""
 
+_FORGETTING = 1 / 16
+"""By so much the time that a block takes falls each time that it is found too long."""
 _RATE = 1 / 8
 """Weight of the last copy in the time that a block takes to be read."""
+
+
+class _Read(NamedTuple):
+    """A copy from disk under way."""
+
+    copy: DiskCopy
+    service_class: str
+    """Of the request that it was begun for."""
+    states: dict[RequestState, None]
+    """The requests that wait for it."""
 
 
 class DiskReads:
@@ -41,12 +54,15 @@ class DiskReads:
         self._block_size = kv.block_size
         self._max_blocks = max_blocks
         self._writing: dict[int, int] = {}
-        self._reading: dict[int, tuple[DiskCopy, dict[RequestState, None]]] = {}
-        """Copies from disk under way, and the requests that wait for each."""
+        self._reading: dict[int, _Read] = {}
         self._begun: list[DiskCopy] = []
         self._block_s: float | None = None
         self.num_read_tokens: Counter[str] = Counter()
-        """Counter, by class: tokens whose KV was read from disk for a request that begins with them."""
+        """Counter, by class of the request that was first: tokens whose KV was read from disk."""
+
+    def give_up(self) -> None:
+        """Begin no copy any more. Those under way still end."""
+        self._kv = None
 
     @property
     def is_on(self) -> bool:
@@ -55,7 +71,7 @@ class DiskReads:
 
     def __contains__(self, state: RequestState) -> bool:
         """Tell whether a request waits for a copy."""
-        return any(state in states for _, states in self._reading.values())
+        return any(state in read.states for read in self._reading.values())
 
     def start(self, state: RequestState, forecast: Forecast | None, *, reserve_blocks: int) -> bool:
         """Let a WAITING request wait for a copy from disk, if there is one to begin or under way that is of use.
@@ -63,26 +79,32 @@ class DiskReads:
         ``reserve_blocks``: host blocks to leave free.
         """
         use = state.prefix
-        if self._kv is None or use is None or use.was_looked_up_on_disk:
+        if self._kv is None or use is None or use.was_looked_up_on_disk or not use.may_restore:
             return False
         use.was_looked_up_on_disk = True
         keys, num_on_device, num_on_host = self._prefixes.parts(state)
         first = num_on_device + num_on_host
         if first < len(keys) and (move_id := self._kv.reading_from_disk(keys[first])) is not None:
-            self._reading[move_id][1][state] = None
+            use.num_coming = num_on_host + self._num_on_disk(keys, first)
+            self._reading[move_id].states[state] = None
             use.was_looked_up_on_disk = False  # what it lacks then may be on disk, too
             return True
-        wanted = [*itertools.takewhile(self._kv.has_on_disk, itertools.islice(keys, first, None))]
+        on_disk = [*itertools.takewhile(self._kv.has_on_disk, itertools.islice(keys, first, None))]
+        # What another copy brings is not read twice: the request is looked up again behind this one.
+        is_new = (self._kv.reading_from_disk(key) is None for key in on_disk)
+        wanted = on_disk[: sum(1 for _ in itertools.takewhile(bool, is_new))]
         if len(wanted) * self._block_size < prefixes.LEAST_RESTORED_TOKENS:
             return False
         if not self._is_read_sooner(first, len(wanted), forecast):
             return False
         copy = self._kv.start_reading_prefix(keys[num_on_device:first], wanted, reserve_blocks=reserve_blocks)
         if copy is None:
+            use.was_looked_up_on_disk = not self._reading  # copies that end make room
             return False
+        use.was_looked_up_on_disk = len(wanted) == len(on_disk)
+        use.num_coming = num_on_host + len(copy.keys)
         self._begun.append(copy)
-        self._reading[copy.move_id] = copy, {state: None}
-        self.num_read_tokens[state.service_class] += len(copy.keys) * self._block_size
+        self._reading[copy.move_id] = _Read(copy, state.service_class, {state: None})
         return True
 
     def coming(self, state: RequestState) -> Coming | None:
@@ -92,31 +114,44 @@ class DiskReads:
         """
         keys, num_on_device, num_on_host = self._prefixes.parts(state)
         first = num_on_device + num_on_host
-        num_on_disk = 0
-        if self._kv is not None:
-            kv, rest = self._kv, itertools.islice(keys, first, None)
-            on_disk = itertools.takewhile(lambda k: kv.has_on_disk(k) or kv.reading_from_disk(k) is not None, rest)
-            num_on_disk = sum(1 for _ in on_disk)
+        num_on_disk = self._num_on_disk(keys, first)
+        if num_on_disk * self._block_size < prefixes.LEAST_RESTORED_TOKENS:
+            num_on_disk = 0
         if (num_on_host + num_on_disk) * self._block_size < prefixes.LEAST_RESTORED_TOKENS:
             return None
         return Coming((num_on_host + num_on_disk) * self._block_size, self._seconds(num_on_disk))
+
+    def _num_on_disk(self, keys: Sequence[bytes], first: int) -> int:
+        """Return how many keys, from one on, have their blocks on disk."""
+        if (kv := self._kv) is None:
+            return 0
+        rest = itertools.islice(keys, first, None)
+        return sum(1 for _ in itertools.takewhile(kv.has_on_disk, rest))
+
+    def states(self) -> Iterator[RequestState]:
+        """Yield the requests that wait for copies."""
+        for read in self._reading.values():
+            yield from read.states
 
     def _is_read_sooner(self, first: int, count: int, forecast: Forecast | None) -> bool:
         if forecast is None:
             return True
         start, num_tokens = first * self._block_size, count * self._block_size
-        return self._seconds(count) < forecast.step().seconds_with(start, num_tokens, samples=0)
+        is_sooner = self._seconds(count) < forecast.step().seconds_with(start, num_tokens, samples=0)
+        if not is_sooner and self._block_s is not None:
+            self._block_s *= 1 - _FORGETTING  # or one slow copy would be the last
+        return is_sooner
 
     def _seconds(self, count: int) -> float:
         """Return how long it will take to read so many blocks behind those under way; 0 before any was read."""
         if count == 0 or self._block_s is None:
             return 0.0
-        return (sum(len(copy.keys) for copy, _ in self._reading.values()) + count) * self._block_s
+        return (sum(len(read.copy.keys) for read in self._reading.values()) + count) * self._block_s
 
     def forget(self, state: RequestState) -> None:
         """Forget a request that waits for a copy and has ended."""
-        for _, states in self._reading.values():
-            states.pop(state, None)
+        for read in self._reading.values():
+            read.states.pop(state, None)
 
     def take_copies(self) -> list[DiskCopy]:
         """Return, once, the copies from disk that were begun, and begin to write; for the plan that is decided."""
@@ -140,8 +175,9 @@ class DiskReads:
             return ()
         if event.move_id not in self._reading:
             return None
-        copy, states = self._reading.pop(event.move_id)
+        copy, service_class, states = self._reading.pop(event.move_id)
         if event.kind is HostEventKind.MOVE_DONE:
+            self.num_read_tokens[service_class] += len(copy.keys) * self._block_size
             block_s = event.seconds / len(copy.keys)
             self._block_s = block_s if self._block_s is None else self._block_s + _RATE * (block_s - self._block_s)
         return states

@@ -82,7 +82,8 @@ class OmniServePolicy(Policy):
             return None
         self._ttft.note(state)
         device, waiting = self.requests.device, self.requests.waiting
-        in_line = (other for other in itertools.chain(device[LS], waiting[LS]) if other is not state)
+        reading = (other for other in self.requests.disk_reads.states() if other.kind is LS)
+        in_line = (other for other in itertools.chain(device[LS], waiting[LS], reading) if other is not state)
         ahead = [s for s in in_line if not s.decodes and s.priority_key[0] <= state.priority_key[0]]
         queue = self._ls_queue([other for other in device[LS] if other.decodes], ahead)
         prediction = self._ttft.predict(

@@ -49,8 +49,10 @@ class PrefixUse:
     """Blocks that other requests used when it was admitted, and that it uses since."""
     num_published: int = 0
     """First blocks of a DEVICE request that have been published since its admission."""
+    num_coming: int = 0
+    """While it waits for the disk: blocks behind those found that the host will have then."""
     was_looked_up_on_disk: bool = False
-    """Since it came to wait."""
+    """The disk was looked up since the request began to wait."""
     may_restore: bool = True
     """A copy of its prefix from the host has not failed yet."""
     num_prompt_tokens: int | None = None
@@ -90,6 +92,10 @@ class Prefixes:
     def is_on(self) -> bool:
         """Whether there is a cache."""
         return self._cache is not None
+
+    def give_up(self) -> None:
+        """Be as without a cache from now on. Copies under way still end."""
+        self._cache = self._host = None
 
     def note_arrival(self, state: RequestState) -> None:
         """Look up a new request."""

@@ -141,8 +141,13 @@ class RequestTable:
                     self.waiting[kind].remove(state)
                     state.phase = Phase.READING
 
+    def give_up_prefixes(self) -> None:
+        """Find, publish, copy and write no prefixes any more; to be called when a step has failed."""
+        self.prefixes.give_up()
+        self.disk_reads.give_up()
+
     def coming(self, state: RequestState) -> Coming | None:
-        """Return what will be copied to the device of a WAITING request that has just come; None: nothing."""
+        """Return the KV that will be copied to the device for a new WAITING request; None: nothing."""
         return self.disk_reads.coming(state) if self.prefixes.is_on and self.host_is_up else None
 
     def preempt(self, state: RequestState) -> None:

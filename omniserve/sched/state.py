@@ -158,9 +158,10 @@ class RequestState:
 
     @property
     def num_ready_tokens(self) -> int:
-        """First tokens that have their KV; while it is WAITING, those that the prefix cache had at the last look."""
-        if self.phase is Phase.WAITING and self.prefix is not None:
-            return self.prefix.num_found * self.prefix.keys.block_size
+        """First tokens that have their KV; while it has no block table, those that it will find in the prefix cache."""
+        if self.prefix is not None and self.phase in (Phase.WAITING, Phase.READING):
+            num_coming = self.prefix.num_coming if self.phase is Phase.READING else 0
+            return (self.prefix.num_found + num_coming) * self.prefix.keys.block_size
         return self.num_computed_tokens
 
     @property

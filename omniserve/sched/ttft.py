@@ -309,7 +309,8 @@ class TTFTEstimator:
 
         If there is memory for all of them to begin, they do so at once, whatever they come to need.
         """
-        held, waiting = queue.blocks, [state for state in queue.prompts if state.phase is Phase.WAITING]
+        held = queue.blocks
+        waiting = [state for state in queue.prompts if state.phase in (Phase.WAITING, Phase.READING)]
         if sum(self._blocks(state.num_tokens) for state in waiting) + self._blocks(num_tokens) <= queue.num_free:
             return 0
         running = [state for state in (*queue.prompts, *queue.decoding) if state.request_id in held]

@@ -41,7 +41,8 @@ Listener = Callable[[Event], object]
 
 # How long a message that a dying engine sent may still be on its way.
 _LAST_WORDS_S = 0.5
-_CLOSE_S = 5.0
+# An engine that closes may write prefixes to disk for ten seconds.
+_CLOSE_S = 15.0
 # How long a killed process may take to end: with gigabytes to give back, seconds. One in a driver's call may never.
 _KILL_S = 30.0
 # While requests run the engine is asked so often how it is. It answers between two steps; none takes as long as this,

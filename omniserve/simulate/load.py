@@ -34,8 +34,8 @@ class TraceRequest:
     """The name of its class; None: the highest of its kind."""
     hash_ids: tuple[int, ...] = ()
     """A number for each full piece of ``Load.hash_tokens`` of the prompt, from its begin on: two requests begin with
-    the same text as far as their first numbers agree. Pieces without a number are like no other. So are the traces of
-    Mooncake (Qin et al., FAST 2025)."""
+    the same text as far as their first numbers agree. Pieces without a number are like no other. The traces
+    of Mooncake (Qin et al., FAST 2025) have this form."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

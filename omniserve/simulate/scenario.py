@@ -137,7 +137,8 @@ class Scenario:
         scale = self.trace_rate / rate
         stretched: list[TraceRequest] = []
         begin_s, first_id = 0.0, 0
-        num_ids = 1 + max(itertools.chain.from_iterable(request.hash_ids for request in self.ls_trace), default=0)
+        all_ids = (request.hash_ids for request in (*self.ls_trace, *self.be_trace))
+        num_ids = 1 + max(itertools.chain.from_iterable(all_ids), default=0)
         while begin_s < duration_s:
             for request in self.ls_trace:
                 arrival_s = begin_s + request.arrival_s * scale

@@ -145,6 +145,40 @@ def test_kv_of_another_model_is_no_hit(tmp_path: Path) -> None:
     assert opened(tmp_path, fingerprint="ef").entries == [], "of another size"
 
 
+def test_a_page_that_a_crash_has_emptied_begins_a_new_file(tmp_path: Path) -> None:
+    file = opened(tmp_path)
+    put(file, 3, 3)
+    file.close()
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(bytes(PAGE_BYTES) + path.read_bytes()[PAGE_BYTES:])
+    again = opened(tmp_path)
+    assert again.entries == []
+    put(again, 3, 4)
+    again.close()
+    assert opened(tmp_path).entries == [(key_of(4), 3)]
+
+
+def test_a_file_that_was_smaller_for_a_while_says_nothing_of_before(tmp_path: Path) -> None:
+    file = opened(tmp_path)
+    last = file.num_slots - 1
+    smaller = opened(tmp_path / "other", num_bytes=NUM_BYTES - 20 * file.slot_bytes).num_slots
+    assert smaller // 64 == last // 64, "it ends in the same group"
+    put(file, last, 7)
+    file.close()
+    between = opened(tmp_path, num_bytes=NUM_BYTES - 20 * file.slot_bytes)
+    assert between.entries == []
+    put(between, 0, 7)
+    between.close()
+    again = opened(tmp_path)
+    assert again.entries == [(key_of(7), 0)] and get(again, 0, 7) == block_of(key_of(7))
+
+
+def test_files_that_are_not_used_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened(tmp_path).close()
+    opened(tmp_path, fingerprint="cd").close()
+    assert "kv-ab.omniserve has KV of other weights" in caplog.text
+
+
 def test_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_file, "_LOCK_PATIENCE_S", 0.0)
     file = opened(tmp_path)

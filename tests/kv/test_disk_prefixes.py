@@ -118,9 +118,11 @@ def test_there_is_room_for_what_is_read_but_not_at_the_cost_of_what_will_be_used
     kv._prefixes.reclaim(9)
     filled(kv, "xyba")
     read = kv.start_reading_prefix(keys("ab"), keys("cde"), reserve_blocks=1)
-    assert read is not None and read.keys == (b"c", b"d", b"e"), "one block of four is left"
-    assert [kv.has_on_host(key) for key in keys("abxy")] == [True, False, False, False]
-    assert kv.start_reading_prefix([], keys("c"), reserve_blocks=1) is None
+    assert read is not None and read.keys == (b"c",), "two blocks of four stay, and one is left"
+    assert [kv.has_on_host(key) for key in keys("abxy")] == [True, True, True, False]
+    assert kv.start_reading_prefix([], keys("d"), reserve_blocks=1) is None
+    kv._prefixes.reclaim(9)
+    assert kv.has_on_host(b"a"), "it stays until the copy ends"
     kv.check_integrity()
     assert kv.finish_move(read.move_id, succeeded=False) is MoveResult.STAYED
     assert not kv.has_on_host(b"c") and not kv.has_on_disk(b"c"), "what cannot be read is forgotten"
@@ -169,3 +171,27 @@ def test_random_copies_keep_the_books(seed: int) -> None:
         others = [slot for copy in flights if copy and not copy.to_disk for slot in copy.slots]
         assert not writing & set(others)
         kv.check_integrity()
+
+
+def test_a_prefix_that_is_found_in_memory_stays_on_disk() -> None:
+    disk = DiskPrefixes(3)
+    written(disk, "abc")
+    disk.touch(keys("ax"))
+    written(disk, "d")
+    assert kept(disk, "abcd") == "acd"
+
+
+def test_of_two_reads_with_a_block_in_common_each_ends_for_itself() -> None:
+    kv = manager()
+    filled(kv, "abc")
+    copy = kv.start_writing_prefixes(max_blocks=9)
+    assert copy is not None
+    kv.finish_move(copy.move_id, succeeded=True)
+    kv._prefixes.reclaim(9)
+    first, second = kv.start_reading_prefix([], keys("bc")), kv.start_reading_prefix([], keys("abc"))
+    assert first is not None and second is not None
+    kv.finish_move(first.move_id, succeeded=True)
+    kv.check_integrity()
+    kv.finish_move(second.move_id, succeeded=True)
+    kv.check_integrity()
+    assert kv.num_free(Tier.HOST) == 6 and [kv.has_on_host(key) for key in keys("abc")] == [True] * 3

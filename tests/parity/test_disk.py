@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -210,3 +211,75 @@ def test_settings_that_allow_no_disk_tier_are_refused(
     usual = {"device_kv_bytes": 1 << 20, "host_kv_bytes": 1 << 20, "disk_kv": disk}
     with pytest.raises(ValueError, match=message):
         Engine(patch(tiny_model("llama"), compile=False), EngineConfig(**{**usual, **settings}))
+
+
+def test_a_step_that_fails_leaves_nothing_to_the_next_engine(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="injected"), Engine(
+        patch(tiny_model("llama"), compile=False), _config(tmp_path)
+    ) as engine:  # fmt: skip
+        engine.runner._run_layers = _fail  # type: ignore[method-assign]
+        _generate(engine)
+    with Engine(patch(tiny_model("llama"), compile=False), _config(tmp_path)) as engine:
+        assert _generate(engine) == (_expected(), 0)
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("injected")
+
+
+def test_after_a_step_that_failed_nothing_is_found_any_more(tmp_path: Path) -> None:
+    with Engine(patch(tiny_model("llama"), compile=False), _config(tmp_path)) as engine:
+        run_layers = engine.runner._run_layers
+        assert _generate(engine) == (_expected(), 0)
+        engine.runner._run_layers = _fail  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="injected"):
+            engine.generate([Request(prompt_token_ids=[9] * 40, sampling=SamplingParams(max_tokens=4))])
+        engine.runner._run_layers = run_layers  # type: ignore[method-assign]
+        assert _generate(engine) == (_expected(), 0)
+
+
+def test_the_fingerprint_tells_what_an_adapter_does(tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+
+    def adapted(alpha: int) -> Any:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"], init_lora_weights=False)
+        return peft.get_peft_model(tiny_model("llama"), config).eval()
+
+    config, model = _config(tmp_path), adapted(4)
+    first = kv_fingerprint(model, config)
+    assert kv_fingerprint(adapted(4), config) == first
+    assert kv_fingerprint(adapted(64), config) != first
+    model.base_model.disable_adapter_layers()
+    assert kv_fingerprint(model, config) != first
+
+
+def test_two_reads_bring_no_block_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request finds its first blocks in memory and reads the others; then they are forgotten, and one reads them."""
+    with Engine(patch(tiny_model("llama"), compile=False), _config(tmp_path)) as engine:
+        _generate(engine)
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    with Engine(patch(tiny_model("llama"), compile=False), _config(tmp_path)) as engine:
+        engine.generate([Request(prompt_token_ids=_PROMPT[:17], sampling=sampling)])  # reads nothing: it is too short
+        assert sum(engine.stats().disk_tokens.values()) == 0
+        monkeypatch.setattr("omniserve.sched.prefixes.LEAST_RESTORED_TOKENS", 8)
+        kv, disk = engine.kv, engine.disk
+        engine.add(Request(prompt_token_ids=_PROMPT, sampling=sampling, request_id="behind"))
+        poll, disk.poll = disk.poll, lambda: []  # the first copy does not end
+        engine.step()
+        assert list(engine.scheduler.requests.states) == ["behind"]
+        kv._prefixes.reclaim(99)
+        for block in list(kv._cache._idle) + list(kv._cache._idle_marked):
+            kv._cache._forget(block)
+        engine.add(Request(prompt_token_ids=_PROMPT, sampling=sampling, request_id="all"))
+        assert engine.step() == [] and engine.stats().waiting["LS"] == 2
+        disk.poll = poll
+        tokens: dict[str, list[int]] = {"behind": [], "all": []}
+        while engine.has_unfinished:
+            for output in engine.step():
+                tokens[output.request_id] += output.new_token_ids
+            engine.scheduler.check_integrity()
+            if engine.last_plan_was_empty:
+                engine.wait(0.01)
+        assert tokens == {"behind": _expected(), "all": _expected()}
+        assert sum(engine.stats().disk_tokens.values()) == 96, "each block was read once"

@@ -116,3 +116,29 @@ def test_who_waits_for_the_disk_holds_up_nobody() -> None:
     phases = {name: state.phase for name, state in clock.requests.states.items()}
     assert phases == {"be-kept": Phase.READING, "be": Phase.DEVICE, "ls": Phase.DEVICE}
     assert clock.scheduler.stats().waiting == {"LS": 0, "BE": 1}
+
+
+def test_who_waits_for_the_disk_is_in_line() -> None:
+    clock = with_disk(480, block_s=None)
+    alone = clock.add("ls1", prompt=100, ttft=60.0)
+    clock = with_disk(480, block_s=None)
+    clock.add("ls-kept", prompt=600, ttft=60.0, salt="kept")
+    clock.scheduler.schedule(clock.now_s)
+    assert clock.requests.states["ls-kept"].phase is Phase.READING
+    behind = clock.add("ls1", prompt=100, ttft=60.0)
+    assert alone is not None and behind is not None
+    assert behind > 2 * alone, "120 tokens will be left of the other one"
+
+
+def test_a_disk_that_was_slow_once_is_tried_again() -> None:
+    clock = with_disk(480, block_s=1.0)
+    for number in range(200):
+        name = f"ls{number}"
+        clock.add(name, prompt=500, output=1, ttft=60.0, salt="kept")
+        clock.run_until(lambda: name in clock.first_s)  # noqa: B023
+        for block in [*clock.kv._cache._idle, *clock.kv._cache._idle_marked]:
+            clock.kv._cache._forget(block)
+        clock.kv._prefixes.reclaim(999)
+        if clock.device.num_read_blocks:
+            break
+    assert 0 < number < 199
