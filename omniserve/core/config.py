@@ -64,8 +64,8 @@ class ExecutionConfig:
     """Most GiB of device memory that captured steps may take, beside the KV pool and the weights."""
     prefix_cache: bool | None = None
     """Full KV blocks without a request keep their KV on the device until the memory is needed, and a request with the
-    same first tokens begins behind them; so does a preempted one. With kv ``paged`` and ``tiered``, and not for models
-    with recurrent states. None: where it is possible."""
+    same first tokens begins behind them; so does a preempted one. With kv ``paged``, ``tiered`` and ``incremental``,
+    and not for models with recurrent states. None: with the first two, where it is possible."""
     ls_prefix_share: float = 0.25
     """Share of the device's blocks, in [0, 1), in which the prefix cache keeps what LS requests have had there last,
     before all else, as long as LS requests find something there. BE requests that come to the device leave it these

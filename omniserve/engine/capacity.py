@@ -8,7 +8,7 @@ from typing import Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.spec import ModelSpec
-from omniserve.kv import KV_MANAGERS, CanCache, CanEvict, CanMove
+from omniserve.kv import KV_MANAGERS, CanCache, CanEvict, CanMove, CanShare
 from omniserve.sched.speculation import MAX_DRAFTS
 from omniserve.sched.state_slots import num_state_slots
 
@@ -76,13 +76,16 @@ def caches_prefixes(config: EngineConfig, spec: ModelSpec) -> bool:
     if is_wanted is False:
         return False
     manager = KV_MANAGERS.get(config.kv)
-    # Those that evict keep the KV of preempted requests in their own way, and would share what they count as free.
-    can = issubclass(manager, CanCache) and not issubclass(manager, CanEvict)
+    # Blocks that run from the right, or that two requests share in part, have no key.
+    can = issubclass(manager, CanCache) and not issubclass(manager, CanShare)
     if is_wanted and not can:
-        raise ValueError(f"kv={config.kv!r} has no prefix cache: set kv to tiered or paged, or prefix_cache to False")
+        raise ValueError(
+            f"kv={config.kv!r} has no prefix cache: set kv to tiered, paged or incremental, or prefix_cache to False"
+        )
     if is_wanted and spec.state_bytes:
         raise ValueError("prefix_cache is not for models with recurrent states, which no block holds: set it to False")
-    return can and not spec.state_bytes
+    # Managers that evict have their own way to keep what a preempted request has computed.
+    return can and not spec.state_bytes and (is_wanted or not issubclass(manager, CanEvict))
 
 
 def prefix_settings(

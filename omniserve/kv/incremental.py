@@ -10,6 +10,7 @@ Paper: conserve 4.4. The paper speaks of tokens; its pages, like the blocks here
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from omniserve.core.plan import KVMove, MoveDirection
 from omniserve.kv.base import KV_MANAGERS, MoveResult, Tier
@@ -26,8 +27,14 @@ class _Evicted:
 class IncrementalKVManager(TieredKVManager):
     """Paged KV on two tiers; requests are evicted at no cost and restored from their checkpoints."""
 
-    def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int) -> None:
-        super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
+    def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int, **prefixes: Any) -> None:
+        """``prefixes``: arguments of ``tiered`` about the prefix cache. With one, nobody is evicted.
+
+        A preempted request is released then: its blocks, those of its checkpoint included, are found by their keys.
+        """
+        super().__init__(
+            num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size, **prefixes
+        )
         self._evicted: dict[str, _Evicted] = {}  # the first evicted first; its blocks are taken first
         self._restores: set[int] = set()
 
@@ -130,6 +137,9 @@ class IncrementalKVManager(TieredKVManager):
         return sorted(super()._give_way(spare), key=self._evicted.__contains__)
 
     def _strand(self, request_id: str, blocks: list[int]) -> None:
+        if self._cache is not None:
+            super()._strand(request_id, blocks)
+            return
         self._checkpoints.keep(request_id, blocks)
         self._evicted[request_id] = _Evicted(len(blocks) * self.block_size, [])
 

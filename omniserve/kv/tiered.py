@@ -109,6 +109,9 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         table = self._at_rest(request_id)
         if table.tier is Tier.DEVICE and self._cache is not None:
             self._cache.want_copies(table.blocks[: len(keys)])
+            if self._keeps_prefixes:
+                checkpoint = self._checkpoints.take(request_id)
+                self._prefixes.adopt(keys[: len(checkpoint)], checkpoint)
         elif table.tier is Tier.HOST and self._keeps_prefixes:
             self._prefixes.adopt(keys, table.blocks)
             table.blocks = []

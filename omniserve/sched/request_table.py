@@ -50,19 +50,20 @@ class RequestTable:
         self.step_ids = itertools.count()
         self.mover = kv if isinstance(kv, CanMove) else None
         self.state_slots = StateSlots(limits.num_state_slots)
-        # States stand where a request's last token left them: what is kept of its KV up to an earlier one is of no use.
-        self.evicter = kv if isinstance(kv, CanEvict) and not limits.num_state_slots else None
         self.sharer = kv if isinstance(kv, CanShare) else None
         blocks_per_step = -(-limits.config.max_num_batched_tokens // kv.block_size)
         self.prefixes = Prefixes(
             kv, publishes_ahead=not preempts, max_saved_blocks=limits.num_host_slots and blocks_per_step,
             saves_early=limits.config.disk_kv.keep,
         )  # fmt: skip
+        # States stand where a request's last token left them: what is kept of its KV up to an earlier one is of no use.
+        can_keep = isinstance(kv, CanEvict) and not limits.num_state_slots
+        self.evicter = kv if isinstance(kv, CanEvict) and can_keep and not self.prefixes.is_on else None
         self.disk_reads = DiskReads(kv, self.prefixes, max_blocks=blocks_per_step)
         self._offloads = offloads
         self._draining: dict[int, RequestState] = {}
         self._cancels: list[int] = []
-        wants_copies = (self.evicter is not None or offloads) and limits.num_host_slots > 0
+        wants_copies = (can_keep or offloads) and limits.num_host_slots > 0
         self.checkpoints = Checkpoints(kv, max_blocks_per_step=limits.checkpoint_blocks if wants_copies else 0)
 
     # -- arrivals and ends ---------------------------------------------------------------------------------------

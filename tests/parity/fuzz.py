@@ -67,7 +67,7 @@ def main() -> int:
                 scheduler=policy, faults=faults, deaths=deaths, async_steps=overlaps, drafts=seed // 2 % 2 == 0
             )  # fmt: skip
             if seed % 7 < 3 and family not in WITH_STATE:
-                drawn |= dict(prefix_cache=True, kv=("tiered", "paged")[seed % 2])
+                drawn |= dict(prefix_cache=True, kv=("tiered", "paged", "tiered", "incremental")[seed % 4])
                 if seed % 4 == 0:
                     slot_bytes = model.omniserve.spec.kv_block_bytes(8) + 4096
                     gib = (4, 40)[seed % 3 > 0] * slot_bytes / GIB

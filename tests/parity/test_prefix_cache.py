@@ -217,8 +217,18 @@ def test_a_flood_of_best_effort_prompts_leaves_latency_sensitive_prefixes_their_
         assert found[1:] == [0] * 5, "the flood took all of it"
 
 
-@pytest.mark.parametrize("kv", ["incremental", "bidirectional"])
-def test_managers_without_one_refuse_it(kv: str) -> None:
+def test_a_manager_without_one_refuses_it() -> None:
     model, _ = model_and_reference("llama", "cpu")
-    with pytest.raises(ValueError, match=f"kv='{kv}' has no prefix cache: set kv to tiered or paged"):
-        _engine(model, kv=kv, host_kv_bytes=1 << 20)
+    with pytest.raises(ValueError, match="kv='bidirectional' has no prefix cache: set kv to tiered, paged or incre"):
+        _engine(model, kv="bidirectional", host_kv_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("scheduler", slow_except(("conserve", "sarathi"), SCHEDULERS.names()))
+def test_checkpoints_of_preempted_requests_are_prefixes(scheduler: str) -> None:
+    model, reference = model_and_reference("llama", "cpu")
+    run_histories(
+        model, reference, range(980, 984), reach=("cached_tokens", "checkpoints", "preemptions", "resumed_tokens"),
+        scheduler=scheduler, prefix_cache=True, kv="incremental", async_steps=lambda seed: seed % 2 == 0,
+        device_kv_bytes=9 * model.omniserve.spec.kv_block_bytes(8), host_kv_bytes=1 << 20, max_host_requests=16,
+        faults=lambda seed: seed % 3 == 0,
+    )  # fmt: skip
