@@ -22,6 +22,8 @@ from omniserve.sched.step_cost import Forecast
 MOST_LOOKED_UP = {ServiceClass.LS: 64, ServiceClass.BE: 8}
 """How many requests of a kind are looked up, from the first of its queue on."""
 
+_MOST_WAITS = 4
+"""Copies that a request waits for, one after another, before it computes what it lacks."""
 _FORGETTING = 1 / 16
 """By so much the time that a block takes falls each time that it is found too long."""
 _RATE = 1 / 8
@@ -81,6 +83,8 @@ class DiskReads:
         use = state.prefix
         if self._kv is None or use is None or use.was_looked_up_on_disk or not use.may_restore:
             return False
+        if use.num_disk_waits >= _MOST_WAITS:  # the host loses what it reads
+            return False
         use.was_looked_up_on_disk = True
         keys, num_on_device, num_on_host = self._prefixes.parts(state)
         first = num_on_device + num_on_host
@@ -88,6 +92,7 @@ class DiskReads:
             use.num_coming = num_on_host + self._num_on_disk(keys, first)
             self._reading[move_id].states[state] = None
             use.was_looked_up_on_disk = False  # what it lacks then may be on disk, too
+            use.num_disk_waits += 1
             return True
         on_disk = [*itertools.takewhile(self._kv.has_on_disk, itertools.islice(keys, first, None))]
         # What another copy brings is not read twice: the request is looked up again behind this one.
@@ -103,6 +108,7 @@ class DiskReads:
             return False
         use.was_looked_up_on_disk = len(wanted) == len(on_disk)
         use.num_coming = num_on_host + len(copy.keys)
+        use.num_disk_waits += 1
         self._begun.append(copy)
         self._reading[copy.move_id] = _Read(copy, state.service_class, {state: None})
         return True
@@ -186,3 +192,4 @@ class DiskReads:
         """Look a request up again that comes to wait anew, as it was preempted."""
         if state.prefix is not None:
             state.prefix.was_looked_up_on_disk = False
+            state.prefix.num_disk_waits = 0

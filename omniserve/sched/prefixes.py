@@ -53,6 +53,8 @@ class PrefixUse:
     """While it waits for the disk: blocks behind those found that the host will have then."""
     was_looked_up_on_disk: bool = False
     """The disk was looked up since the request began to wait."""
+    num_disk_waits: int = 0
+    """Copies from disk that it has waited for since then."""
     may_restore: bool = True
     """A copy of its prefix from the host has not failed yet."""
     num_prompt_tokens: int | None = None
