@@ -23,9 +23,9 @@ class RequestResult:
     num_output_tokens: int = 0
     num_host_tokens: int = 0
     """Number of output tokens with attention on the host tier."""
+    rejected: bool = False
     num_cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache had; told when it has finished."""
-    rejected: bool = False
 
     @property
     def ttft_s(self) -> float | None:
