@@ -508,7 +508,8 @@ def test_prefixes_change_no_token_over_random_histories(
         )
         for seed in range(60)
     ]  # fmt: skip
-    shares = ("shared_on_host",) if kv != "paged" and SCHEDULERS.get(scheduler).offloads else ()
+    # Under the others too few are on the host at a time.
+    shares = ("shared_on_host",) if kv != "paged" and scheduler in (*WITH_ADMISSION, "llumnix") else ()
     for key in ("cached", "preemptions", *(REACHED_BELOW if kv != "paged" else ()), *shares):
         assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 

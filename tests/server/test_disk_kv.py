@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -13,6 +14,8 @@ from test_real import cache_folder, model_folder, start  # noqa: F401  two of th
 
 PROMPT = list(range(5, 165))
 """Ten blocks."""
+BLOCK_BYTES = 3 * 2 * 2 * 16 * 16 * 4
+"""Layers, K and V, KV heads, head size, tokens, bytes of an element."""
 FLAGS = ("--dtype", "float32", "--disk-kv-gib", "0.01", "--profile", "none")
 
 
@@ -35,7 +38,10 @@ def test_a_server_that_starts_again_finds_its_prefixes(model_folder, cache_folde
     server = start(model_folder, cache_folder, *flags, own_group=is_killed).wait_until_ready()
     texts = [ask(server, last) for last in (7, 8)]
     assert [cached for _, cached in texts] == [0, 160]
-    ask(server, 9)  # steps in which what is on its way gets to the disk
+    deadline_s = time.monotonic() + 60
+    while metric(server, "disk_written_bytes_total") < 10 * BLOCK_BYTES:  # written beside steps
+        assert time.monotonic() < deadline_s
+        ask(server, 9)
     if is_killed:
         server.kill_group()
     else:
