@@ -102,8 +102,9 @@ class DiskKVConfig:
     """Folder of the file; None: ``omniserve/kv`` in XDG_CACHE_HOME or ``~/.cache``. Only its owner can read the file,
     which tells what requests said."""
     keep: bool = False
-    """Leave the file there, for the next engine with the same weights, dtype and block size. Prefixes are then written
-    as soon as they are worth it. Otherwise the file is gone when the process ends, however it does."""
+    """Leave the file there, for the next engine with the same weights, dtype and block size. Prefixes that were found
+    once, and those of LS requests, are then written at once. Otherwise the file is gone when the process ends, however
+    it does."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.gib) and self.gib >= 0):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from omniserve.host.disk import DiskTier
 from omniserve.host.disk_file import DiskFile
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS, KeepsPrefixesOnDisk
+from omniserve.latency.profile import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +54,8 @@ def open_disk(config: EngineConfig, spec: ModelSpec, model: PreTrainedModel, tie
         fingerprint = kv_fingerprint(model, config)
         logger.info("disk tier: the weights were compared in %.1f s", time.monotonic() - began_s)
     file = DiskFile(
-        Path(config.disk_kv.dir) if config.disk_kv.dir is not None else default_folder(),
+        Path(config.disk_kv.dir) if config.disk_kv.dir is not None else cache_folder() / "kv",
         num_bytes=int(config.disk_kv.gib * GIB), block_bytes=spec.host_block_bytes(config.block_size, "auto"),
         fingerprint=fingerprint,
     )  # fmt: skip
     return DiskTier(file, tier.pool_LBK2SH)
-
-
-def default_folder() -> Path:
-    """Return where the file is if no folder is named: ``omniserve/kv`` in XDG_CACHE_HOME or ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omniserve" / "kv"

@@ -395,7 +395,7 @@ class Engine:
     def close(self) -> None:
         """Wait for the device, then stop the host tier's threads; unfinished requests are dropped.
 
-        With ``disk_kv.keep``, prefixes that are worth it are written to disk first, for up to ten seconds.
+        With ``disk_kv.keep``, prefixes that are not on disk yet are written first, for up to ten seconds.
 
         A second call does nothing, nor does one in a forked child: the engine is its parent's.
 
@@ -418,7 +418,7 @@ class Engine:
                     drain(self.model.device)
 
     def _write_prefixes(self) -> None:
-        """Write what is worth it to disk, now that no request is left."""
+        """Abort all requests, and write the prefixes to disk that are still to be written."""
         for request_id in list(self._stepper.requests):
             self.abort(request_id)
         deadline_s, num_idle = time.monotonic() + _LAST_WRITES_S, 0

@@ -79,7 +79,7 @@ def _description(model: PreTrainedModel) -> bytes:
 
 
 _KV_LAYOUT = 1
-"""Is raised when the bytes of a host block, or the KV of the same tokens, come to mean something else."""
+"""Raise this number when the layout of a host block changes, or when the same tokens get other KV."""
 
 
 def _digest(name: str, module: nn.Module) -> bytes:
@@ -121,7 +121,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain_tensors(weight: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a weight consists of: several, if it is of a class of its own, and what that says."""
+    """Yield the tensors that a weight consists of.
+
+    A weight of a class of its own may have several, and its other settings come as one more.
+    """
     if hasattr(weight, "__tensor_flatten__"):
         names, context = weight.__tensor_flatten__()
         yield torch.frombuffer(bytearray(repr(context).encode()), dtype=torch.uint8)

@@ -55,7 +55,7 @@ class DiskFile:
 
     Raises:
         ValueError: There is no room for a slot, or the file is no file of the disk tier.
-        PermissionError: Others may read the file, or it belongs to somebody else.
+        PermissionError: Other users may read the file, or it belongs to one of them.
         BlockingIOError: Another process uses the file.
         OSError: The folder or the file cannot be made, or the disk has less room than ``num_bytes``.
     """

@@ -9,7 +9,7 @@ from omniserve.core.plan import DiskCopy
 
 
 class DiskPrefixes:
-    """Slots of the file by the keys of ``kv.prefix_cache``; what was used longest ago gives way to what is written.
+    """Slots of the file by the keys of ``kv.prefix_cache``. A new block replaces the one that was used longest ago.
 
     Args:
         num_slots: Slots in the file.

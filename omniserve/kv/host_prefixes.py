@@ -287,14 +287,14 @@ class HostPrefixes:
         for key in reversed(keys):
             self._blocks.move_to_end(key)
 
-    # -- for checks ----------------------------------------------------------------------------------------------
-
     @property
     def num_held(self) -> int:
         """Host blocks that no request uses, and that are not free because of prefixes or copies of some."""
         num_coming = sum(len(copy.keys) for copy in self._disk_copies.values() if not copy.to_disk)
         num_copied = sum(len(move.dst_block_ids) for move in self._copies.values())
         return len(self._blocks) - self._pool.num_used + num_copied + num_coming
+
+    # -- for checks ----------------------------------------------------------------------------------------------
 
     def owned_blocks(self) -> Iterator[int]:
         """Yield the blocks that copies under way will bring; for checks."""

@@ -28,9 +28,12 @@ class IncrementalKVManager(TieredKVManager):
     """Paged KV on two tiers; requests are evicted at no cost and restored from their checkpoints."""
 
     def __init__(self, *, num_device_blocks: int, num_host_blocks: int, block_size: int, **prefixes: Any) -> None:
-        """``prefixes``: arguments of ``tiered`` about the prefix cache. With one, nobody is evicted.
+        """Make the pools.
 
-        A preempted request is released then: its blocks, those of its checkpoint included, are found by their keys.
+        Args:
+            prefixes: The arguments of ``TieredKVManager`` that concern the prefix cache. With a prefix cache the
+                scheduler calls ``release`` instead of ``evict`` for a preempted request: the request's blocks and those
+                of its checkpoint stay, and are found by their keys.
         """
         super().__init__(
             num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size, **prefixes

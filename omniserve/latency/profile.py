@@ -245,9 +245,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def cache_folder() -> Path:
+    """Return where files are cached: ``omniserve`` in XDG_CACHE_HOME or ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omniserve"
+
+
 def default_folder() -> Path:
-    """Return where profiles are cached: ``omniserve/profiles`` in XDG_CACHE_HOME or ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omniserve" / "profiles"
+    """Return where profiles are cached: ``profiles`` in the cache folder."""
+    return cache_folder() / "profiles"
 
 
 def path_in(folder: Path, fingerprint: Fingerprint) -> Path:

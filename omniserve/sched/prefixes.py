@@ -69,7 +69,8 @@ class Prefixes:
             layer a step writes the KV of all its device rows before any of them attends. Not if rows may leave a step
             between two layers: what they have not written must not be read.
         max_saved_blocks: Most blocks of prefixes that are being copied to the host at a time.
-        saves_early: They are copied as soon as they are worth it, whether or not the device's memory is short.
+        saves_early: Blocks that are worth a copy (``CachingPool.take_unsaved``) are copied at once. Otherwise they are
+            copied when the device's memory is short.
     """
 
     def __init__(
