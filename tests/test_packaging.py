@@ -28,14 +28,15 @@ ALLOWED = {
     "sampling": {"core", "ops"},
     "sched": {"core", "kv", "latency"},
     "runner": {"core", "ops", "kv", "layers", "host", "sampling"},
-    "engine": {"core", "ops", "kv", "latency", "layers", "host", "sampling", "sched", "runner"},
+    "parallel": {"core", "ops", "kv", "layers", "host", "runner"},
+    "engine": {"core", "ops", "kv", "latency", "layers", "host", "sampling", "sched", "runner", "parallel"},
     "simulate": {"core", "kv", "latency", "sched", "engine"},
-    "profiling": {"core", "ops", "kv", "latency", "layers", "host", "runner", "engine"},
-    "launch": {"core", "ops", "kv", "latency", "sched", "engine", "profiling"},
+    "profiling": {"core", "ops", "kv", "latency", "layers", "host", "runner", "parallel", "engine"},
+    "launch": {"core", "ops", "kv", "latency", "layers", "parallel", "sched", "engine", "profiling"},
     "server": {"core", "sampling", "launch"},
 }
-"""Server, launch, {profiling, simulate}, engine, {sched, runner}, {latency, kv, layers, host, sampling}, ops, core."""
-ENTRY_MODULES = {"batch": "server", "explain": "latency", "profile": "launch"}
+"""Server, launch, {profiling, simulate}, engine, parallel, {sched, runner}, {latency, kv, layers, host, sampling}, ops, core."""
+ENTRY_MODULES = {"batch": "server", "explain": "latency", "profile": "launch", "rank": "parallel"}
 """For ``python -m``, and the package of what each starts."""
 MAX_ENTRY_LINES = 15
 

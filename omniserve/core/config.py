@@ -112,6 +112,35 @@ class DiskKVConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How many processes serve one model, and where they come from.
+
+    Raises:
+        ValueError: A setting is out of its range.
+    """
+
+    tensor_parallel_size: int = 1
+    """Ranks that serve the model together, each with a part of every layer and of its KV heads. Sizes of KV pools,
+    threads and rows are those of each rank."""
+    rank_listen: str | None = None
+    """Address HOST:PORT at which ranks on other machines join, by ``python -m omniserve.rank --join HOST:PORT``, with
+    their collectives on the same network. None: all ranks are processes of this machine, started with the engine; a GPU
+    each, or a share of the cores."""
+    rank_secret_file: str | None = None
+    """File with a secret of at least 16 characters, which ranks that join must know, too."""
+    rank_timeout_s: float = 20.0
+    """A rank that does not answer another one for so long is taken for dead, and the engine is started again."""
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size must be >= 1, got {self.tensor_parallel_size}")
+        if not (math.isfinite(self.rank_timeout_s) and self.rank_timeout_s > 0):
+            raise ValueError(f"rank_timeout_s must be a number > 0, got {self.rank_timeout_s}")
+        if self.rank_listen is not None and self.rank_secret_file is None:
+            raise ValueError("rank_listen needs rank_secret_file: ranks that join must know a secret")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of an engine.
 
@@ -157,6 +186,9 @@ class EngineConfig:
     max_piggyback_seats: int = 32
     """Largest P: most piggyback rows a layer."""
 
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Several processes for one model."""
+
     trace_steps: str | None = None
     """File that gets one JSON line a step, for ``python -m omniserve.explain``."""
 
@@ -199,6 +231,13 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be >= 1 or None, got {value}")
+        if self.parallel.tensor_parallel_size > 1:
+            if self.disk_kv.gib:
+                raise ValueError(
+                    "disk_kv is for a model on one rank: set disk_kv.gib or tensor_parallel_size to 0 or 1"
+                )
+            if self.host_cores is not None:
+                raise ValueError("host_cores names cores of one process: leave it out with tensor_parallel_size")
         check_classes(self.classes)
 
     def class_named(self, name: str) -> ClassSpec:

@@ -38,5 +38,13 @@ class Stalled(OmniServeError):
     """The device or the host tier did not finish in time what it was given; only a new process can go on."""
 
 
+class RankLost(OmniServeError):
+    """Another process that serves a part of the model is gone, or does not answer; only a new engine can go on."""
+
+
+class RankRefused(RankLost):
+    """The other process is there, but does not take this one: another secret or version, or no place is free."""
+
+
 class EngineStopped(OmniServeError):
     """The engine was closed, or its process died, while a request was still running."""

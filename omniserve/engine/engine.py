@@ -35,8 +35,14 @@ from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
 from omniserve.latency.profile import Profile
 from omniserve.latency.trace import StepTracer
+from omniserve.layers.loaded import language_model
 from omniserve.layers.patching import patched_model
+from omniserve.layers.sharding import num_shards
 from omniserve.ops.streams import drain
+from omniserve.parallel.group import RankGroup
+from omniserve.parallel.host_tier import GroupHostTier
+from omniserve.parallel.lead import LeadLockstep, LeadRunner
+from omniserve.parallel.messages import Setup
 from omniserve.runner.runner import ModelRunner
 from omniserve.sampling.grammar import GrammarCompiler
 from omniserve.sampling.sampler import Sampler
@@ -67,6 +73,8 @@ class Engine:
             by ``max_num_batched_tokens`` only, and no objective is enforced.
         tokenizer: Needed for stop strings, for grammars and for the text of completions.
         clock: Monotonic seconds.
+        group: The other ranks, with ``tensor_parallel_size``; the model is then rank 0's part, and the engine ends them
+            as it is closed. ``omniserve.launch.loading.EngineLoader`` makes all that.
 
     Raises:
         UnsupportedModelError: No layer family fits the model.
@@ -82,8 +90,16 @@ class Engine:
         profile: Profile | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         clock: Callable[[], float] = time.monotonic,
+        group: RankGroup | None = None,
     ) -> None:
         config = config or EngineConfig()
+        num_ranks = config.parallel.tensor_parallel_size
+        if num_ranks != (group.size if group is not None else 1) or num_ranks != num_shards(language_model(model)):
+            raise ValueError(
+                f"tensor_parallel_size is {num_ranks}, but the model is not rank 0's part of {num_ranks}: make the "
+                "engine with omniserve.launch.loading.EngineLoader, which loads the parts and starts the other ranks"
+            )
+        self._group = group
         self.model = patched = patched_model(model, compile=config.execution.compile)
         """The patched model."""
         self._clock = clock
@@ -117,14 +133,19 @@ class Engine:
         num_late_layers = 0
         if num_host_blocks > 0:
             has_mailbox = patched.device.type == "cuda" or config.execution.step_graphs == "on"
-            num_late_layers = late_layers(
-                self.spec.num_layers, device_looks=has_mailbox, has_between=patched.has_between
-            )
-            self.host_tier = HostTier.of(
+            if group is None or not has_mailbox:  # the devices of several ranks may see different results
+                num_late_layers = late_layers(
+                    self.spec.num_layers, device_looks=has_mailbox, has_between=patched.has_between
+                )
+            kind = HostTier if group is None else GroupHostTier
+            self.host_tier = kind.of(
                 config, self.spec, dtype=patched.dtype, device=patched.device, num_threads=host_threads,
                 mailbox=has_mailbox,
                 max_rows=rows_per_host_request(config, self.spec, has_own_memory=patched.device.type != "cpu"),
             )  # fmt: skip
+            if group is not None:
+                assert isinstance(self.host_tier, GroupHostTier)
+                self.host_tier.follow(group.size, group.news, group.tell)
         caches = prefix_settings(
             config, self.spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks
         )
@@ -156,14 +177,33 @@ class Engine:
         self.scheduler = Scheduler(policy, options, limits=limits, kv=self.kv, forecast=forecast)
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
-        self.runner = ModelRunner(
-            config, model=patched, storage=storage, sampler=self._sampler, tier=self.host_tier,
+        overlaps = config.execution.async_steps
+        if overlaps is None:
+            overlaps = patched.device.type == "cuda"
+        # A chunk that began anew after it left would find the states of some layers ahead of it.
+        has_safepoints = not self.spec.state_bytes and options.preempts
+        settings: dict[str, Any] = dict(
             host_threads=host_threads, max_model_len=self.max_model_len, is_directed=issubclass(manager, CanShare),
             keep_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
-            # A chunk that began anew after it left would find the states of some layers ahead of it.
-            safepoint=None if self.spec.state_bytes or not options.preempts else lambda: this()._ask_who_must_leave(),
-            num_state_slots=limits.num_state_slots, disk=self.disk,
+            num_state_slots=limits.num_state_slots,
         )  # fmt: skip
+        parts: dict[str, Any] = dict(
+            model=patched, storage=storage, sampler=self._sampler, tier=self.host_tier, disk=self.disk,
+            safepoint=(lambda: this()._ask_who_must_leave()) if has_safepoints else None,
+        )  # fmt: skip
+        if group is None:
+            self.runner = ModelRunner(config, **settings, **parts)
+        else:
+            max_host_rows = self.host_tier.max_rows if self.host_tier is not None else 1
+            has_mailbox = self.host_tier is not None and self.host_tier.mailbox_SW is not None
+            group.begin_engine(Setup(
+                config=config, num_device_blocks=num_device_blocks, has_host_tier=num_host_blocks > 0,
+                has_mailbox=has_mailbox, max_host_rows=max_host_rows, has_safepoints=has_safepoints,
+                shares_tokens=overlaps, **settings,
+            ))  # fmt: skip
+            lockstep = LeadLockstep(group, shares_tokens=overlaps)
+            self.runner = LeadRunner(config, group=group, lockstep=lockstep, **settings, **parts)
+            group.await_engine()
         self.limits = RequestLimits(
             vocab_size=self.spec.vocab_size,
             max_model_len=self.max_model_len,
@@ -189,9 +229,7 @@ class Engine:
             outputs=self._outputs,
             record=lambda step: this()._record(step),
             clock=clock,
-            overlaps=config.execution.async_steps
-            if config.execution.async_steps is not None
-            else patched.device.type == "cuda",
+            overlaps=overlaps,
             keeps_names=tracer is not None,
         )
 
@@ -412,6 +450,8 @@ class Engine:
                 self._log.close()
                 if self.disk is not None:
                     self.disk.close()
+                if self._group is not None:
+                    self._group.end_engine()
                 if self.host_tier is not None:
                     self.host_tier.close()
                 else:

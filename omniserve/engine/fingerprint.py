@@ -51,7 +51,18 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
         extension=f"{omniserve.__version__} {_extension_hash()}",
         kernels=os.environ.get("OMNISERVE_ISA", ""),
         constant_steps=has_constant_steps(config, device),
+        ranks=_ranks(config),
     )
+
+
+def _ranks(config: EngineConfig) -> str:
+    parallel = config.parallel
+    if parallel.tensor_parallel_size == 1:
+        return ""
+    network = (
+        "this machine" if parallel.rank_listen is None else f"network of {parallel.rank_listen.rpartition(':')[0]}"
+    )
+    return f"tensor parallel {parallel.tensor_parallel_size}, {network}"
 
 
 def kv_fingerprint(model: PreTrainedModel, config: EngineConfig) -> str:

@@ -235,13 +235,13 @@ class OmniServeModel(LatencyModel):
                 f, self._host, dense_s=(few + more + piggyback) / layers, attention_s=(prefill + decode) / layers,
                 second_s=second_s,
             )  # fmt: skip
-        idle = (0.0, 0.0, 0.0, 0.0)
+        idle, collectives = (0.0, 0.0, 0.0, 0.0), self._profile.tensor_parallel
         modules = (*idle, few, more, prefill, decode) if shared else (few, more, prefill, decode, *idle)
         return (
             *modules,
             piggyback,
             float(f.piggyback_layers),
-            layers * self._profile.tensor_parallel(n),
+            f.dense_layers * collectives(n) + f.pipelined_layers * collectives(f.second_rows),
             second,
             waiting,
             self._profile.pipeline_parallel(n),

@@ -69,6 +69,8 @@ class Fingerprint:
     weights."""
     constant_steps: bool = False
     """Modules were measured as they run in steps of constant shapes, on a GPU as CUDA graphs."""
+    ranks: str = ""
+    """How many ranks serve the model, and over which network; empty: one."""
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Return ``field: mine, not other's`` for each field that differs."""
@@ -87,7 +89,7 @@ class Fingerprint:
     def key(self) -> str:
         """A short hash of all fields."""
         fields = dataclasses.asdict(self)
-        for name in ("constant_steps", "weights"):
+        for name in ("constant_steps", "weights", "ranks"):
             if not fields[name]:
                 del fields[name]  # profiles of earlier versions, which had no such field, are still found
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]

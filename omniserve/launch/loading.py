@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.resources
+import logging
+import os
 import sys
 import threading
 import time
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
     from omniserve.engine.engine import Engine
     from omniserve.latency import Profile
+    from omniserve.parallel.group import RankGroup
 
 BUILTIN_MODEL_NAME = "omniserve-builtin"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -62,6 +66,8 @@ class EngineLoader:
             UnsupportedModelError: No layer family fits the model.
             ValueError: The settings or the profile do not fit it or this machine.
         """
+        if self.config.parallel.tensor_parallel_size > 1:
+            return self._make_with_ranks(progress)
         model = self.load_model(progress)
         from omniserve.engine.engine import Engine
 
@@ -86,6 +92,67 @@ class EngineLoader:
                 time_limit_s=self.profile_time_limit_s,
             )  # fmt: skip
         return engine
+
+    def _make_with_ranks(self, progress: Callable[[str], None]) -> Engine:
+        """Load rank 0's part of the model, while the other ranks load theirs, and make the engine."""
+        progress("importing torch")
+        from omniserve.engine.engine import Engine
+        from omniserve.engine.fingerprint import has_constant_steps
+        from omniserve.layers.patching import patched_model
+        from omniserve.parallel.follow import summary_of
+        from omniserve.parallel.group import RankGroup
+
+        num_ranks = self.config.parallel.tensor_parallel_size
+        group = RankGroup(
+            self.config, self.load_rank, progress=progress, on_lost=_end_process if self.serves else None,
+            shares_cores=self._device_of_rank(0) == "cpu" and self.config.parallel.rank_listen is None,
+        )  # fmt: skip
+        try:
+            model = self.load_rank(0, num_ranks, progress)
+            patched = patched_model(model, compile=self.config.execution.compile)
+            progress("waiting for the other ranks' parts of the model")
+            group.await_loaded(summary_of(patched))
+            if self.config.execution.compile:
+                progress("compiling the model's layers")
+                fused = has_constant_steps(self.config, patched.device)
+                patched.warm_up(fused=fused)
+                group.compile(fused=fused)
+            group.connect(patched.device)
+            group.keeps_ranks = True  # measuring has engines of its own
+            profile = self._find_profile(model, progress, group=group)
+            group.keeps_ranks = False
+            return Engine(model, self.config, profile=profile, tokenizer=self.load_tokenizer(), group=group)
+        except BaseException:
+            group.close()
+            raise
+
+    def _device_of_rank(self, rank: int) -> str:
+        import torch
+
+        if self.device == "cpu" or (self.device == "auto" and not torch.cuda.is_available()):
+            return "cpu"
+        local = int(os.environ.get("LOCAL_RANK", rank))  # torchrun's
+        return f"cuda:{local % max(1, torch.cuda.device_count())}"
+
+    def load_rank(
+        self, rank: int, num_ranks: int, progress: Callable[[str], None] = lambda what: None
+    ) -> PreTrainedModel:
+        """Load a rank's part of the model; the whole model passes through the main memory.
+
+        Raises:
+            OSError: There is no such model.
+            UnsupportedModelError: Its type cannot be split.
+            ValueError: The device is not there, or the model has too few heads for so many ranks.
+        """
+        import torch
+
+        from omniserve.layers.sharding import shard
+
+        device = self._device_of_rank(rank)
+        if device != "cpu":
+            _select_gpu(torch.device(device))
+        whole = dataclasses.replace(self, device="cpu").load_model(progress)
+        return shard(whole, rank, num_ranks).to(torch.device(device))  # type: ignore[arg-type]
 
     def load_model(self, progress: Callable[[str], None]) -> PreTrainedModel:
         """Load the model alone.
@@ -128,8 +195,9 @@ class EngineLoader:
         return load_tokenizer(self.model, self.config.execution.trust_remote_code)
 
     def _find_profile(
-        self, model: PreTrainedModel, progress: Callable[[str], None], *, is_coarse: bool = False
-    ) -> Profile | None:
+        self, model: PreTrainedModel, progress: Callable[[str], None], *, is_coarse: bool = False,
+        group: RankGroup | None = None,
+    ) -> Profile | None:  # fmt: skip
         from omniserve.sched import SCHEDULERS
 
         predicts = SCHEDULERS.get(self.config.scheduler).predicts
@@ -148,8 +216,16 @@ class EngineLoader:
 
         limit_s = min(self.profile_start_s, self.profile_time_limit_s) if is_coarse else self.profile_time_limit_s
         return find_or_make_profile(
-            model, self.config, path=self.profile, time_limit_s=limit_s, progress=tell, is_coarse=is_coarse
-        )
+            model, self.config, path=self.profile, time_limit_s=limit_s, progress=tell, is_coarse=is_coarse,
+            group=group,
+        )  # fmt: skip
+
+
+def _end_process(why: str) -> None:
+    """End the engine's process, which waits for requests while a rank is gone; the server starts it again."""
+    logging.getLogger(__name__).error("%s: the engine's process ends", why)
+    logging.shutdown()
+    os._exit(1)
 
 
 def from_pretrained(auto: Any, model: str | Path, trusts_code: bool, **options: Any) -> Any:

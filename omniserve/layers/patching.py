@@ -24,6 +24,7 @@ from omniserve.layers.merged import merge, mergeable, unmerge
 from omniserve.layers.packed import pack, pack_tied, packable, tied_embedding, unpack
 from omniserve.layers.states import RowGroup, StatePool
 from omniserve.layers.traced import TracedFamily, family_of
+from omniserve.ops.collectives import alone
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class PatchedModel:
         def attend(layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
             return q_TNH.flatten(1).contiguous()
 
-        with torch.inference_mode():
+        with torch.inference_mode(), alone():
             num_rows = _WARM_UP_ROWS.get(self.device.type, 1)
             positions_T = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
             hidden_TD = self.embed(positions_T, positions_T)
@@ -260,7 +261,8 @@ class _Patch:
         self._tied: tuple[nn.Linear, nn.Embedding] | None = None  # packed together
         self._hooks = IdleHooks(model)
         try:
-            family = family_of(model)
+            with alone():  # halves of a rank's part are found and compiled without the other ranks
+                family = family_of(model)
             if options[1] is not False:
                 self._prepack(family, is_required=options[1] is True)
         except BaseException:
@@ -275,7 +277,7 @@ class _Patch:
         mixing = {module for each in family.mixers for mixer in each for module in mixer.part.modules()}
         modules = [module for layer in family.layers for module in layer.modules() if module not in mixing]
         modules += [linear for layers in family.between for layer in layers for linear in layer.linears]
-        modules.append(family.ends.lm_head)
+        modules += family.ends.lm_head.modules()  # a head may be sharded
         candidates = [module for module in modules if id(module) not in adapted]
         of_one_input = [group for layer in family.layers for group in family.linear_groups(layer)]
         for form in _FORMS:

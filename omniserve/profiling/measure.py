@@ -12,9 +12,12 @@ from transformers import PreTrainedModel
 from omniserve.core.config import EngineConfig
 from omniserve.core.upkeep import Others
 from omniserve.engine.fingerprint import fingerprint_of, has_constant_steps
-from omniserve.latency.base import ModelShape
+from omniserve.latency.base import AlphaBeta, ModelShape
 from omniserve.latency.profile import Profile, default_folder, load_matching, path_in
 from omniserve.layers.patching import patched_model
+from omniserve.ops.collectives import alone
+from omniserve.parallel.group import RankGroup
+from omniserve.profiling.collectives import measure_collectives
 from omniserve.profiling.host import measure_host
 from omniserve.profiling.modules import measure_modules
 from omniserve.profiling.steps import measure_mixed_steps
@@ -35,6 +38,7 @@ def profile_model(
     is_coarse: bool = False,
     longest_s: float = math.inf,
     others: Others | None = None,
+    group: RankGroup | None = None,
 ) -> Profile:
     """Measure a model on its device.
 
@@ -46,6 +50,7 @@ def profile_model(
             of engines do not count: they take minutes at times, and samples of a few milliseconds are to be had after.
         is_coarse: Say in the profile that it is coarse, and take few samples of whole steps.
         longest_s: Take no sample that is predicted to last longer; times of more rows and keys are then extrapolated.
+        group: The other ranks of a model with several, connected.
         others: Work that goes on between samples whenever there is any; its time does not count.
 
     Raises:
@@ -72,12 +77,16 @@ def profile_model(
     )
     threads_before = torch.get_num_threads()
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), alone():
             modules = measure_modules(patched, config, fingerprint, timer, progress)
             host = measure_host(patched, config, fingerprint, timer, progress)
+        tensor_parallel = AlphaBeta()
+        if group is not None:
+            rows = config.max_num_batched_tokens
+            tensor_parallel = measure_collectives(patched, group, timer, progress, max_rows=rows)
         rows, seconds = modules["dense"]["alone"][-1]
         row_s = patched.num_layers * seconds / rows
-        steps = measure_mixed_steps(model, config, timer, progress, row_s=row_s, is_coarse=is_coarse)
+        steps = measure_mixed_steps(model, config, timer, progress, row_s=row_s, is_coarse=is_coarse, group=group)
     finally:
         torch.set_num_threads(threads_before)
     return Profile(
@@ -87,6 +96,7 @@ def profile_model(
         steps=steps,
         conditions=surroundings.conditions(timer.spread()),
         is_coarse=is_coarse,
+        tensor_parallel=tensor_parallel,
         **modules,
         **host,
     )
@@ -101,6 +111,7 @@ def find_or_make_profile(
     time_limit_s: float = 60.0,
     progress: Progress = lambda what, spent: None,
     is_coarse: bool = False,
+    group: RankGroup | None = None,
 ) -> Profile:
     """Return a profile that holds for this model, these settings and this machine, as ``profile_model`` would make.
 
@@ -109,6 +120,7 @@ def find_or_make_profile(
     Args:
         path: Read this file and nothing else; None looks into the folder, and measures if nothing there fits.
         folder: Where profiles are kept; None: ``default_folder()``.
+        group: As of ``profile_model``.
         is_coarse: If one must be measured, a coarse one will do, which is not kept.
 
     Raises:
@@ -128,9 +140,15 @@ def find_or_make_profile(
     if is_coarse:
         longest_s = _COARSE_SAMPLE * time_limit_s
         return profile_model(
-            model, config, time_limit_s=time_limit_s, progress=progress, is_coarse=True, longest_s=longest_s
+            model,
+            config,
+            time_limit_s=time_limit_s,
+            progress=progress,
+            is_coarse=True,
+            longest_s=longest_s,
+            group=group,
         )
-    profile = profile_model(model, config, time_limit_s=time_limit_s, progress=progress)
+    profile = profile_model(model, config, time_limit_s=time_limit_s, progress=progress, group=group)
     keep_profile(profile, folder)
     return profile
 

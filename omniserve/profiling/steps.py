@@ -18,6 +18,7 @@ from omniserve.engine.engine import Engine
 from omniserve.host.cores import available_cores
 from omniserve.latency import ModelShape, StepSample, features_of
 from omniserve.layers.patching import PatchedModel
+from omniserve.parallel.group import RankGroup
 from omniserve.profiling.timer import Progress, Timer
 
 _IDLE_WAIT_S = 0.02
@@ -155,7 +156,7 @@ def measure_steps(
 
 def measure_mixed_steps(
     model: PreTrainedModel, config: EngineConfig, timer: Timer, progress: Progress, *, row_s: float,
-    is_coarse: bool = False,
+    is_coarse: bool = False, group: RankGroup | None = None,
 ) -> tuple[StepSample, ...]:  # fmt: skip
     """Measure whole steps of an engine in what is left of the time: first device only, then with the host tier.
 
@@ -209,7 +210,7 @@ def measure_mixed_steps(
         )
         progress("whole steps", timer.spent)
         samples += _measure_engine(
-            model, small, load, timer, progress, number=number, end=end,
+            model, small, load, timer, progress, number=number, end=end, group=group,
             least=_LEAST_COARSE if is_coarse else _LEAST_SAMPLES,
         )  # fmt: skip
     return tuple(samples)
@@ -217,13 +218,13 @@ def measure_mixed_steps(
 
 def _measure_engine(
     model: PreTrainedModel, config: EngineConfig, load: Callable[[int], list[Arrival]], timer: Timer,
-    progress: Progress, *, number: int, end: float, least: int,
+    progress: Progress, *, number: int, end: float, least: int, group: RankGroup | None,
 ) -> list[StepSample]:  # fmt: skip
     """Measure steps of an engine of its own until a share of the time limit is over."""
     with timer.preparing():
         # What a load found of another one's prompts would not be in its rows.
         execution = dataclasses.replace(config.execution, prefix_cache=False)
-        engine = Engine(model, dataclasses.replace(config, execution=execution))
+        engine = Engine(model, dataclasses.replace(config, execution=execution), group=group)
     with engine:
         if not timer.counts_preparing:
             with timer.preparing():

@@ -23,6 +23,7 @@ from torch import Tensor
 from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.host.tier import HostTier
 from omniserve.layers.patching import BetweenHook, PatchedModel
+from omniserve.runner.lockstep import Lockstep
 
 _LOOK_AGAIN_S = 0.05  # a host tier whose threads are dead does not wake a waiting thread
 
@@ -33,11 +34,13 @@ class AwaitedResults:
     ``keep`` takes the host events of other requests that come while this waits.
     """
 
-    def __init__(self, tier: HostTier, keep: Callable[[HostEvent], None]) -> None:
-        self._tier, self._keep = tier, keep
-        self.lost: set[int] = set()
+    def __init__(self, tier: HostTier, keep: Callable[[HostEvent], None], lockstep: Lockstep) -> None:
+        self._tier, self._keep, self._lockstep = tier, keep, lockstep
+        self.lost: frozenset[int] = frozenset()
         """Slots of rows whose attention has failed; they are submitted no more."""
+        self._submitted: set[int] = set()  # slots of which nobody has waited for the task
         self._waits_for: dict[int, int] = {}  # slot -> epoch of the tasks under way
+        self._failed: set[int] = set()  # slots of those that failed
 
     def submit(
         self, layer: int, rows: Sequence[PiggybackEntry | PiggybackJoin], q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor
@@ -45,15 +48,19 @@ class AwaitedResults:
         """Hand rows to the host tier."""
         slots = torch.tensor([-1 if row.slot in self.lost else row.slot for row in rows])
         self._waits_for |= {row.slot: row.epoch for row in rows if row.slot not in self.lost}
+        self._submitted |= {row.slot for row in rows} - self.lost
         self._tier.submit(layer, slots, *(tensor.cpu().contiguous() for tensor in (q_TNH, k_TKH, v_TKH)))
 
     def results(self, rows: Sequence[PiggybackEntry | PiggybackJoin], device: torch.device) -> Tensor:
         """Wait for the results of rows and return them, ``[T, N * H]``; that of a lost row is what its slot holds."""
         slots = [row.slot for row in rows]
-        self._wait(slots)
+        if not self._submitted.isdisjoint(slots):
+            self._submitted -= set(slots)
+            self.lost = self._lockstep.agree(lambda: self._wait(slots))
         return self._tier.results_SD[slots].to(device)
 
-    def _wait(self, slots: Sequence[int]) -> None:
+    def _wait(self, slots: Sequence[int]) -> frozenset[int]:
+        """Wait for the tasks of slots; return the slots of all that have failed so far."""
         while any(slot in self._waits_for for slot in slots):
             is_alive = self._tier.healthy
             for event in self._tier.poll():
@@ -62,14 +69,15 @@ class AwaitedResults:
                     continue
                 del self._waits_for[event.slot]
                 if event.kind is not HostEventKind.ATTENTION_DONE:
-                    self.lost.add(event.slot)
+                    self._failed.add(event.slot)
             if not any(slot in self._waits_for for slot in slots):
-                return
+                break
             if not is_alive:
-                self.lost |= self._waits_for.keys()
+                self._failed |= self._waits_for.keys()
                 self._waits_for = {}
-                return
+                break
             self._tier.wait(_LOOK_AGAIN_S)
+        return frozenset(self._failed)
 
 
 class HybridRows:

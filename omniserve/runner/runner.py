@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -30,6 +31,7 @@ from omniserve.ops.streams import StreamEvent
 from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner, wants_graphs
 from omniserve.runner.late_results import LateResults, MissedJoins
 from omniserve.runner.layer_loop import LayerLoop
+from omniserve.runner.lockstep import Lockstep
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.pipelining import AwaitedResults, HybridRows, SecondBatch, hybrid_entries
 from omniserve.runner.safepoint import HaltedRows
@@ -58,17 +60,20 @@ class ModelRunner:
     """Executes plans; the sampler must know every request that may sample.
 
     It begins with its kernels compiled, and its steps captured if the settings ask for that. With ``is_directed`` KV
-    blocks may run from the right. ``keep_halted`` and ``safepoint`` as in ``HaltedRows`` and ``LayerLoop``.
+    blocks may run from the right. ``keep_halted`` and ``safepoint`` as in ``HaltedRows`` and ``LayerLoop``. A rank that
+    does not sample has no sampler.
 
     Raises:
         ValueError: The settings ask for a device attention or graphs that this device or model does not allow.
     """
 
     def __init__(
-        self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, sampler: Sampler,
+        self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, sampler: Sampler | None,
         tier: HostTier | None, host_threads: int, max_model_len: int, is_directed: bool, keep_halted: bool,
         safepoint: Callable[[], Set[str]] | None, num_state_slots: int, disk: DiskTier | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:  # fmt: skip
+        self._lockstep = lockstep = lockstep or Lockstep()
         self._model, self._storage, self._sampler, self._tier, self._disk = model, storage, sampler, tier, disk
         self._cores = CoreSplit(
             device=model.device, device_threads=config.device_threads,
@@ -77,7 +82,7 @@ class ModelRunner:
         self.host_works = False
         """The host tier attended, or was given a task, when the last step began. Moves do not count: a copy takes a
         small part of a step, and the step would have half of the cores for all of its time."""
-        self._late_results = LateResults(tier)
+        self._late_results = LateResults(tier, lockstep)
         self._host_was_healthy = True
         self.halted = HaltedRows(keep=keep_halted)
         """Rows that left a step between two layers."""
@@ -90,7 +95,8 @@ class ModelRunner:
         self._rows = PiggybackRows(model, tier, config.max_host_requests if tier is not None else 0)
         self.loop = LayerLoop(
             model=model, storage=storage, attend=attend, rows=self._rows, late_results=self._late_results,
-            halted=self.halted, pending=self._pending, states=self.states, safepoint=safepoint,
+            halted=self.halted, pending=self._pending, states=self.states,
+            safepoint=None if safepoint is None else partial(lockstep.agree, safepoint),
         )  # fmt: skip
         """Runs the steps that fit no captured shape."""
         self.graphs: CudaGraphRunner | None = None
@@ -98,7 +104,7 @@ class ModelRunner:
         if wants_graphs(config, model, attend):
             self.graphs = CudaGraphRunner(
                 config, loop=self.loop, max_model_len=max_model_len, has_host_tier=tier is not None,
-                is_directed=is_directed,
+                is_directed=is_directed, lockstep=lockstep,
             )  # fmt: skip
         if model.device.type == "cuda" and attend is attend_triton:  # others choose no kernel by shape
             warm_up_attention(
@@ -178,7 +184,14 @@ class ModelRunner:
             for join in plan.joins
             if join.draft_ids and join.layer == last and join.request_id not in layers.missed
         }
-        sample = self._sampler.launch(self._model.logits(hidden_TD), request_ids, drafts)
+        logits_RV = self._model.logits(hidden_TD)
+        if self._sampler is None:
+            tokens_R = torch.empty(len(logits_RV), dtype=torch.int64, device=self._model.device)
+            self._lockstep.share(tokens_R)
+            self._pending.note(request_ids, tokens_R)
+            return LaunchedStep(output, None, end=StreamEvent(self._model.device), doubtful=layers.doubtful)
+        sample = self._sampler.launch(logits_RV, request_ids, drafts)
+        self._lockstep.share(sample.tokens_R)
         self._pending.note(request_ids, sample.tokens_R)
         return LaunchedStep(output, sample, doubtful=layers.doubtful)
 
@@ -205,14 +218,15 @@ class ModelRunner:
 
     def forget(self, request_id: str) -> None:
         """Drop what the sampler and halted rows keep of a request, which has ended."""
-        self._sampler.remove(request_id)
+        if self._sampler is not None:
+            self._sampler.remove(request_id)
         if self.halted.rows:
             self.halted.forget([request_id])
 
     def _sub_batches(self, plan: StepPlan) -> tuple[SecondBatch | None, HybridRows | None]:
         """Return the second sub-batch of a step, and the host rows of the first, if there are any."""
         assert self._tier is not None
-        awaited = AwaitedResults(self._tier, self._late_results.keep)
+        awaited = AwaitedResults(self._tier, self._late_results.keep, self._lockstep)
         rows = tuple(row for row in plan.pipelined if row.request_id not in plan.hybrid)
         second = SecondBatch(
             rows, model=self._model, awaited=awaited,

@@ -221,7 +221,7 @@ def test_a_profile_of_constant_steps_has_everything(
     spent: list[float] = []
 
     class OneAtATime(Engine):
-        def __init__(self, *args: object) -> None:
+        def __init__(self, *args: object, group: None) -> None:
             assert all(engine() is None for engine in alive), "the engine before is still there"
             spent.append(gpu_like[0].seconds)
             super().__init__(*args)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ def load(monkeypatch):
     def load(scheduler="omniserve", **options):
         seen, told = {}, []
 
-        def find(model, config, *, path, time_limit_s, progress, is_coarse):
+        def find(model, config, *, path, time_limit_s, progress, is_coarse, group):
             seen.update(model=model, config=config, path=path, time_limit_s=time_limit_s, is_coarse=is_coarse)
             for what, spent in (("dense", 0.0), ("dense", 0.09), ("head", 0.5), ("head", 1.2), ("head", 1.4)):
                 progress(what, spent)
@@ -79,7 +79,7 @@ def test_a_server_on_a_cpu_begins_before_it_has_compiled_and_measured(monkeypatc
     model = SimpleNamespace(device=torch.device(device))
     child, asked = SimpleNamespace(stop=lambda: None), []
 
-    def find(model, config, *, path, time_limit_s, progress, is_coarse):
+    def find(model, config, *, path, time_limit_s, progress, is_coarse, group):
         asked.append((time_limit_s, is_coarse))
         return SimpleNamespace(is_coarse=is_coarse)
 

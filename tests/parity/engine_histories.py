@@ -29,6 +29,7 @@ from omniserve.core.plan import HostEvent, PiggybackJoin, StepOutput, StepPlan
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.kv import BidirectionalKVManager, Tier, TieredKVManager
 from omniserve.latency import ModelShape, Profile
+from omniserve.parallel.group import RankGroup
 from omniserve.runner.runner import LaunchedStep
 from tests.engine_settings import flat_config
 from tests.latency.samples import make_profile
@@ -332,6 +333,7 @@ def run_history(
     has_profile: bool | None = None,
     drafts: bool = False,
     tally: Tally | None = None,
+    group: RankGroup | None = None,
     **fixed: object,
 ) -> Tally:
     """Run one history to its end and compare every request.
@@ -341,6 +343,7 @@ def run_history(
         faults: Host attention is late, out of order and fails now and then.
         deaths: Host threads die, at last all of them.
         has_profile: There is a latency model; None: draw it.
+        group: The other ranks; the model is then rank 0's part.
     """
     rng = random.Random(seed)
     asks = random.Random(-1 - seed)  # of its own: who asks for log-probabilities changes nothing else
@@ -349,7 +352,7 @@ def run_history(
     config = draw_config(rng, model, scheduler, **(graphs | fixed))
     has_profile = rng.random() < 0.5 if has_profile is None else has_profile
     profile = made_up_profile(model, config) if has_profile else None
-    with Engine(model, config, profile=profile) as engine:
+    with Engine(model, config, profile=profile, group=group) as engine:
         tier = engine.host_tier
         halt_rate = rng.choice([0.02, 0.2])
         highest = config.classes[0].name

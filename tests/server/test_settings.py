@@ -10,7 +10,7 @@ import re
 import pytest
 import yaml
 
-from omniserve.core.config import DiskKVConfig, EngineConfig, ExecutionConfig
+from omniserve.core.config import DiskKVConfig, EngineConfig, ExecutionConfig, ParallelConfig
 from omniserve.core.request import ClassSpec
 from omniserve.launch import flags
 from omniserve.server import cli
@@ -37,6 +37,7 @@ SETTINGS = {
     "host_kv_bytes": ("host-kv-gib", 0, 0),
     "host_kv_dtype": ("host-kv-dtype", "int8", "int8"),
     "disk_kv": ("disk-kv-gib", 1.5, DiskKVConfig(gib=1.5)),
+    "parallel": ("tensor-parallel-size", 2, ParallelConfig(tensor_parallel_size=2)),
     "block_size": ("block-size", 16, 16),
     "max_model_len": ("max-model-len", 99, 99),
     "max_num_batched_tokens": ("max-num-batched-tokens", 98, 98),
@@ -134,6 +135,18 @@ def test_every_field_of_engine_config_can_be_set(field, source, monkeypatch, tmp
     assert parse_args(["--config", str(again)])[1].config == config
 
 
+def test_ranks_may_come_from_other_machines(tmp_path, capsys):
+    flags = ["--tensor-parallel-size", "4", "--rank-listen", "10.0.0.1:7000", "--rank-timeout", "5"]
+    with pytest.raises(SystemExit):
+        parse_args(flags)
+    assert "--rank-listen needs --rank-secret-file" in capsys.readouterr().err
+    flags += ["--rank-secret-file", "secret"]
+    _, loader = parse_args(flags)
+    assert loader.config.parallel == ParallelConfig(
+        tensor_parallel_size=4, rank_listen="10.0.0.1:7000", rank_secret_file="secret", rank_timeout_s=5.0
+    )
+
+
 def test_the_disk_tier_has_three_flags(tmp_path, capsys):
     flags = ["--disk-kv-gib", "0.5", "--disk-kv-dir", "/somewhere", "--disk-kv-keep"]
     _, loader = parse_args(flags)
@@ -163,8 +176,8 @@ def test_every_limit_can_be_set(name, tmp_path, capsys):
 def test_there_are_not_many_flags():
     """A setting that few people change is an option of ``--execution``, ``--scheduler-option`` or ``--limit``."""
     shown = [action for action in build_parser()._actions if action.help != argparse.SUPPRESS]
-    assert len(shown) - len(["--help"]) <= 43
-    assert len(dataclasses.fields(EngineConfig)) <= 20
+    assert len(shown) - len(["--help"]) <= 47
+    assert len(dataclasses.fields(EngineConfig)) <= 21
 
 
 def test_help_tells_each_option_of_a_group(capsys):

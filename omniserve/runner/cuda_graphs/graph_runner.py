@@ -40,6 +40,7 @@ from omniserve.runner.cuda_graphs.shapes import (
 )
 from omniserve.runner.late_results import MissedJoins
 from omniserve.runner.layer_loop import LayerLoop
+from omniserve.runner.lockstep import Lockstep
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.safepoint import Safepoints
 from omniserve.runner.step_inputs import (
@@ -61,8 +62,9 @@ class CudaGraphRunner:
     """
 
     def __init__(
-        self, config: EngineConfig, *, loop: LayerLoop, max_model_len: int, has_host_tier: bool, is_directed: bool
-    ) -> None:
+        self, config: EngineConfig, *, loop: LayerLoop, max_model_len: int, has_host_tier: bool, is_directed: bool,
+        lockstep: Lockstep,
+    ) -> None:  # fmt: skip
         model = loop.model
         device, spec = model.device, model.spec
         seats = config.max_piggyback_seats if has_host_tier else 0
@@ -72,7 +74,7 @@ class CudaGraphRunner:
         # With more rows, launching the kernels of a layer takes less time than running them, captured or not.
         most = min(config.max_num_batched_tokens, CHUNK_ROWS[-1])
         chunks = ShapeTable.of(CHUNK_ROWS, max_rows=most, max_seats=seats)
-        self._loop = loop
+        self._loop, self._lockstep = loop, lockstep
         self._layers = PaddedLayers(model, loop.storage, loop.attend, loop.rows)
         self._memory = InputMemory(
             StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats), num_layers=spec.num_layers,
@@ -107,7 +109,7 @@ class CudaGraphRunner:
         try:
             for index, (shape, is_decode) in enumerate(tqdm(self._order, desc="capturing steps", disable=None)):
                 kind = is_decode, index < 2  # the first two, the largest, pay for the pool and most of the compiling
-                if budget.admits(kind):
+                if self._lockstep.agree(partial(budget.admits, kind)):
                     with budget.spending(kind):
                         self._capture_shape(shape, is_decode=is_decode)
         finally:

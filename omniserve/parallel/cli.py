@@ -1,0 +1,93 @@
+"""The command line of a rank that joins an engine; torchrun, Ray or a shell may start it, one for each device."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from omniserve.core.errors import RankLost, RankRefused
+from omniserve.parallel import link
+
+_CONNECT_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
+SECRET_VARIABLE = "OMNISERVE_RANK_SECRET"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m omniserve.rank", description=__doc__)
+    parser.add_argument("--join", required=True, metavar="HOST:PORT", help="the engine's --rank-listen")
+    parser.add_argument(
+        "--secret-file",
+        metavar="PATH",
+        help="the same secret as the engine's --rank-secret-file, 16 characters or more",
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        default=int(os.environ["RANK"]) if os.environ.get("RANK", "0") != "0" else None,
+        help="which rank this is, from 1; by default torchrun's RANK, or the first that is free",
+    )
+    parser.add_argument("--once", action="store_true", help="end when the engine ends; else join its next one")
+    parser.add_argument("--share-cores", type=int, metavar="RANKS", help=argparse.SUPPRESS)
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve as a rank; return the exit status."""
+    args = _parser().parse_args(arguments)
+    logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logger = logging.getLogger("omniserve.rank")
+    try:
+        address = link.host_and_port(args.join)
+        if args.secret_file is not None:
+            secret = link.read_secret(args.secret_file)
+        elif SECRET_VARIABLE in os.environ:
+            secret = os.environ.pop(SECRET_VARIABLE).encode()
+        else:
+            raise ValueError("give --secret-file, the file that the engine's --rank-secret-file has")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.once:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the engine, which ends this process
+    try:
+        _join(address, secret, args, logger)
+    except RankRefused as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (RankLost, OSError) as error:
+        logger.error("%s", error)
+        if args.once:
+            return 1
+    if not args.once:
+        time.sleep(_FIRST_PAUSE_S)
+        # A new process begins with nothing left of this one's collectives.
+        os.environ[SECRET_VARIABLE] = secret.decode()
+        os.execv(sys.executable, [sys.executable, "-m", "omniserve.rank", *(arguments or sys.argv[1:])])
+    return 0
+
+
+def _join(address: tuple[str, int], secret: bytes, args: argparse.Namespace, logger: logging.Logger) -> None:
+    from omniserve.parallel.follow import follow  # imports torch, which takes seconds
+    from omniserve.parallel.group import pin_to_share
+
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        try:
+            joined = link.connect(address, secret, _CONNECT_S, "rank 0")
+            break
+        except OSError as error:
+            if args.once:
+                raise
+            logger.info("nobody at %s:%d yet (%s)", *address, error)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    if args.share_cores:
+        pin_to_share(args.rank, args.share_cores)
+    follow(joined, args.rank)

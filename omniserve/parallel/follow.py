@@ -1,0 +1,175 @@
+"""What a rank other than rank 0 does: it loads its part of the model, and runs the steps that it is told."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from omniserve.core.errors import OmniServeError, RankLost, RankRefused
+from omniserve.host.tier import HostTier
+from omniserve.kv.storage import DeviceKVStorage
+from omniserve.layers.patching import PatchedModel, patched_model
+from omniserve.ops import collectives
+from omniserve.parallel import messages
+from omniserve.parallel.group import make_group, versions
+from omniserve.parallel.link import Link
+from omniserve.runner.lockstep import Lockstep
+from omniserve.runner.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LOOK_S = 0.05
+
+
+def summary_of(model: PatchedModel) -> str:
+    """Return what all ranks of a model have alike."""
+    spec = model.spec
+    return (
+        f"{type(model.family.model).__name__} with {spec.num_layers} layers, {spec.num_heads} heads and "
+        f"{spec.num_kv_heads} KV heads of {spec.head_size} on each rank, {model.dtype} on {model.device.type}"
+    )
+
+
+class FollowLockstep(Lockstep):
+    """Is told what rank 0 decides."""
+
+    def __init__(self, link: Link, *, timeout_s: float, shares_tokens: bool) -> None:
+        self._link, self._timeout_s, self._shares_tokens = link, timeout_s, shares_tokens
+
+    def agree(self, decide: Callable[[], T]) -> T:
+        told = self._link.receive(self._timeout_s)
+        if not isinstance(told, messages.Decided):
+            raise RankLost(f"rank 0 sends {type(told).__name__} in the middle of a step")
+        return told.value
+
+    def share(self, tokens_R: Tensor) -> None:
+        if self._shares_tokens:
+            collectives.broadcast(tokens_R)
+
+
+def follow(link: Link, rank: int | None = None) -> None:
+    """Do what rank 0 says, until it closes.
+
+    Raises:
+        RankLost: Rank 0 is gone, or refuses this one.
+    """
+    link.send(messages.Hello(versions(), rank))
+    welcome = link.receive()
+    if isinstance(welcome, messages.Refused):
+        raise RankRefused(f"rank 0 refuses this process: {welcome.why}")
+    try:
+        _Follower(link, welcome).run()
+    except RankLost:
+        raise
+    except Exception as error:
+        logger.exception("rank %d failed", welcome.rank)
+        expected = isinstance(error, (ValueError, OSError, OmniServeError))
+        link.send(messages.Failure(str(error) if expected else f"{type(error).__name__}: {error}"))
+        raise RankLost(f"rank {welcome.rank} failed: {error}") from error
+
+
+class _Follower:
+    def __init__(self, link: Link, welcome: messages.Welcome) -> None:
+        self._link, self._welcome = link, welcome
+        self._runner: ModelRunner | None = None
+        self._tier: HostTier | None = None
+        self._teller: threading.Thread | None = None
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        model = self._welcome.load(self._welcome.rank, self._welcome.num_ranks)
+        patched = patched_model(model, compile=self._welcome.compile)
+        logger.info("rank %d of %d has its part of the model", self._welcome.rank, self._welcome.num_ranks)
+        self._link.send(messages.Loaded(summary_of(patched)))
+        try:
+            while not isinstance(message := self._link.receive(), messages.Close):
+                self._obey(message, patched)
+        finally:
+            self._end_engine()
+            collectives.disconnect()
+
+    def _obey(self, message: Any, model: PatchedModel) -> None:
+        match message:
+            case messages.Compile(fused):
+                model.warm_up(fused=fused)
+                self._link.send(messages.Ready())
+            case messages.Connect(store):
+                self._connect(model, store)
+                self._link.send(messages.Ready())
+            case messages.RunCollectives(calls, rows):
+                collectives.run(calls, rows, model.dtype, model.device)
+            case messages.Setup():
+                self._runner = self._set_up(model, message)
+                if self._tier is not None:
+                    self._teller = threading.Thread(target=self._tell_events, name="host-events", daemon=True)
+                    self._teller.start()
+                self._link.send(messages.Ready())
+            case messages.Launch(plan):
+                assert self._runner is not None
+                self._runner.collect(self._runner.launch(plan))
+            case messages.Forget(request_id):
+                assert self._runner is not None
+                self._runner.forget(request_id)
+            case messages.Inject(faults):
+                assert self._tier is not None
+                self._tier.inject(**faults)
+            case messages.EndEngine():
+                self._end_engine()
+                self._link.send(messages.Ready())
+            case _:
+                raise RankLost(f"rank 0 sends {type(message).__name__} between steps")
+
+    def _end_engine(self) -> None:
+        self._is_over.set()
+        if self._teller is not None:
+            self._teller.join()
+        if self._tier is not None:
+            self._tier.close()
+        self._runner = self._tier = self._teller = None
+        self._is_over.clear()
+
+    def _connect(self, model: PatchedModel, address: tuple[str, int]) -> None:
+        rank, size, timeout_s = self._welcome.rank, self._welcome.num_ranks, self._welcome.timeout_s
+        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=timeout_s))
+        collectives.connect(make_group(model.device, store, rank, size, self._link.own_address, timeout_s))
+
+    def _set_up(self, model: PatchedModel, setup: messages.Setup) -> ModelRunner:
+        storage = DeviceKVStorage(
+            model.spec, num_blocks=setup.num_device_blocks, block_size=setup.config.block_size, dtype=model.dtype,
+            device=model.device,
+        )  # fmt: skip
+        if setup.has_host_tier:
+            self._tier = HostTier.of(
+                setup.config, model.spec, dtype=model.dtype, device=model.device, num_threads=setup.host_threads,
+                mailbox=setup.has_mailbox, max_rows=setup.max_host_rows,
+            )  # fmt: skip
+        lockstep = FollowLockstep(self._link, timeout_s=self._welcome.timeout_s, shares_tokens=setup.shares_tokens)
+        return ModelRunner(
+            setup.config, model=model, storage=storage, sampler=None, tier=self._tier,
+            host_threads=setup.host_threads, max_model_len=setup.max_model_len, is_directed=setup.is_directed,
+            keep_halted=setup.keep_halted, safepoint=frozenset if setup.has_safepoints else None,
+            num_state_slots=setup.num_state_slots, lockstep=lockstep,
+        )  # fmt: skip
+
+    def _tell_events(self) -> None:
+        """Tell rank 0 what the host tier does, as soon as it is done."""
+        tier, before = self._tier, (True, False)
+        assert tier is not None
+        while not self._is_over.is_set():
+            tier.wait(_LOOK_S)
+            events = tier.poll()
+            now = (tier.healthy, tier.is_stalled)
+            if events or now != before:
+                before = now
+                try:
+                    self._link.send(messages.Events(events, *now))
+                except RankLost:
+                    return  # the thread that receives finds that out, too

@@ -1,0 +1,362 @@
+"""RankGroup: rank 0's side of the group: it starts the other ranks or lets them join, and tells them what to do.
+
+On one machine rank 0 starts the others as processes of its own. On several each machine runs
+``python -m omniserve.rank --join HOST:PORT`` for each of its ranks; torchrun, Ray or a shell loop may start them. Both
+go the same way from there: a ``Link`` for messages, and a process group of torch.distributed for tensors (gloo on a
+CPU, NCCL on a GPU), which meets at a store on the address of the link.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import omniserve
+from omniserve.core.config import EngineConfig
+from omniserve.core.errors import RankLost
+from omniserve.core.plan import HostEvent
+from omniserve.host.cores import cores_allowed
+from omniserve.ops import collectives
+from omniserve.ops.collectives import CollectiveCall
+from omniserve.parallel import link, messages
+from omniserve.parallel.link import Link
+
+logger = logging.getLogger(__name__)
+
+SECRET_VARIABLE: Final = "OMNISERVE_RANK_SECRET"
+"""Of a rank that rank 0 has started: the secret of this group."""
+_LOOPBACK = "127.0.0.1"
+_START_S = 900.0
+_LOOK_S = 0.2
+_HELLO_S = 10.0
+_END_S = 5.0
+_SAYS_WHY_S = 0.5
+_WATCH_S = 0.5
+_GRACE_S = 3.0
+
+
+def versions() -> str:
+    """Return what all ranks must have alike."""
+    return f"omniserve {omniserve.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+
+
+def pin_to_share(rank: int, num_ranks: int) -> None:
+    """Keep this thread, and those that it starts, to a rank's share of the cores of this machine.
+
+    With fewer cores than ranks several ranks share one.
+    """
+    cores = sorted(cores_allowed())
+    each = len(cores) // num_ranks
+    share = cores[rank * each : (rank + 1) * each] if each else [cores[rank % len(cores)]]
+    os.sched_setaffinity(0, share)
+    torch.set_num_threads(len(share))
+
+
+def make_process_group(store: dist.Store, rank: int, num_ranks: int, address: str, timeout_s: float) -> Any:
+    """Meet the other ranks at a store; return a gloo process group whose sockets are on this address."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupGloo(store, rank, num_ranks, options)
+
+
+def make_group(
+    device: torch.device, store: dist.Store, rank: int, num_ranks: int, address: str, timeout_s: float
+) -> Any:
+    """Meet the other ranks at a store; return the process group for tensors on this device."""
+    if device.type == "cpu":
+        return make_process_group(store, rank, num_ranks, address, timeout_s)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+
+
+class RankGroup:
+    """The other ranks, as rank 0 sees them. Made before the model is loaded; ``close`` ends them.
+
+    Args:
+        config: How many ranks, and where they come from.
+        load: ``load(rank, num_ranks)`` loads and patches a rank's part of the model; it is sent to the other ranks.
+        progress: Is told how the start gets on.
+        shares_cores: All ranks compute on the cores of this machine: each gets its share of them.
+        keeps_ranks: The attribute of this name.
+        on_lost: Called from a thread if a rank is gone and nobody has noticed for a few seconds, with the reason.
+
+    Raises:
+        RankLost: A rank does not come, or is of another version.
+        OSError: The address cannot be listened at.
+    """
+
+    def __init__(
+        self, config: EngineConfig, load: Callable[[int, int], Any], *, progress: Callable[[str], None],
+        shares_cores: bool, keeps_ranks: bool = False, on_lost: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._config = config.parallel
+        self._compile = config.execution.compile
+        self.size = self._config.tensor_parallel_size
+        """How many ranks there are, rank 0 included."""
+        self._load, self._on_lost = load, on_lost
+        self.keeps_ranks = keeps_ranks
+        """The ranks outlive the engine, and serve the next one."""
+        self._links: list[Link] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._store: dist.Store | None = None
+        self._lost: str | None = None
+        self._is_closed = self._has_engine = False
+        self._healthy: dict[str, bool] = {}
+        self._stalled: dict[str, bool] = {}
+        listen = self._config.rank_listen
+        is_local = listen is None
+        address = (_LOOPBACK, 0) if listen is None else link.host_and_port(listen)
+        secret = secrets.token_hex(32).encode() if is_local else link.read_secret(str(self._config.rank_secret_file))
+        self._listener = socket.create_server(address)
+        self._address = self._listener.getsockname()[:2]
+        try:
+            if is_local:
+                if shares_cores:
+                    self._pin_and_start(secret)
+                else:
+                    self._start(secret, None)
+            else:
+                progress(f"waiting for {self.size - 1} ranks to join at {self._address[0]}:{self._address[1]}")
+            self._gather(secret)
+        except BaseException:
+            self.close()
+            raise
+        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+
+    # -- start ---------------------------------------------------------------------------------------------------
+
+    def _pin_and_start(self, secret: bytes) -> None:
+        cores = sorted(cores_allowed())
+        self._start(secret, cores)
+        pin_to_share(0, self.size)
+
+    def _start(self, secret: bytes, cores: Sequence[int] | None) -> None:
+        for rank in range(1, self.size):
+            command = [sys.executable, "-m", "omniserve.rank", "--join", f"{_LOOPBACK}:{self._address[1]}"]
+            command += ["--rank", str(rank), "--once"]
+            if cores is not None:
+                command += ["--share-cores", str(self.size)]
+            environment = {**os.environ, SECRET_VARIABLE: secret.decode()}
+            self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
+
+    def _gather(self, secret: bytes) -> None:
+        """Wait for all ranks, and welcome them."""
+        waiting: dict[int, Link] = {}
+        deadline_s = time.monotonic() + _START_S
+        self._listener.settimeout(_LOOK_S)
+        while len(waiting) < self.size - 1:
+            self._look_at_processes()
+            if time.monotonic() > deadline_s:
+                raise RankLost(f"only {len(waiting)} of {self.size - 1} other ranks have come in {_START_S:g} s")
+            try:
+                connection, (host, port, *_) = self._listener.accept()
+            except TimeoutError:
+                continue
+            try:
+                self._welcome(link.accept(connection, secret, f"a rank at {host}:{port}"), waiting)
+            except RankLost as error:
+                connection.close()
+                logger.warning("%s", error)
+        self._links = [waiting[rank] for rank in sorted(waiting)]
+
+    def _welcome(self, new: Link, waiting: dict[int, Link]) -> None:
+        hello: messages.Hello = new.receive(_HELLO_S)
+        free = [rank for rank in range(1, self.size) if rank not in waiting]
+        rank = free[0] if hello.rank is None else hello.rank
+        why = None
+        if hello.versions != versions():
+            why = f"it has {hello.versions}, and rank 0 has {versions()}"
+        elif rank not in free:
+            why = f"rank {rank} is taken, or not one of 1 to {self.size - 1}"
+        if why is not None:
+            new.send(messages.Refused(why))
+            new.close()
+            raise RankLost(f"{new.name} is refused: {why}")
+        new.name = f"rank {rank}"
+        new.send(messages.Welcome(rank, self.size, self._load, self._compile, self._config.rank_timeout_s))
+        waiting[rank] = new
+
+    def _look_at_processes(self) -> None:
+        for rank, process in enumerate(self._processes, 1):
+            if process.poll() is not None:
+                raise RankLost(f"rank {rank} ended at its start, with status {process.returncode} (see the log)")
+
+    def await_loaded(self, summary: str) -> None:
+        """Wait until all ranks have loaded their part, and see that it fits this one's.
+
+        Raises:
+            RankLost: One has failed.
+            ValueError: One has another model.
+        """
+        for each in self._links:
+            loaded: messages.Loaded = self._answer(each)
+            if loaded.summary != summary:
+                raise ValueError(f"{each.name} has another model: {loaded.summary}, and rank 0 has {summary}")
+
+    def compile(self, *, fused: bool) -> None:
+        """Let the other ranks find or make their compiled halves."""
+        self._ask(messages.Compile(fused))
+
+    def connect(self, device: torch.device) -> None:
+        """Have all ranks meet for their collectives."""
+        server = socket.create_server((self._address[0], 0))
+        host, port = server.getsockname()[:2]
+        timeout = timedelta(seconds=self._config.rank_timeout_s)
+        self._store = dist.TCPStore(
+            host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=server.detach()
+        )
+        self.tell(messages.Connect((host, port)))
+        group = make_group(device, self._store, 0, self.size, self._address[0], self._config.rank_timeout_s)
+        collectives.connect(group)
+        for each in self._links:
+            self._answer(each)
+
+    def run_collectives(
+        self, calls: Sequence[CollectiveCall], rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Have all ranks call collectives, to measure them."""
+        self.tell(messages.RunCollectives(calls, rows))
+        collectives.run(calls, rows, dtype, device)
+
+    def begin_engine(self, setup: messages.Setup) -> None:
+        """Have the other ranks make their runners; meanwhile this one makes its own, and captures graphs with them."""
+        self._has_engine = True
+        self.tell(setup)
+
+    def await_engine(self) -> None:
+        """Wait until they have."""
+        for each in self._links:
+            self._answer(each)
+
+    def _ask(self, message: Any, timeout_s: float = _START_S) -> None:
+        self.tell(message)
+        for each in self._links:
+            self._answer(each, timeout_s)
+
+    def _answer(self, other: Link, timeout_s: float = _START_S) -> Any:
+        while isinstance(answer := other.receive(timeout_s), messages.Events):
+            pass  # of an engine that ends
+        if isinstance(answer, messages.Failure):
+            raise RankLost(f"{other.name}: {answer.why}")
+        return answer
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def tell(self, message: Any) -> None:
+        """Send a message to all other ranks.
+
+        Raises:
+            RankLost: One is gone.
+        """
+        for each in self._links:
+            try:
+                each.send(message)
+            except RankLost as error:
+                self._lost = str(error)
+                raise
+
+    def news(self) -> tuple[list[list[HostEvent]], bool, bool]:
+        """Return the events of the others' host tiers, whether all are healthy, and whether one is stalled.
+
+        Raises:
+            RankLost: One is gone.
+        """
+        told: list[list[HostEvent]] = []
+        for each in self._links:
+            while (message := each.receive_now()) is not None:
+                if isinstance(message, messages.Failure):
+                    raise RankLost(f"{each.name}: {message.why}")
+                assert isinstance(message, messages.Events)
+                told.append(message.events)
+                self._healthy[each.name], self._stalled[each.name] = message.is_healthy, message.is_stalled
+        return told, all(self._healthy.values()), any(self._stalled.values())
+
+    def why_lost(self, otherwise: str) -> str:
+        """Return what a rank has said as it ended, or that it is gone, or, if nothing is known of it, ``otherwise``.
+
+        The group is of no use then: ``end_engine`` ends the ranks.
+        """
+        deadline_s = time.monotonic() + _SAYS_WHY_S
+        why: str | None = None
+        while why is None and time.monotonic() < deadline_s:
+            try:
+                self.news()
+            except RankLost as error:
+                why = str(error)
+            time.sleep(0.01)
+        self._lost = why or self._lost or otherwise
+        return self._lost
+
+    def _watch(self) -> None:
+        """Notice a rank that goes while nothing is asked of it."""
+        poller = select.poll()
+        names = {}
+        for each in self._links:
+            poller.register(each.fileno(), select.POLLRDHUP)
+            names[each.fileno()] = each.name
+        while not self._is_closed:
+            gone = [names[fd] for fd, _ in poller.poll(_WATCH_S * 1000)]
+            if gone and not self._is_closed:
+                self._lost = f"{gone[0]} is gone"
+                time.sleep(_GRACE_S)  # a step that runs notices by itself, and knows more
+                if not self._is_closed and self._on_lost is not None:
+                    self._on_lost(self._lost)
+                return
+
+    def end_engine(self) -> None:
+        """End the runners of the other ranks, or, unless they are kept, the ranks. A second call does nothing."""
+        if not self.keeps_ranks or self._is_closed or self._lost is not None:
+            self.close()
+        elif self._has_engine:
+            self._has_engine = False
+            try:
+                self._ask(messages.EndEngine(), _END_S)
+            except RankLost as error:
+                logger.warning("%s: all ranks are ended", error)
+                self.close()
+
+    def close(self) -> None:
+        """End the other ranks. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._lost is not None:
+            for process in self._processes:
+                process.kill()  # it may wait for a collective
+        for each in self._links:
+            try:
+                each.send(messages.Close())
+            except RankLost:
+                logger.debug("%s had gone before", each.name)
+        collectives.disconnect()
+        self._store = None
+        _end_all(self._processes)
+        for each in self._links:
+            each.close()
+        self._listener.close()
+
+
+def _end_all(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    deadline_s = time.monotonic() + _END_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

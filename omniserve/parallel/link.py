@@ -1,0 +1,200 @@
+"""Link: messages between two ranks over a TCP connection of their own, beside the collectives.
+
+Both ends first prove that they know a secret: each answers the other's random challenge with an HMAC-SHA256 of it. What
+follows is pickled and neither encrypted nor signed, so the network must be one that nobody else can write to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import pickle
+import secrets
+import select
+import socket
+import struct
+import threading
+from typing import Any
+
+from omniserve.core.errors import RankLost, RankRefused
+
+_MAGIC = b"omniserve-rank-1\n"
+_CHALLENGE_BYTES, _DIGEST_BYTES = 32, 32
+_LENGTH = struct.Struct("<Q")
+_MOST_BYTES = 1 << 30
+_CHUNK = 1 << 16
+_HANDSHAKE_S = 10.0
+_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
+"""A machine that is gone is noticed in half a minute."""
+
+
+class Link:
+    """An open connection. ``name`` is what errors call the other end. One thread receives; any may send."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self.name = name
+        self._socket = connection
+        self._socket.settimeout(None)
+        self._buffer = bytearray()
+        self._lock = threading.Lock()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            if hasattr(socket, option):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    @property
+    def own_address(self) -> str:
+        """The IP address of this end."""
+        return self._socket.getsockname()[0]
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Any) -> None:
+        """Send a message.
+
+        Raises:
+            RankLost: The other end is gone.
+        """
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        try:
+            with self._lock:
+                self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        except OSError as error:
+            raise RankLost(f"{self.name} is gone: {error}") from error
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Wait for the next message and return it; None waits for ever.
+
+        Raises:
+            RankLost: The other end is gone, or sends nothing in time.
+        """
+        while (message := self.receive_now()) is None:
+            self._wait(timeout_s)
+        return message
+
+    def receive_now(self) -> Any:
+        """Return the next message; None if there is none yet.
+
+        Raises:
+            RankLost: The other end is gone.
+        """
+        if (message := self._take()) is not None:
+            return message
+        try:
+            while data := self._socket.recv(_CHUNK, socket.MSG_DONTWAIT):
+                self._buffer += data
+                if len(data) < _CHUNK:
+                    return self._take()
+        except BlockingIOError:
+            return self._take()
+        except OSError as error:
+            raise RankLost(f"{self.name} is gone: {error}") from error
+        if (message := self._take()) is not None:
+            return message
+        raise RankLost(f"{self.name} has closed its connection")
+
+    def _take(self) -> Any:
+        """Take a whole message out of the buffer."""
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > _MOST_BYTES:
+            raise RankLost(f"{self.name} sends a message of {length} bytes")
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        message = pickle.loads(memoryview(self._buffer)[_LENGTH.size : end].tobytes())
+        del self._buffer[:end]
+        return message
+
+    def _wait(self, timeout_s: float | None) -> None:
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        if not poller.poll(None if timeout_s is None else timeout_s * 1000):
+            raise RankLost(f"{self.name} has not answered for {timeout_s:g} s")
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def accept(connection: socket.socket, secret: bytes, name: str) -> Link:
+    """Let the other end of a new connection prove that it knows the secret, and prove it to it.
+
+    Raises:
+        RankLost: It does not, or does not answer in time.
+    """
+    return _shake_hands(connection, secret, name, b"server", b"client")
+
+
+def connect(address: tuple[str, int], secret: bytes, timeout_s: float, name: str) -> Link:
+    """Connect to an address; the other end and this one prove to each other that they know the secret.
+
+    Raises:
+        RankLost: It does not, or does not answer in time.
+        OSError: Nobody listens there.
+    """
+    return _shake_hands(socket.create_connection(address, timeout_s), secret, name, b"client", b"server")
+
+
+def _shake_hands(connection: socket.socket, secret: bytes, name: str, own: bytes, other: bytes) -> Link:
+    connection.settimeout(_HANDSHAKE_S)
+    try:
+        challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+        connection.sendall(_MAGIC + challenge)
+        hello = _read(connection, len(_MAGIC) + _CHALLENGE_BYTES)
+        if hello[: len(_MAGIC)] != _MAGIC:
+            raise RankRefused(f"{name} does not speak the protocol of this version's ranks")
+        theirs = hello[len(_MAGIC) :]
+        connection.sendall(_digest(secret, own, theirs, challenge))
+        if not hmac.compare_digest(_read(connection, _DIGEST_BYTES), _digest(secret, other, challenge, theirs)):
+            raise RankRefused(f"{name} does not know the secret: give both ends the same file")
+    except (OSError, EOFError) as error:
+        connection.close()
+        raise RankLost(f"{name} does not prove that it knows the secret: {error}") from error
+    except RankLost:
+        connection.close()
+        raise
+    return Link(connection, name)
+
+
+def _digest(secret: bytes, who: bytes, challenge: bytes, other_challenge: bytes) -> bytes:
+    """Return the answer to a challenge. It names who answers, so that none can be sent back as one's own."""
+    return hmac.new(secret, who + challenge + other_challenge, hashlib.sha256).digest()
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise EOFError("the connection was closed")
+        data += more
+    return data
+
+
+def read_secret(path: str) -> bytes:
+    """Return the secret in a file, without white space around it.
+
+    Raises:
+        ValueError: It is shorter than 16 bytes.
+        OSError: The file cannot be read.
+    """
+    with open(path, "rb") as file:
+        secret = file.read().strip()
+    if len(secret) < 16:
+        raise ValueError(f"{path} must hold a secret of at least 16 characters, the same for all machines")
+    return secret
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Read ``HOST:PORT``.
+
+    Raises:
+        ValueError: It is not that.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"an address must be HOST:PORT, got {address!r}")
+    return host.strip("[]"), int(port)

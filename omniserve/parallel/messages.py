@@ -1,0 +1,149 @@
+"""What the ranks tell each other, in the order of their lives. Pickled; both ends are of the same version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omniserve.core.config import EngineConfig
+from omniserve.core.plan import HostEvent, StepPlan
+from omniserve.ops.collectives import CollectiveCall
+
+# -- start -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """From a rank that comes: its versions, and the rank that it wants, if it does."""
+
+    versions: str
+    rank: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """To it: which rank it is, and how it loads its part of the model (``load(rank, num_ranks)``)."""
+
+    rank: int
+    num_ranks: int
+    load: Callable[[int, int], Any]
+    compile: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """To it, in the place of a welcome."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """From it: the model is loaded and patched; ``summary`` must be rank 0's."""
+
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class Compile:
+    """To it: take the compiled halves, which rank 0 has kept by now; ``fused`` as in ``PatchedModel.warm_up``."""
+
+    fused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """To it: where the ranks meet for their collectives."""
+
+    store: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RunCollectives:
+    """To it: call these, to measure them."""
+
+    calls: Sequence[CollectiveCall]
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """To it: what its runner is made with."""
+
+    config: EngineConfig
+    num_device_blocks: int
+    host_threads: int
+    has_host_tier: bool
+    has_mailbox: bool
+    max_host_rows: int
+    max_model_len: int
+    is_directed: bool
+    keep_halted: bool
+    has_safepoints: bool
+    num_state_slots: int
+    shares_tokens: bool
+    """Steps overlap: each rank needs the tokens that rank 0 samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From it: done with what it was told."""
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """To a rank: run this step."""
+
+    plan: StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """To a rank: what rank 0 has decided in the middle of a step (``Lockstep.agree``)."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """To a rank: a request has ended."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inject:
+    """To a rank, in tests: faults of its host tier, the arguments of ``HostTier.inject``."""
+
+    faults: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EndEngine:
+    """To a rank: end the runner, and keep the model for the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """To a rank: end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """From a rank: what its host tier has done, and whether it is well."""
+
+    events: list[HostEvent]
+    is_healthy: bool
+    is_stalled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """From a rank that ends: why."""
+
+    why: str

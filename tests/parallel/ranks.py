@@ -1,0 +1,111 @@
+"""Ranks of tiny models, each a process of its own, for tests in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from omniserve import EngineConfig, ExecutionConfig, patch
+from omniserve.core.config import ParallelConfig
+from omniserve.layers.patching import patched_model
+from omniserve.layers.sharding import shard
+from omniserve.parallel import link
+from omniserve.parallel.follow import follow, summary_of
+from omniserve.parallel.group import RankGroup
+from tests.parity.engine_histories import Reference
+from tests.parity.models import tiny_model
+
+
+class ForkedRanks(RankGroup):
+    """Ranks that are forked from this process, which has imported everything: they are there at once."""
+
+    def _start(self, secret: bytes, cores: Sequence[int] | None) -> None:
+        context = multiprocessing.get_context("fork")
+        for rank in range(1, self.size):
+            process = context.Process(target=_run_rank, args=(self._address, secret, rank))
+            process.start()
+            self._processes.append(_Started(process))  # type: ignore[arg-type]
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+
+class _Started:
+    """A forked process as ``subprocess`` would show it."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.kill = process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+
+
+def _run_rank(address: tuple[str, int], secret: bytes, rank: int) -> None:
+    # The OpenMP threads of this thread did not come along, and it would wait for them; a new one has none yet.
+    thread = threading.Thread(target=_follow, args=(address, secret, rank))
+    thread.start()
+    thread.join()
+    os._exit(0)
+
+
+def _follow(address: tuple[str, int], secret: bytes, rank: int) -> None:
+    torch.set_num_threads(1)
+    follow(link.connect(address, secret, 10.0, "rank 0"), rank)
+
+
+def load_tiny(family: str, rank: int, num_ranks: int) -> PreTrainedModel:
+    """Return a rank's part of a tiny model."""
+    return shard(tiny_model(family), rank, num_ranks)
+
+
+@contextlib.contextmanager
+def ranks_of(
+    family: str, num_ranks: int = 2, *, timeout_s: float = 20.0, compile: bool = False,
+    load: Callable[[int, int], Any] | None = None,
+) -> Iterator[tuple[PreTrainedModel, ForkedRanks, ParallelConfig]]:  # fmt: skip
+    """Start the ranks of a tiny model; they serve one engine after the other.
+
+    Yields rank 0's part, the group, and the configuration.
+    """
+    parallel = ParallelConfig(tensor_parallel_size=num_ranks, rank_timeout_s=timeout_s)
+    config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=compile))
+    load = load or functools.partial(load_tiny, family)
+    group = ForkedRanks(config, load, progress=lambda what: None, shares_cores=False, keeps_ranks=True)
+    try:
+        model = patch(load(0, num_ranks), compile=compile)
+        group.await_loaded(summary_of(patched_model(model, compile=compile)))
+        if compile:
+            model.omniserve.warm_up()
+            group.compile(fused=False)
+        group.connect(model.device)
+        yield model, group, parallel
+    finally:
+        group.close()
+
+
+@functools.cache
+def reference_of(family: str) -> Reference:
+    """Return what Hugging Face makes of the whole model."""
+    return Reference(tiny_model(family))

@@ -1,0 +1,232 @@
+"""A model on several ranks: exact tokens for every family with a plan, any policy, and any history."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams, UnsupportedModelError
+from omniserve.core.config import DiskKVConfig, ParallelConfig
+from omniserve.core.errors import RankLost
+from omniserve.layers.sharding import shard
+from omniserve.sched import SCHEDULERS
+from tests.parallel.ranks import ForkedRanks, load_tiny, ranks_of, reference_of
+from tests.parity.engine_histories import Tally, run_histories, run_history
+from tests.parity.models import tiny_model
+from tests.quick import slow_except
+from tests.sched import hybrid, preemptible
+
+FAMILIES = (
+    "llama", "llama_tied", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gpt_neox", "mixtral", "qwen3_moe",
+    "mixtral_batched", "cohere2", "deepseek_v3", "gemma3", "gemma4", "granitemoe", "llama4", "ministral3", "smollm3",
+)  # fmt: skip
+_BLOCK = 8
+
+
+def _sizes(model: nn.Module) -> dict[str, Any]:
+    """Return a small device pool and a large host pool."""
+    block_bytes = model.omniserve.spec.kv_block_bytes(_BLOCK)
+    return {"device_kv_bytes": 9 * block_bytes, "host_kv_bytes": 1 << 20, "max_host_requests": 16}
+
+
+@pytest.mark.parametrize("family", slow_except(("qwen3_moe",), FAMILIES))
+def test_tokens_of_two_ranks_equal_hugging_face(family: str) -> None:
+    with ranks_of(family) as (model, group, parallel):
+        run_histories(
+            model, reference_of(family), range(2), reach=("host_tokens", "swaps_out"), has_profile=False, group=group,
+            parallel=parallel, faults=lambda seed: seed % 2 == 1, **_sizes(model),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "num_ranks"), slow_except((), [("llama", 6), ("gpt_neox", 3), ("deepseek_v3", 3)]))
+def test_more_ranks_than_kv_heads_have_them_several_times(family: str, num_ranks: int) -> None:
+    with ranks_of(family, num_ranks) as (model, group, parallel):
+        assert model.omniserve.spec.num_kv_heads in (1, 3 if family == "gpt_neox" else 6)
+        run_histories(
+            model, reference_of(family), range(2), reach=("host_tokens",), has_profile=False, group=group,
+            parallel=parallel, **_sizes(model),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "scheduler", slow_except(("omniserve", "neo"), [*SCHEDULERS.names(), preemptible.NAME, hybrid.NAME])
+)
+def test_every_policy_runs_on_ranks(scheduler: str) -> None:
+    """With late, failing and dying host threads on one rank or all, drafts, and steps that overlap."""
+    tally, reference = Tally(), reference_of("llama")
+    with ranks_of("llama") as (model, group, parallel):
+        for seed in range(300, 304):
+            run_history(
+                model, reference, seed, scheduler=scheduler, faults=seed % 2 == 0, deaths=seed % 4 == 2,
+                drafts=seed % 3 == 0, async_steps=seed % 4 == 1,
+                kv=("tiered", "incremental", "bidirectional")[seed % 3],
+                has_profile=False, tally=tally, group=group, parallel=parallel, **_sizes(model),
+            )  # fmt: skip
+    assert tally.finished > 0
+
+
+def test_rows_leave_a_step_on_all_ranks_at_the_same_layer() -> None:
+    with ranks_of("llama") as (model, group, parallel):
+        run_histories(
+            model, reference_of("llama"), range(500, 504), reach=("halted",), scheduler=preemptible.NAME, group=group,
+            parallel=parallel,
+        )  # fmt: skip
+
+
+def test_results_join_late_on_all_ranks_or_on_none() -> None:
+    with ranks_of("llama") as (model, group, parallel):
+        run_histories(
+            model, reference_of("llama"), range(320, 322), reach=("late_joins", "missed_joins"), kv="tiered",
+            faults=True, group=group, parallel=parallel, **_sizes(model),
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_recorded_steps_hold_the_collectives() -> None:
+    with ranks_of("llama") as (model, group, parallel):
+        run_histories(
+            model, reference_of("llama"), range(330, 334), reach=("constant_decodes", "host_tokens"), group=group,
+            step_graphs="on", async_steps=lambda seed: seed % 2 == 0, parallel=parallel,
+            kv=lambda seed: ("tiered", "bidirectional")[seed % 2], max_num_batched_tokens=64, **_sizes(model),
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_compiled_halves_hold_the_collectives() -> None:
+    with ranks_of("qwen3", compile=True) as (model, group, parallel):
+        run_histories(
+            model, reference_of("qwen3"), range(340, 342), reach=("host_tokens",), has_profile=False, group=group,
+            compile=True, parallel=parallel, **_sizes(model),
+        )  # fmt: skip
+
+
+# -- ranks that fail -------------------------------------------------------------------------------------------------
+
+
+def _serve_until_lost(model: nn.Module, group: ForkedRanks, parallel: ParallelConfig, fault: Any, at_step: int) -> str:
+    """Run steps, with a fault before one of them, until the engine says that a rank is lost; return what it says."""
+    config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=False), block_size=8, max_model_len=80)
+    with Engine(model, config, group=group) as engine:
+        for name in ("LS", "BE"):
+            sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+            engine.add(Request(prompt_token_ids=[1, 2, 3], sampling=sampling, service_class=name))
+        with pytest.raises(RankLost) as lost:
+            for step in range(200):
+                if step == at_step:
+                    fault()
+                engine.step()
+        return str(lost.value)
+
+
+@pytest.mark.parametrize("at_step", [0, 3])
+def test_a_rank_that_is_killed_ends_the_step(at_step: int) -> None:
+    with ranks_of("llama") as (model, group, parallel):
+        told = _serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGKILL), at_step)
+    assert "rank 1" in told
+
+
+def test_a_rank_that_hangs_ends_the_step_within_the_timeout() -> None:
+    with ranks_of("llama", timeout_s=1.0) as (model, group, parallel):
+        began_s = time.monotonic()
+        told = _serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGSTOP), 3)
+    assert time.monotonic() - began_s < 15.0
+    assert "step failed" in told or "rank 1" in told
+
+
+def _fail_to_load(rank: int, num_ranks: int) -> Any:
+    if rank:
+        raise OSError("the disk is full")
+    return load_tiny("llama", rank, num_ranks)
+
+
+def test_a_rank_that_cannot_load_the_model_says_why() -> None:
+    with pytest.raises(RankLost, match="rank 1: the disk is full"), ranks_of("llama", load=_fail_to_load):
+        pass
+
+
+def _load_another(rank: int, num_ranks: int) -> Any:
+    return load_tiny("qwen3" if rank else "llama", rank, num_ranks)
+
+
+def test_a_rank_with_another_model_is_refused() -> None:
+    another = pytest.raises(ValueError, match="rank 1 has another model: Qwen3ForCausalLM")
+    with another, ranks_of("llama", load=_load_another):
+        pass
+
+
+def test_ranks_that_wait_notice_one_that_goes() -> None:
+    told: list[str] = []
+    parallel = ParallelConfig(tensor_parallel_size=2)
+    config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=False))
+    load = functools.partial(load_tiny, "llama")
+    group = ForkedRanks(config, load, progress=lambda what: None, shares_cores=False, on_lost=told.append)
+    try:
+        os.kill(group.pids[0], signal.SIGKILL)
+        for _ in range(200):
+            if told:
+                break
+            time.sleep(0.05)
+    finally:
+        group.close()
+    assert told == ["rank 1 is gone"]
+
+
+# -- what cannot be split --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "what"),
+    [
+        ("opt", 2, "transformers has no tensor-parallel plan for the layers of the type 'opt'"),
+        ("gpt_oss", 2, "no tensor-parallel plan"),
+        ("llama", 4, "6 heads .* cannot be split over 4 ranks"),
+        ("llama", 3, "2 KV heads .* cannot be split over 3 ranks"),
+        ("gpt_neox", 4, "6 heads .* cannot be split over 4 ranks"),
+    ],
+)
+def test_models_that_cannot_be_split_are_refused_by_name(family: str, num_ranks: int, what: str) -> None:
+    with pytest.raises((UnsupportedModelError, ValueError), match=what):
+        shard(tiny_model(family), 0, num_ranks)
+
+
+def test_a_quantised_weight_cannot_be_split() -> None:
+    class Quantised(nn.Linear):
+        pass
+
+    model = tiny_model("llama")
+    model.model.layers[0].self_attn.q_proj = Quantised(48, 48)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.self_attn\.q_proj is a Quantised"):
+        shard(model, 0, 2)
+
+
+def test_a_part_of_a_model_is_not_served_alone() -> None:
+    model = shard(tiny_model("llama"), 0, 2)
+    with pytest.raises(ValueError, match="EngineLoader"):
+        Engine(model, EngineConfig(execution=ExecutionConfig(compile=False)))
+    with pytest.raises(RuntimeError, match="no other ranks are connected"), torch.inference_mode():
+        model(torch.tensor([[1, 2, 3]]))
+
+
+def test_settings_that_do_not_fit_ranks_are_refused() -> None:
+    two = ParallelConfig(tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="disk_kv"):
+        EngineConfig(parallel=two, disk_kv=DiskKVConfig(gib=1.0))
+    with pytest.raises(ValueError, match="host_cores"):
+        EngineConfig(parallel=two, host_cores=(0,))
+    with pytest.raises(ValueError, match="rank_secret_file"):
+        ParallelConfig(tensor_parallel_size=2, rank_listen="127.0.0.1:0")
+    with pytest.raises(ValueError, match="EngineLoader"):
+        Engine(tiny_model("llama"), EngineConfig(parallel=two, execution=ExecutionConfig(compile=False)))
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
