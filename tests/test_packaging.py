@@ -35,7 +35,8 @@ ALLOWED = {
     "launch": {"core", "ops", "kv", "latency", "layers", "parallel", "sched", "engine", "profiling"},
     "server": {"core", "sampling", "launch"},
 }
-"""Server, launch, {profiling, simulate}, engine, parallel, {sched, runner}, {latency, kv, layers, host, sampling}, ops, core."""
+"""Server, launch, {profiling, simulate}, engine, parallel, {sched, runner}, {latency, kv, layers, host, sampling},
+ops, core."""
 ENTRY_MODULES = {"batch": "server", "explain": "latency", "profile": "launch", "rank": "parallel"}
 """For ``python -m``, and the package of what each starts."""
 MAX_ENTRY_LINES = 15

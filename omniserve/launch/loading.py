@@ -94,9 +94,28 @@ class EngineLoader:
         return engine
 
     def _make_with_ranks(self, progress: Callable[[str], None]) -> Engine:
-        """Load rank 0's part of the model, while the other ranks load theirs, and make the engine."""
-        progress("importing torch")
+        """Load the parts of the model, and make the engine."""
+        model, group = self.start_ranks(progress)
         from omniserve.engine.engine import Engine
+
+        try:
+            profile = self._find_profile(model, progress, group=group)
+            group.keeps_ranks = False
+            return Engine(model, self.config, profile=profile, tokenizer=self.load_tokenizer(), group=group)
+        except BaseException:
+            group.close()
+            raise
+
+    def start_ranks(self, progress: Callable[[str], None]) -> tuple[PreTrainedModel, RankGroup]:
+        """Load rank 0's part of the model, while the other ranks load theirs; they are connected then.
+
+        The ranks are kept when an engine ends: measuring has engines of its own.
+
+        Raises:
+            OSError, UnsupportedModelError, ValueError: As ``load_rank``.
+            RankLost: Another rank does not come, or cannot load its part.
+        """
+        progress("importing torch")
         from omniserve.engine.fingerprint import has_constant_steps
         from omniserve.layers.patching import patched_model
         from omniserve.parallel.follow import summary_of
@@ -104,7 +123,8 @@ class EngineLoader:
 
         num_ranks = self.config.parallel.tensor_parallel_size
         group = RankGroup(
-            self.config, self.load_rank, progress=progress, on_lost=_end_process if self.serves else None,
+            self.config, self.load_rank, progress=progress, keeps_ranks=True,
+            on_lost=_end_process if self.serves else None,
             shares_cores=self._device_of_rank(0) == "cpu" and self.config.parallel.rank_listen is None,
         )  # fmt: skip
         try:
@@ -118,10 +138,7 @@ class EngineLoader:
                 patched.warm_up(fused=fused)
                 group.compile(fused=fused)
             group.connect(patched.device)
-            group.keeps_ranks = True  # measuring has engines of its own
-            profile = self._find_profile(model, progress, group=group)
-            group.keeps_ranks = False
-            return Engine(model, self.config, profile=profile, tokenizer=self.load_tokenizer(), group=group)
+            return model, group
         except BaseException:
             group.close()
             raise

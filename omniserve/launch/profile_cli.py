@@ -13,12 +13,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from omniserve.core.errors import UnsupportedModelError
+from omniserve.core.errors import RankLost, UnsupportedModelError
 from omniserve.latency.profile import Profile, default_folder, path_in
 from omniserve.launch.dataclass_flags import positive
 from omniserve.launch.flags import add_engine_flags, config_from
 from omniserve.launch.loading import EngineLoader, builtin_model_path
+
+if TYPE_CHECKING:
+    from omniserve.parallel.group import RankGroup
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -55,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = path_in(folder, profile.fingerprint) if args.output is None else args.output
         if is_kept := args.output is not None or not profile.disturbances:
             profile.write(path)
-    except (OSError, ValueError, UnsupportedModelError) as error:
+    except (OSError, ValueError, UnsupportedModelError, RankLost) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     from omniserve.profiling.summary import summarise  # torch, for which --help need not wait
@@ -79,7 +83,14 @@ def _measure(loader: EngineLoader, time_limit_s: float) -> Profile:
 
     from omniserve.profiling import profile_model
 
-    model = loader.load_model(lambda message: print(message, file=sys.stderr))
+    def tell(message: str) -> None:
+        print(message, file=sys.stderr)
+
+    group: RankGroup | None = None
+    if loader.config.parallel.tensor_parallel_size > 1:
+        model, group = loader.start_ranks(tell)
+    else:
+        model = loader.load_model(tell)
     layout = "{percentage:3.0f}% |{bar:30}| {elapsed} {desc}"
     with tqdm(total=1.0, bar_format=layout, mininterval=0.5, file=sys.stderr) as bar:
 
@@ -87,6 +98,10 @@ def _measure(loader: EngineLoader, time_limit_s: float) -> Profile:
             bar.set_description_str(what, refresh=False)
             bar.update(min(spent, 1.0) - bar.n)
 
-        profile = profile_model(model, loader.config, time_limit_s=time_limit_s, progress=show)
+        try:
+            profile = profile_model(model, loader.config, time_limit_s=time_limit_s, progress=show, group=group)
+        finally:
+            if group is not None:
+                group.close()
         show("done", 1.0)
     return profile
