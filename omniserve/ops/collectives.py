@@ -1,16 +1,17 @@
 """Collectives among the ranks of a tensor-parallel model, as operators that a compiled half or a CUDA graph can hold.
 
 ``omniserve::all_reduce`` sums a tensor over the ranks, ``omniserve::all_gather`` puts the last dimensions of all ranks
-side by side. Both go through torch.distributed: gloo on a CPU, NCCL on a GPU. All ranks must call them in the same
-order. A process has one group at most (``connect``). Without one they raise, but for ``alone``: what needs the shapes
-and not the values, such as tracing, compiling and measuring a rank's own work, runs there without the other ranks.
+side by side. They go through torch.distributed: NCCL on GPUs, gloo on CPUs of several machines; on the CPU of one
+machine they go through memory that the ranks share (``shared_memory``). All ranks must call them in the same order. A
+process has one group at most (``connect``). Without one they raise, but for ``alone``: what needs the shapes and not
+the values, such as tracing, compiling and measuring a rank's own work, runs there without the other ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,11 +27,47 @@ class CollectiveCall(NamedTuple):
     """Features of a row of its result."""
 
 
+class Group(Protocol):
+    """What collectives go through."""
+
+    def size(self) -> int: ...
+    def all_reduce(self, x: Tensor) -> Tensor: ...
+    def all_gather(self, x: Tensor) -> Tensor: ...
+    def broadcast(self, x: Tensor) -> None: ...
+
+
+class DistributedGroup:
+    """A process group of torch.distributed, as ``Group``."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def size(self) -> int:
+        """Return how many ranks there are."""
+        return int(self._group.size())
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of a tensor over the ranks, contiguous."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        self._group.allreduce([total]).wait()
+        return total
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return a tensor of all ranks, ``[ranks, *x.shape]``."""
+        gathered = x.new_empty(self.size() * x.numel())
+        self._group._allgather_base(gathered, x.contiguous().view(-1)).wait()
+        return gathered.view(self.size(), *x.shape)
+
+    def broadcast(self, x: Tensor) -> None:
+        """Overwrite a tensor by that of rank 0."""
+        self._group.broadcast([x], dist.BroadcastOptions()).wait()
+
+
 class _Ranks:
     """The group of this process."""
 
     def __init__(self) -> None:
-        self.group: dist.ProcessGroup | None = None
+        self.group: Group | None = None
         self.size = 1
         self.is_alone = False
         self.record: list[CollectiveCall] | None = None
@@ -39,7 +76,7 @@ class _Ranks:
 _ranks = _Ranks()
 
 
-def connect(group: dist.ProcessGroup) -> None:
+def connect(group: Group) -> None:
     """Use this group from now on.
 
     Raises:
@@ -91,7 +128,7 @@ def run(calls: Sequence[CollectiveCall], rows: int, dtype: torch.dtype, device: 
 def broadcast(tensor: Tensor) -> None:
     """Overwrite a tensor on the device by that of rank 0."""
     if not _ranks.is_alone:
-        _group().broadcast([tensor], dist.BroadcastOptions()).wait()
+        _group().broadcast(tensor)
 
 
 def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
@@ -103,7 +140,7 @@ def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     return min(size, rank * part), min(size, (rank + 1) * part)
 
 
-def _group() -> dist.ProcessGroup:
+def _group() -> Group:
     if _ranks.group is None:
         raise RuntimeError(
             "this model is one rank's part of a tensor-parallel model, and no other ranks are connected: serve it with "
@@ -120,10 +157,7 @@ _library.define("all_gather(Tensor x, int size, int num_ranks) -> Tensor")
 def _all_reduce(x: Tensor) -> Tensor:
     if _ranks.record is not None:
         _ranks.record.append(CollectiveCall("all_reduce", x.shape[-1]))
-    total = x.clone(memory_format=torch.contiguous_format)
-    if not _ranks.is_alone:
-        _group().allreduce([total]).wait()
-    return total
+    return x.clone(memory_format=torch.contiguous_format) if _ranks.is_alone else _group().all_reduce(x)
 
 
 def _all_gather(x: Tensor, size: int, num_ranks: int) -> Tensor:
@@ -133,13 +167,7 @@ def _all_gather(x: Tensor, size: int, num_ranks: int) -> Tensor:
     part = -(-size // num_ranks)
     if x.shape[-1] < part:
         x = torch.nn.functional.pad(x, (0, part - x.shape[-1]))
-    x = x.contiguous()
-    if _ranks.is_alone:
-        parts = x.expand(num_ranks, *x.shape)
-    else:
-        flat = x.new_empty(num_ranks * x.numel())
-        _group()._allgather_base(flat, x.view(-1)).wait()
-        parts = flat.view(num_ranks, *x.shape)
+    parts = x.expand(num_ranks, *x.shape) if _ranks.is_alone else _group().all_gather(x)
     return parts.movedim(0, -2).reshape(*x.shape[:-1], num_ranks * part)[..., :size].contiguous()
 
 

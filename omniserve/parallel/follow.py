@@ -16,6 +16,7 @@ from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel, patched_model
 from omniserve.ops import collectives
+from omniserve.ops.shared_memory import SharedMemoryGroup
 from omniserve.parallel import messages
 from omniserve.parallel.group import make_group, versions
 from omniserve.parallel.link import Link
@@ -101,8 +102,8 @@ class _Follower:
             case messages.Compile(fused):
                 model.warm_up(fused=fused)
                 self._link.send(messages.Ready())
-            case messages.Connect(store):
-                self._connect(model, store)
+            case messages.Connect(place):
+                self._connect(model, place)
                 self._link.send(messages.Ready())
             case messages.RunCollectives(calls, rows):
                 collectives.run(calls, rows, model.dtype, model.device)
@@ -136,9 +137,12 @@ class _Follower:
         self._runner = self._tier = self._teller = None
         self._is_over.clear()
 
-    def _connect(self, model: PatchedModel, address: tuple[str, int]) -> None:
+    def _connect(self, model: PatchedModel, place: str | tuple[str, int]) -> None:
         rank, size, timeout_s = self._welcome.rank, self._welcome.num_ranks, self._welcome.timeout_s
-        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=timeout_s))
+        if isinstance(place, str):
+            collectives.connect(SharedMemoryGroup(place, rank, size, timeout_s))
+            return
+        store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=timeout_s))
         collectives.connect(make_group(model.device, store, rank, size, self._link.own_address, timeout_s))
 
     def _set_up(self, model: PatchedModel, setup: messages.Setup) -> ModelRunner:

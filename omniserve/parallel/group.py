@@ -31,7 +31,8 @@ from omniserve.core.errors import RankLost
 from omniserve.core.plan import HostEvent
 from omniserve.host.cores import cores_allowed
 from omniserve.ops import collectives
-from omniserve.ops.collectives import CollectiveCall
+from omniserve.ops.collectives import CollectiveCall, DistributedGroup
+from omniserve.ops.shared_memory import SharedMemoryGroup, make_file
 from omniserve.parallel import link, messages
 from omniserve.parallel.link import Link
 
@@ -66,23 +67,22 @@ def pin_to_share(rank: int, num_ranks: int) -> None:
     torch.set_num_threads(len(share))
 
 
-def make_process_group(store: dist.Store, rank: int, num_ranks: int, address: str, timeout_s: float) -> Any:
-    """Meet the other ranks at a store; return a gloo process group whose sockets are on this address."""
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupGloo(store, rank, num_ranks, options)
-
-
 def make_group(
     device: torch.device, store: dist.Store, rank: int, num_ranks: int, address: str, timeout_s: float
-) -> Any:
-    """Meet the other ranks at a store; return the process group for tensors on this device."""
+) -> DistributedGroup:
+    """Meet the other ranks at a store; return the group for tensors on this device.
+
+    The sockets of gloo, on a CPU, are on this rank's ``address``.
+    """
+    options: Any
     if device.type == "cpu":
-        return make_process_group(store, rank, num_ranks, address, timeout_s)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=timeout_s)
+        return DistributedGroup(dist.ProcessGroupGloo(store, rank, num_ranks, options))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+    return DistributedGroup(dist.ProcessGroupNCCL(store, rank, num_ranks, options))
 
 
 class RankGroup:
@@ -215,17 +215,28 @@ class RankGroup:
 
     def connect(self, device: torch.device) -> None:
         """Have all ranks meet for their collectives."""
+        timeout_s = self._config.rank_timeout_s
+        if self._config.rank_listen is None and device.type == "cpu":
+            path = make_file(self.size)
+            try:
+                self.tell(messages.Connect(path))
+                collectives.connect(SharedMemoryGroup(path, 0, self.size, timeout_s))
+            finally:
+                os.unlink(path)
+        else:
+            self._meet_at_store(device, timeout_s)
+        for each in self._links:
+            self._answer(each)
+
+    def _meet_at_store(self, device: torch.device, timeout_s: float) -> None:
         server = socket.create_server((self._address[0], 0))
         host, port = server.getsockname()[:2]
-        timeout = timedelta(seconds=self._config.rank_timeout_s)
+        timeout = timedelta(seconds=timeout_s)
         self._store = dist.TCPStore(
             host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=server.detach()
         )
         self.tell(messages.Connect((host, port)))
-        group = make_group(device, self._store, 0, self.size, self._address[0], self._config.rank_timeout_s)
-        collectives.connect(group)
-        for each in self._links:
-            self._answer(each)
+        collectives.connect(make_group(device, self._store, 0, self.size, self._address[0], timeout_s))
 
     def run_collectives(
         self, calls: Sequence[CollectiveCall], rows: int, dtype: torch.dtype, device: torch.device

@@ -57,7 +57,8 @@ class Compile:
 class Connect:
     """To it: where the ranks meet for their collectives."""
 
-    store: tuple[str, int]
+    place: str | tuple[str, int]
+    """A file that they share, or the address of a store."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,16 @@ class ForkedRanks(RankGroup):
             process.start()
             self._processes.append(_Started(process))  # type: ignore[arg-type]
 
+    def connect(self, device: torch.device) -> None:
+        if not self.uses_sockets:
+            super().connect(device)
+            return
+        self._meet_at_store(device, self._config.rank_timeout_s)
+        self.await_engine()
+
+    uses_sockets = False
+    """Collectives go as they would between machines."""
+
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
@@ -83,7 +93,7 @@ def load_tiny(family: str, rank: int, num_ranks: int) -> PreTrainedModel:
 @contextlib.contextmanager
 def ranks_of(
     family: str, num_ranks: int = 2, *, timeout_s: float = 20.0, compile: bool = False,
-    load: Callable[[int, int], Any] | None = None,
+    load: Callable[[int, int], Any] | None = None, uses_sockets: bool = False,
 ) -> Iterator[tuple[PreTrainedModel, ForkedRanks, ParallelConfig]]:  # fmt: skip
     """Start the ranks of a tiny model; they serve one engine after the other.
 
@@ -93,6 +103,7 @@ def ranks_of(
     config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=compile))
     load = load or functools.partial(load_tiny, family)
     group = ForkedRanks(config, load, progress=lambda what: None, shares_cores=False, keeps_ranks=True)
+    group.uses_sockets = uses_sockets
     try:
         model = patch(load(0, num_ranks), compile=compile)
         group.await_loaded(summary_of(patched_model(model, compile=compile)))

@@ -81,8 +81,9 @@ def test_rows_leave_a_step_on_all_ranks_at_the_same_layer() -> None:
         )  # fmt: skip
 
 
-def test_results_join_late_on_all_ranks_or_on_none() -> None:
-    with ranks_of("llama") as (model, group, parallel):
+@pytest.mark.parametrize("uses_sockets", [False, True])
+def test_results_join_late_on_all_ranks_or_on_none(uses_sockets: bool) -> None:
+    with ranks_of("llama", uses_sockets=uses_sockets) as (model, group, parallel):
         run_histories(
             model, reference_of("llama"), range(320, 322), reach=("late_joins", "missed_joins"), kv="tiered",
             faults=True, group=group, parallel=parallel, **_sizes(model),
@@ -126,15 +127,16 @@ def _serve_until_lost(model: nn.Module, group: ForkedRanks, parallel: ParallelCo
         return str(lost.value)
 
 
-@pytest.mark.parametrize("at_step", [0, 3])
-def test_a_rank_that_is_killed_ends_the_step(at_step: int) -> None:
-    with ranks_of("llama") as (model, group, parallel):
+@pytest.mark.parametrize(("at_step", "uses_sockets"), [(0, False), (3, False), (3, True)])
+def test_a_rank_that_is_killed_ends_the_step(at_step: int, uses_sockets: bool) -> None:
+    with ranks_of("llama", uses_sockets=uses_sockets) as (model, group, parallel):
         told = _serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGKILL), at_step)
     assert "rank 1" in told
 
 
-def test_a_rank_that_hangs_ends_the_step_within_the_timeout() -> None:
-    with ranks_of("llama", timeout_s=1.0) as (model, group, parallel):
+@pytest.mark.parametrize("uses_sockets", [False, True])
+def test_a_rank_that_hangs_ends_the_step_within_the_timeout(uses_sockets: bool) -> None:
+    with ranks_of("llama", timeout_s=1.0, uses_sockets=uses_sockets) as (model, group, parallel):
         began_s = time.monotonic()
         told = _serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGSTOP), 3)
     assert time.monotonic() - began_s < 15.0
