@@ -46,10 +46,10 @@ def test_tokens_of_two_ranks_equal_hugging_face(family: str) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "num_ranks"), slow_except((), [("llama", 6), ("gpt_neox", 3), ("deepseek_v3", 3)]))
+@pytest.mark.parametrize(("family", "num_ranks"), slow_except((), [("llama", 6), ("gpt_neox", 3)]))
 def test_more_ranks_than_kv_heads_have_them_several_times(family: str, num_ranks: int) -> None:
     with ranks_of(family, num_ranks) as (model, group, parallel):
-        assert model.omniserve.spec.num_kv_heads in (1, 3 if family == "gpt_neox" else 6)
+        assert model.omniserve.spec.num_kv_heads == {"llama": 1, "gpt_neox": 2}[family]
         run_histories(
             model, reference_of(family), range(2), reach=("host_tokens",), has_profile=False, group=group,
             parallel=parallel, **_sizes(model),
@@ -66,7 +66,7 @@ def test_every_policy_runs_on_ranks(scheduler: str) -> None:
         for seed in range(300, 304):
             run_history(
                 model, reference, seed, scheduler=scheduler, faults=seed % 2 == 0, deaths=seed % 4 == 2,
-                drafts=seed % 3 == 0, async_steps=seed % 4 == 1,
+                drafts=seed % 3 == 0 and scheduler != preemptible.NAME, async_steps=seed % 4 == 1,
                 kv=("tiered", "incremental", "bidirectional")[seed % 3],
                 has_profile=False, tally=tally, group=group, parallel=parallel, **_sizes(model),
             )  # fmt: skip
