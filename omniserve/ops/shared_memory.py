@@ -34,9 +34,10 @@ class SharedMemoryGroup:
 
     def __init__(self, path: str, rank: int, num_ranks: int, timeout_s: float) -> None:
         self._rank, self._size, self._timeout_s = rank, num_ranks, timeout_s
-        self._memory = torch.from_file(path, shared=True, size=_file_bytes(num_ranks), dtype=torch.uint8)
-        lines = self._memory[: 2 * 8 * _LINE * num_ranks].view(torch.int64).view(2, num_ranks, _LINE)
-        self._turns, self._pids = lines.unbind()
+        with torch.inference_mode(False):
+            self._memory = torch.from_file(path, shared=True, size=_file_bytes(num_ranks), dtype=torch.uint8)
+            lines = self._memory[: 2 * 8 * _LINE * num_ranks].view(torch.int64).view(2, num_ranks, _LINE)
+            self._turns, self._pids = lines.unbind()
         self._pids[rank, 0] = os.getpid()
         self._turn = 0
         self._slots: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
@@ -98,8 +99,9 @@ class SharedMemoryGroup:
 
     def _slots_of(self, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
         if dtype not in self._slots:
-            slots = self._memory[_header_bytes(self._size) :].view(dtype).view(2, self._size, -1)
-            self._slots[dtype] = list(slots[0].unbind()), list(slots[1].unbind())
+            with torch.inference_mode(False):  # they are written to inside and outside of that mode
+                slots = self._memory[_header_bytes(self._size) :].view(dtype).view(2, self._size, -1)
+                self._slots[dtype] = list(slots[0].unbind()), list(slots[1].unbind())
         return self._slots[dtype]
 
     def _meet(self) -> None:

@@ -48,13 +48,14 @@ def measure_collectives(
     points: list[tuple[float, float]] = []
     for rows in sorted({min(rows, max_rows) for rows in _ROWS}):
         progress("collectives", timer.spent)
-        seconds = sorted(_time(model, group, calls, rows) for _ in range(_ROUNDS))
+        seconds = sorted(time_collectives(model, group, calls, rows) for _ in range(_ROUNDS))
         points.append((rows, seconds[len(seconds) // 4] / model.num_layers))
     alpha_s, beta_s = fit_terms([(1.0, rows) for rows, _ in points], [seconds for _, seconds in points])
     return AlphaBeta(alpha_s=alpha_s, beta_s=beta_s)
 
 
-def _time(model: PatchedModel, group: RankGroup, calls: Sequence[CollectiveCall], rows: int) -> float:
+def time_collectives(model: PatchedModel, group: RankGroup, calls: Sequence[CollectiveCall], rows: int) -> float:
+    """Return the seconds in which all ranks call these, after they have met."""
     group.run_collectives(calls, 1, model.dtype, model.device)  # the ranks begin together
     began_s = time.perf_counter()
     group.run_collectives(calls, rows, model.dtype, model.device)

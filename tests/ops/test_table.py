@@ -19,13 +19,17 @@ def sample_at(name: str, index: int, dtype: torch.dtype) -> Sample:
     return list(OPS[name].samples(CPU, dtype))[index]
 
 
+_COLLECTIVES = {"all_reduce", "all_gather"}
+"""Operators of ranks; tests/parallel runs them."""
+
+
 def test_every_registered_operator_has_a_reference_and_samples() -> None:
     registered = {
         schema.name.removeprefix("omniserve::")
         for schema in torch._C._jit_get_all_schemas()
         if schema.name.startswith("omniserve::")
     }
-    assert registered == set(OPS)
+    assert registered - _COLLECTIVES == set(OPS)
     for spec in OPS.values():
         assert len(list(spec.samples(CPU, torch.float32))) >= 4
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -26,10 +24,11 @@ from tests.parity.models import tiny_model
 
 
 class ForkedRanks(RankGroup):
-    """Ranks that are forked from this process, which has imported everything: they are there at once."""
+    """Ranks that are forked from a server that has imported everything and has no threads: they are there at once."""
 
     def _start(self, secret: bytes, cores: Sequence[int] | None) -> None:
-        context = multiprocessing.get_context("fork")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         for rank in range(1, self.size):
             process = context.Process(target=_run_rank, args=(self._address, secret, rank))
             process.start()
@@ -73,14 +72,6 @@ class _Started:
 
 
 def _run_rank(address: tuple[str, int], secret: bytes, rank: int) -> None:
-    # The OpenMP threads of this thread did not come along, and it would wait for them; a new one has none yet.
-    thread = threading.Thread(target=_follow, args=(address, secret, rank))
-    thread.start()
-    thread.join()
-    os._exit(0)
-
-
-def _follow(address: tuple[str, int], secret: bytes, rank: int) -> None:
     torch.set_num_threads(1)
     follow(link.connect(address, secret, 10.0, "rank 0"), rank)
 

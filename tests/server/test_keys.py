@@ -187,7 +187,7 @@ def test_key_file_that_is_wrong(tmp_path, capsys, text, message):
     with pytest.raises(SystemExit) as caught:
         parse_args(["--model", "m", "--api-key-file", str(file)])
     assert caught.value.code == 2
-    error = capsys.readouterr().err
+    _usage, error = capsys.readouterr().err.split("error: ", 1)
     assert message in error
     assert "secret" not in error and "123456" not in error
 

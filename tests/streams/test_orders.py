@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(
     torch.version.cuda is not None, reason="CUDA is made up for a CPU build of torch; a CUDA build has a real one"
 )
 
-_TRIES = 20
+_TRIES = 60
 _MOST_MORE = 60
-"""Whether a result is late in a history depends on the machine's threads, too."""
+"""Most histories of a test: whether a result is late in one depends on the machine's threads, too."""
 _USUAL = {
     "device, graphs", "host", "host, graphs", "late results", "late results, graphs", "staged moves", "checkpoints",
     "shared blocks", "safepoints, graphs", "neo", "drafts, graphs",
