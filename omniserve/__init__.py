@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from omniserve.core.config import DiskKVConfig, EngineConfig, ExecutionConfig, ParallelConfig
+from omniserve.core.config import DiskKVConfig, EngineConfig, ExecutionConfig, HostsConfig, ParallelConfig
 from omniserve.core.errors import EngineStopped, OmniServeError, RequestRejected, Stalled, UnsupportedModelError
 from omniserve.core.request import (
     SLO,
@@ -43,6 +43,7 @@ __all__ = [
     "EngineStopped",
     "ExecutionConfig",
     "FinishReason",
+    "HostsConfig",
     "OmniServeError",
     "ParallelConfig",
     "Request",

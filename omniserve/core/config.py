@@ -11,6 +11,8 @@ from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.core.spec import HOST_KV_DTYPES
 
 GIB = 1 << 30
+MOST_HOSTS = 127
+"""CPU hosts on the network that an engine can have (``kMostHosts`` in ``ops/csrc/host_tier.h``)."""
 
 
 DEFAULT_CLASSES = (
@@ -141,6 +143,33 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostsConfig:
+    """CPU hosts on the network: machines that run ``python -m omniserve.host``.
+
+    Raises:
+        ValueError: A setting is out of its range.
+    """
+
+    cpu_hosts: tuple[str, ...] = ()
+    """HOST:PORT of each. Best-effort requests go there when the host tier of this machine is full, with the KV manager
+    ``tiered`` or ``incremental``. Rows and KV go over the network neither encrypted nor signed."""
+    cpu_host_secret_file: str | None = None
+    """File with a secret of at least 16 characters, which the hosts must know, too."""
+    cpu_host_timeout_s: float = 5.0
+    """A host that says nothing for so long is lost: what is there is recomputed, until it comes back."""
+
+    def __post_init__(self) -> None:
+        if self.cpu_hosts and self.cpu_host_secret_file is None:
+            raise ValueError("cpu_hosts needs cpu_host_secret_file: they must know a secret")
+        if len(set(self.cpu_hosts)) < len(self.cpu_hosts):
+            raise ValueError(f"cpu_hosts names a host twice: {', '.join(self.cpu_hosts)}")
+        if len(self.cpu_hosts) > MOST_HOSTS:
+            raise ValueError(f"cpu_hosts names {len(self.cpu_hosts)} hosts, {MOST_HOSTS} are possible")
+        if not (math.isfinite(self.cpu_host_timeout_s) and self.cpu_host_timeout_s > 0):
+            raise ValueError(f"cpu_host_timeout_s must be a number > 0, got {self.cpu_host_timeout_s}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of an engine.
 
@@ -188,6 +217,8 @@ class EngineConfig:
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Several processes for one model."""
+    hosts: HostsConfig = field(default_factory=HostsConfig)
+    """More machines for the host tier."""
 
     trace_steps: str | None = None
     """File that gets one JSON line a step, for ``python -m omniserve.explain``."""
@@ -231,7 +262,13 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be >= 1 or None, got {value}")
+        if self.hosts.cpu_hosts and not self.host_kv_bytes:
+            raise ValueError(
+                "cpu_hosts are used when this machine's host tier is full: give host_kv_bytes, if only a little"
+            )
         if self.parallel.tensor_parallel_size > 1:
+            if self.hosts.cpu_hosts:
+                raise ValueError("cpu_hosts are for a model on one rank: leave them out with tensor_parallel_size")
             if self.disk_kv.gib:
                 raise ValueError(
                     "disk_kv is for a model on one rank: set disk_kv.gib or tensor_parallel_size to 0 or 1"

@@ -38,11 +38,14 @@ class Stalled(OmniServeError):
     """The device or the host tier did not finish in time what it was given; only a new process can go on."""
 
 
-class RankLost(OmniServeError):
-    """Another process that serves a part of the model is gone, or does not answer; only a new engine can go on."""
+class PeerLost(OmniServeError):
+    """A process that this one works with over a connection of their own is gone, or does not answer.
+
+    If it serves a part of the model (a rank), only a new engine can go on; an engine goes on without a CPU host.
+    """
 
 
-class RankRefused(RankLost):
+class PeerRefused(PeerLost):
     """The other process is there, but does not take this one: another secret or version, or no place is free."""
 
 

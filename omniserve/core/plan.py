@@ -312,6 +312,11 @@ def is_whole(plan: StepPlan, halted: Mapping[str, int]) -> bool:
     return not halted and all(chunk.from_layer == 0 for chunk in plan.chunks)
 
 
+HOST_BLOCKS = 1 << 24
+"""Ids of blocks for each host (``kHostBlocks`` in ``ops/csrc/host_tier.h``): those of host h on the network are from
+``h * HOST_BLOCKS`` on, those of this machine's host tier below."""
+
+
 class HostEventKind(enum.StrEnum):
     """An event that the host tier or a KV copy reports."""
 
@@ -321,6 +326,10 @@ class HostEventKind(enum.StrEnum):
     MOVE_FAILED = "move_failed"
     TIER_DOWN = "tier_down"
     """The last host thread died: what is on the host tier must be recomputed on the device."""
+    HOST_LOST = "host_lost"
+    """A CPU host on the network is lost: what is there must be recomputed."""
+    HOST_JOINED = "host_joined"
+    """A CPU host on the network can be used, for the first time or again; it holds nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -333,6 +342,11 @@ class HostEvent:
     layer: int = -1
     position: int = -1
     move_id: int = -1
+    host: int = 0
+    """Of a host on the network: its number, from 1."""
+    num_blocks: int = 0
+    """Of one that joined: its blocks, and how many threads attend there."""
+    num_threads: int = 0
     seconds: float = 0.0
     """How long a ``DiskCopy`` took, from when a thread began it."""
     message: str = ""

@@ -26,7 +26,6 @@ from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection
 from omniserve.ops.cuda import kernels
 
 _STAGING_BYTES = 128 << 20
-_COPY_ID = -2  # move_id of the worker threads' copies; move ids of callers are >= 0, and -1 means none
 
 
 class Mover(ABC):
@@ -193,8 +192,8 @@ class StagedMover(Mover):
     """Runs moves one after the other; `advance` starts the next hop.
 
     `block_shape` is ``[L, K, S, H]`` of a block's K, `dtype` the cache's. `host_copy` is as in `HostMoves`; the events
-    of its copies go to `takes`. The staging buffer has `staging_bytes`, but room for one block in any case. With
-    `pin_memory` it is page-locked and allocated now: to do so later would stall a step.
+    of its copies, which have the move id `copy_id`, go to `takes`. The staging buffer has `staging_bytes`, but room for
+    one block in any case. With `pin_memory` it is page-locked and allocated now: to do so later would stall a step.
     """
 
     def __init__(
@@ -204,6 +203,7 @@ class StagedMover(Mover):
         num_pool_blocks: int,
         host_copy: Callable[..., None],
         *,
+        copy_id: int = -2,
         pin_memory: bool,
         staging_bytes: int = _STAGING_BYTES,
     ) -> None:
@@ -211,6 +211,7 @@ class StagedMover(Mover):
         self._block_shape = torch.Size(block_shape)
         self._dtype = dtype
         self._host_copy = host_copy
+        self._copy_id = copy_id
         self._pin_memory = pin_memory
         block_bytes = 2 * self._block_shape.numel() * dtype.itemsize
         self._chunk_blocks = max(1, min(num_pool_blocks, staging_bytes // block_bytes))
@@ -234,7 +235,7 @@ class StagedMover(Mover):
         self._queue.append((move, (device_k_LBKSH, device_v_LBKSH)))
 
     def takes(self, move_id: int, message: str) -> bool:
-        if move_id != _COPY_ID:
+        if move_id != self._copy_id:
             return False
         self._copying_on_host = False
         self._error = message
@@ -280,7 +281,7 @@ class StagedMover(Mover):
             ids = src if to_host else dst
             self._hop_is_done = self._on_device(caches, staging, ids, to_host, is_reversed=move.is_reversed)
         else:
-            self._host_copy(_COPY_ID, to_host, *staging, tuple(range(len(src))), dst if to_host else src)
+            self._host_copy(self._copy_id, to_host, *staging, tuple(range(len(src))), dst if to_host else src)
             self._copying_on_host = True
         self._hop += 1
         return True

@@ -10,8 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import HostEvent, KVMove, MoveDirection
+from omniserve.core.plan import HOST_BLOCKS, HostEvent, KVMove, MoveDirection
 from omniserve.host.mover import DirectMover, Mover, StagedMover, sides
+
+# Move ids of the worker threads' copies for movers; move ids of callers are >= 0, and -1 means none.
+_COPY_ID, _NETWORK_COPY_ID = -2, -3
 
 
 class HostMoves:
@@ -30,13 +33,27 @@ class HostMoves:
         self._block_shape = (num_layers, num_kv_heads, block_size, head_size)
         self._dtype = dtype
         self._host_copy = host_copy
+        self._pin_memory = pin_memory
         self.mover: Mover
-        """Copies from and to CUDA caches."""
+        """Copies between CUDA caches and the pool."""
         if pin_memory and pool_LBK2SH.dtype == dtype:
             self.mover = DirectMover(pool_LBK2SH)
         else:
-            self.mover = StagedMover(self._block_shape, dtype, self._num_pool_blocks, host_copy, pin_memory=pin_memory)
+            self.mover = self._staged(_COPY_ID, pin_memory=pin_memory)
+        self._network_mover = self._staged(_NETWORK_COPY_ID, pin_memory=False)
+        """Copies between CUDA caches and hosts on the network."""
         self._caches: dict[int, tuple[Tensor, Tensor]] = {}  # of the moves under way: they must stay alive
+
+    def _staged(self, copy_id: int, *, pin_memory: bool) -> StagedMover:
+        return StagedMover(
+            self._block_shape, self._dtype, self._num_pool_blocks, self._host_copy, copy_id=copy_id,
+            pin_memory=pin_memory,
+        )  # fmt: skip
+
+    def allow_network(self) -> None:
+        """Make what moves between a GPU and hosts on the network need, before the first of them."""
+        if self._pin_memory:
+            self._network_mover = self._staged(_NETWORK_COPY_ID, pin_memory=True)
 
     def start(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> None:
         """Start a move; see `HostTier.start_move`."""
@@ -45,12 +62,51 @@ class HostMoves:
             to_host, ids = move.direction is MoveDirection.TO_HOST, sides(move)
             self._host_copy(move.move_id, to_host, device_k_LBKSH, device_v_LBKSH, *ids, move.is_reversed)
         else:
-            self.mover.start(move, device_k_LBKSH, device_v_LBKSH)
+            mover = self._network_mover if _is_on_network(move) else self.mover
+            mover.start(move, device_k_LBKSH, device_v_LBKSH)
         self._caches[move.move_id] = (device_k_LBKSH, device_v_LBKSH)
 
     def end(self, event: HostEvent) -> None:
         """Release the caches of the move that an event says is over."""
         self._caches.pop(event.move_id, None)
+
+    def takes(self, move_id: int, message: str) -> bool:
+        """Tell whether an event of the worker threads is about a copy that a mover asked for, and note it then."""
+        return self.mover.takes(move_id, message) or self._network_mover.takes(move_id, message)
+
+    def advance(self) -> list[HostEvent]:
+        """Start the copies of the movers that can start, and return the events of the moves that are over."""
+        return self.mover.advance() + self._network_mover.advance()
+
+    def close(self) -> None:
+        """Let moves of the movers fail that are started from now on; the caller waits for the device."""
+        self.mover.close()
+        self._network_mover.close()
+
+    @property
+    def busy(self) -> bool:
+        """True while there are moves of the movers without their event."""
+        return self.mover.busy or self._network_mover.busy
+
+    @property
+    def can_advance(self) -> bool:
+        """True when ``advance`` has something to do."""
+        return self.mover.can_advance or self._network_mover.can_advance
+
+    @property
+    def num_moves(self) -> int:
+        """The moves of the movers without their event, but those that the worker threads copy and so count."""
+        return self.mover.num_moves + self._network_mover.num_moves
+
+    @property
+    def num_failures(self) -> int:
+        """Moves that failed on the device."""
+        return self.mover.num_failures + self._network_mover.num_failures
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of finished moves that were copied without the worker threads."""
+        return self.mover.bytes_moved + self._network_mover.bytes_moved
 
     def _check(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> None:
         """Raise ValueError unless a move's id is free, its blocks exist and its device cache fits the pool."""
@@ -68,6 +124,15 @@ class HostMoves:
             raise ValueError(f"K and V differ in shape: {list(device_k_LBKSH.shape)}, {list(device_v_LBKSH.shape)}")
         if len(move.src_block_ids) != len(move.dst_block_ids):
             raise ValueError(f"a move needs as many targets as sources: {move}")
-        for ids, num_blocks in zip(sides(move), (device_k_LBKSH.shape[1], self._num_pool_blocks), strict=True):
+        device_ids, host_ids = sides(move)
+        checked = [(device_ids, device_k_LBKSH.shape[1])]
+        if not _is_on_network(move):  # the tier checks blocks of other hosts
+            checked.append((host_ids, self._num_pool_blocks))
+        for ids, num_blocks in checked:
             if ids and not (0 <= min(ids) and max(ids) < num_blocks):
                 raise ValueError(f"block ids must be in [0, {num_blocks}), got {min(ids)} to {max(ids)}")
+
+
+def _is_on_network(move: KVMove) -> bool:
+    _, host_ids = sides(move)
+    return bool(host_ids) and host_ids[0] >= HOST_BLOCKS

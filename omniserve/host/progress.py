@@ -37,6 +37,29 @@ class HostTierStats:
     """K and V of the whole pool, without the scales."""
 
 
+@dataclass(frozen=True, slots=True)
+class HostLinkStats:
+    """What an engine knows of a CPU host on the network. In the order of ``HostLinkStats`` in ``host_tier.h``."""
+
+    host: int
+    is_lost: int
+    tasks_in_hand: int
+    moves_in_hand: int
+    tasks_sent: int
+    """Counter, like those that follow."""
+    bytes_sent: int
+    """Of q, k and v."""
+    bytes_received: int
+    """Of results."""
+    bytes_moved: int
+    """Of blocks, both ways."""
+    busy_ns: int
+    """As the host has told last, like those that follow: time that its threads spent computing, summed."""
+    kv_bytes_read: int
+    threads_alive: int
+    tasks_done: int
+
+
 class Progress:
     """Compares the counters of a tier that has work in hand, twice within `patience_s`; each poll calls `look`."""
 

@@ -9,6 +9,7 @@ that of the slot's token i.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -28,7 +29,7 @@ from omniserve.core.plan import HostEvent, HostEventKind, KVMove
 from omniserve.core.spec import ModelSpec
 from omniserve.host.memory import allocate_pool
 from omniserve.host.moves import HostMoves
-from omniserve.host.progress import HostTierStats, Progress
+from omniserve.host.progress import HostLinkStats, HostTierStats, Progress
 from omniserve.ops.streams import drain
 
 logger = logging.getLogger(__name__)
@@ -44,9 +45,10 @@ _wait = _host.wait.default
 # EventKind in host_tier.h, in its order. The last one is a cancelled task, which is reported as failed but not logged.
 _KINDS = (
     HostEventKind.ATTENTION_DONE, HostEventKind.ATTENTION_FAILED, HostEventKind.MOVE_DONE, HostEventKind.MOVE_FAILED,
-    HostEventKind.ATTENTION_FAILED,
+    HostEventKind.ATTENTION_FAILED, HostEventKind.HOST_LOST,
 )  # fmt: skip
 _ATTENTION_FAILED = 1
+_HOST_LOST = 5
 _NO_MOVE = -1  # the move_id of an attention event
 _MOVER_POLL_S = 0.0005
 _MOST_ROWS = 16  # kMaxTaskRows in host_tier.h
@@ -289,22 +291,62 @@ class HostTier:
         """
         self._moves.start(move, device_k_LBKSH, device_v_LBKSH)
 
+    def connect(self, host: int, rows_fd: int, blocks_fd: int, num_blocks: int, timeout_s: float) -> None:
+        """Use a CPU host on the network from now on (``host.remote`` connects to them).
+
+        Its blocks are ``[host * HOST_BLOCKS, host * HOST_BLOCKS + num_blocks)``: a token that begins in them is
+        attended there, and moves copy to and from it. An event HOST_LOST tells when it is lost, because a connection
+        has ended, or the host was silent for `timeout_s` or has sent what it should not; all that it has in hand fails
+        then. It can be connected again, as a host that holds nothing.
+
+        Args:
+            host: Its number, in [1, 127].
+            rows_fd: A connection to it for rows and results; the tier closes it in the end.
+            blocks_fd: Another one, for blocks of KV.
+
+        Raises:
+            ValueError: A number is out of range, the host is connected, or the tier is closed.
+        Paper: omniserve 4 (distributed CPU attention).
+        """
+        self._moves.allow_network()
+        _host.connect(self._handle, host, rows_fd, blocks_fd, num_blocks, timeout_s)
+
+    def hosts(self) -> list[HostLinkStats]:
+        """Return what there is to tell of each host on the network."""
+        values = _host.link_stats(self._handle)
+        size = len(dataclasses.fields(HostLinkStats))
+        return [HostLinkStats(*values[i : i + size]) for i in range(0, len(values), size)]
+
+    def serve(self, rows_fd: int, blocks_fd: int, timeout_s: float) -> str:
+        """Be a CPU host on the network for an engine at the other end of two connections, until it is gone.
+
+        All events go to the engine; nothing else may use the tier meanwhile. The connections are closed.
+
+        Returns:
+            Why it has ended.
+        """
+        (why,) = _host.serve(self._handle, rows_fd, blocks_fd, timeout_s)
+        return str(why)
+
     def poll(self) -> list[HostEvent]:
         """Return the events of all that has finished since the last call. Never blocks."""
         rows, messages = _poll(self._handle)
         events: list[HostEvent] = []
-        mover = self._moves.mover
-        for (kind, slot, epoch, layer, position, move_id), message in zip(rows.tolist(), messages, strict=True):
+        moves = self._moves
+        for (kind, slot, epoch, layer, position, move_id, host), message in zip(rows.tolist(), messages, strict=True):
+            if kind == _HOST_LOST:
+                events.append(HostEvent(kind=HostEventKind.HOST_LOST, host=host, message=message))
+                continue
             if kind == _ATTENTION_FAILED:
                 self._log_failure(message)
-            if move_id == _NO_MOVE or not mover.takes(move_id, message):
+            if move_id == _NO_MOVE or not moves.takes(move_id, message):
                 event = HostEvent(
                     kind=_KINDS[kind], slot=slot, epoch=epoch, layer=layer, position=position, move_id=move_id,
                     message=message,
                 )  # fmt: skip
                 events.append(event)
-        if mover.busy:
-            events += mover.advance()
+        if moves.busy:
+            events += moves.advance()
         for event in events:
             if event.move_id != _NO_MOVE:
                 if event.kind is HostEventKind.MOVE_FAILED:
@@ -315,12 +357,12 @@ class HostTier:
 
     def wait(self, timeout_s: float) -> None:
         """Sleep, without the GIL, until `poll` has something to do or the timeout is over."""
-        if not self._moves.mover.busy:
+        if not self._moves.busy:
             _wait(self._handle, timeout_s)
             return
         # Only a callback in the stream could wake a thread when a CUDA event is done, so this polls.
         deadline_s = time.monotonic() + timeout_s
-        while not _wait(self._handle, _MOVER_POLL_S) and not self._moves.mover.can_advance:
+        while not _wait(self._handle, _MOVER_POLL_S) and not self._moves.can_advance:
             if time.monotonic() >= deadline_s:
                 return
 
@@ -350,13 +392,13 @@ class HostTier:
         done, failures, alive, tasks, moves, busy_ns, bytes_read, bytes_moved, prefaulted = _host.stats(self._handle)
         return HostTierStats(
             tasks_done=done,
-            failures=failures + self._moves.mover.num_failures,
+            failures=failures + self._moves.num_failures,
             threads_alive=alive,
             tasks_in_hand=tasks,
-            moves_in_hand=moves + self._moves.mover.num_moves,
+            moves_in_hand=moves + self._moves.num_moves,
             busy_seconds=busy_ns * 1e-9,
             kv_bytes_read=bytes_read,
-            bytes_moved=bytes_moved + self._moves.mover.bytes_moved,
+            bytes_moved=bytes_moved + self._moves.bytes_moved,
             bytes_prefaulted=prefaulted,
             pool_bytes=self.pool_LBK2SH.nbytes,
         )
@@ -390,7 +432,7 @@ class HostTier:
         """
         if os.getpid() != self._process_id:
             return
-        self._moves.mover.close()
+        self._moves.close()
         try:
             drain(self._device)
         except Stalled:

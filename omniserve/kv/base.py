@@ -176,6 +176,26 @@ class CanMove(Protocol):
 
 
 @runtime_checkable
+class CanSpread(Protocol):
+    """Moves requests to CPU hosts on the network, too: all blocks of a request are on one host."""
+
+    def add_host(self, host: int, num_blocks: int, speed: float) -> None:
+        """Note that a host can be used, with the blocks from ``host * HOST_BLOCKS`` on, which hold nothing.
+
+        ``speed`` says how much more KV it should get than another one.
+        """
+
+    def lose_host(self, host: int) -> None:
+        """Note that a host is lost, and what is there: nothing moves there any more."""
+
+    def host_of(self, request_id: str) -> int:
+        """Return the number of the host that a request is on; 0: it is on this machine, or moving."""
+
+    def is_lost(self, request_id: str) -> bool:
+        """Tell whether the KV of a request was on a host that is lost."""
+
+
+@runtime_checkable
 class CanCheckpoint(Protocol):
     """Copies the first, full blocks of device requests to the host ahead of need: their *checkpoint*.
 

@@ -48,7 +48,9 @@ class IncrementalKVManager(TieredKVManager):
         on_device = table.tier is Tier.DEVICE
         # On the device the last block may be partly filled; a checkpoint is of full blocks.
         num_kept = -(-num_computed_tokens // self.block_size) if on_device else num_computed_tokens // self.block_size
-        self._pools[table.tier].give_back(reversed(table.blocks[num_kept:]))
+        if table.network is not None:
+            num_kept = 0
+        self._pool(table).give_back(reversed(table.blocks[num_kept:]))
         del table.blocks[num_kept:]
         if not on_device:
             self._checkpoints.keep(request_id, table.blocks)

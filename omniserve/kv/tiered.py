@@ -1,5 +1,8 @@
 """``tiered``: block tables on the device and on the host, whole-request moves between them, and checkpoints.
 
+A request that the host of this machine has no room for moves to a host on the network, if there is one; checkpoints and
+prefixes stay on this machine.
+
 Paper: omniserve 3.2.4 (swap-out beside the step; when to swap in is the scheduler's decision), conserve 4.4.
 """
 
@@ -15,6 +18,7 @@ from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
 from omniserve.kv.block_pool import BlockPool, HostCheckpoints
 from omniserve.kv.disk_prefixes import DiskPrefixes
 from omniserve.kv.host_prefixes import HostPrefixes, KeepsPrefixes, PrefixPool
+from omniserve.kv.network import NetworkPool, NetworkPools
 from omniserve.kv.prefix_cache import CachingPool
 
 _SOURCE = {MoveDirection.TO_HOST: Tier.DEVICE, MoveDirection.TO_DEVICE: Tier.HOST}
@@ -28,6 +32,8 @@ class Table:
     tier: Tier
     blocks: list[int]  # while it moves: the source
     move: KVMove | None = None
+    network: NetworkPool | None = None  # the blocks are on this host on the network; None: on this machine
+    going_to: NetworkPool | None = None  # moving: the destination is there
     # While it moves, the target is ``arrived``, then the move's destination, then ``behind``.
     arrived: list[int] = field(default_factory=list)  # what has been there before
     behind: list[int] = field(default_factory=list)  # for what is not computed yet
@@ -65,9 +71,10 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         self._restored: dict[int, Sequence[bytes]] = {}
         """Keys of the host blocks that a move reads for a request that begins with them."""
         self._checkpoints = HostCheckpoints(self._pools[Tier.HOST])
+        self._network = NetworkPools()
         self._tables: dict[str, Table] = {}
         self._moves: dict[int, str] = {}
-        self._abandoned: dict[int, KVMove] = {}
+        self._abandoned: dict[int, tuple[KVMove, BlockPool]] = {}
         self._move_ids = itertools.count()
 
     def allocate(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
@@ -75,17 +82,24 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         self._require_still(request_id, table)
         missing = -(-num_tokens // self.block_size) - len(table.blocks)
         if missing > 0:
-            if not self._make_room(table.tier, missing, reserve_blocks, request_id):
+            after = table.blocks[-1] if table.blocks else None
+            if table.network is not None:
+                taken = table.network.take(missing, after) if table.network.has_room(missing, reserve_blocks) else None
+                if taken is None:
+                    return None
+                table.blocks += taken
+            elif not self._make_room(table.tier, missing, reserve_blocks, request_id):
                 return None
-            table.blocks += self._take(table.tier, missing, after=table.blocks[-1] if table.blocks else None)
+            else:
+                table.blocks += self._take(table.tier, missing, after)
         self._tables[request_id] = table
         return tuple(table.blocks)
 
     def stretch(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
         table = self._at_rest(request_id)
         missing = -(-num_tokens // self.block_size) - len(table.blocks)
-        num_free = self._pools[table.tier].num_free
-        if table.tier is Tier.HOST:
+        num_free = self._pool(table).num_free
+        if table.tier is Tier.HOST and table.network is None:
             num_free += self._prefixes.num_reclaimable
         if missing > 0 and missing + reserve_blocks > num_free:
             return None
@@ -93,7 +107,7 @@ class TieredKVManager(KeepsPrefixes, KVManager):
 
     def trim(self, request_id: str, num_tokens: int) -> None:
         table, num_needed = self._at_rest(request_id), -(-num_tokens // self.block_size)
-        self._pools[table.tier].give_back(reversed(table.blocks[num_needed:]))
+        self._pool(table).give_back(reversed(table.blocks[num_needed:]))
         del table.blocks[num_needed:]
 
     def free(self, request_id: str) -> None:
@@ -103,7 +117,7 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         self._require_still(request_id, table)
         del self._tables[request_id]
         self._checkpoints.drop(request_id)
-        self._pools[table.tier].give_back(reversed(table.blocks))
+        self._pool(table).give_back(reversed(table.blocks))
 
     def release(self, request_id: str, keys: Sequence[bytes]) -> None:
         table = self._at_rest(request_id)
@@ -112,7 +126,7 @@ class TieredKVManager(KeepsPrefixes, KVManager):
             if self._keeps_prefixes:
                 checkpoint = self._checkpoints.take(request_id)
                 self._prefixes.adopt(keys[: len(checkpoint)], checkpoint)
-        elif table.tier is Tier.HOST and self._keeps_prefixes:
+        elif table.tier is Tier.HOST and table.network is None and self._keeps_prefixes:
             self._prefixes.adopt(keys, table.blocks)
             table.blocks = []
         self.free(request_id)
@@ -136,15 +150,20 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         self._require_still(request_id, table)
         if table.tier is not _SOURCE[direction]:
             raise RuntimeError(f"request {request_id} cannot move {direction}: its KV is on the {table.tier} tier")
+        if table.network is not None and table.network.is_lost:
+            return None
         num_arrived = self._checkpoints.num_blocks(request_id)  # 0 on the host
         num_copied = len(table.blocks) - num_arrived
         if not self._make_room(_TARGET[direction], num_copied, reserve_blocks, request_id):
-            return None
+            if direction is MoveDirection.TO_DEVICE:
+                return None
+            return self._start_move_to_network(request_id, table, reserve_blocks)
         if num_arrived > 0:
             self._pools[Tier.DEVICE].give_back(reversed(table.blocks[:num_arrived]))
             del table.blocks[:num_arrived]
         table.arrived = self._checkpoints.take(request_id)
-        if direction is MoveDirection.TO_DEVICE and not self._keeps_prefixes:  # where it is found by its keys
+        # With prefixes on the host it is found there by its keys.
+        if direction is MoveDirection.TO_DEVICE and not self._keeps_prefixes and table.network is None:
             table.num_kept = min(keep_tokens // self.block_size, len(table.blocks))
         after = table.arrived[-1] if table.arrived else None
         table.move = self._new_move(request_id, direction, table.blocks, after)
@@ -159,11 +178,41 @@ class TieredKVManager(KeepsPrefixes, KVManager):
             # As if these had been copied for this request: the move copies what is behind them.
             self._checkpoints.keep(request_id, self._prefixes.share(keys))
         move = self.start_move(request_id, MoveDirection.TO_HOST, reserve_blocks=reserve_blocks)
-        if move is not None and self._keeps_prefixes:
+        if move is not None and self._keeps_prefixes and self._tables[request_id].going_to is None:
             self._tables[request_id].keys = keys
         elif is_shared:
             self._checkpoints.drop(request_id)
         return move
+
+    def _start_move_to_network(self, request_id: str, table: Table, reserve_blocks: int) -> KVMove | None:
+        """Begin to move a request to a host on the network, all of it; None if none has room."""
+        pool = self._network.choose(len(table.blocks), reserve_blocks)
+        if pool is None:
+            return None
+        self._checkpoints.drop(request_id)
+        target = pool.take(len(table.blocks))
+        assert target is not None
+        table.going_to = pool
+        table.move = KVMove(
+            request_id=request_id, move_id=next(self._move_ids), direction=MoveDirection.TO_HOST,
+            src_block_ids=tuple(table.blocks), dst_block_ids=tuple(target), is_reversed=self._is_reversed(request_id),
+        )  # fmt: skip
+        self._moves[table.move.move_id] = request_id
+        return table.move
+
+    def add_host(self, host: int, num_blocks: int, speed: float) -> None:
+        self._network.add(host, num_blocks, speed)
+
+    def lose_host(self, host: int) -> None:
+        self._network.lose(host)
+
+    def host_of(self, request_id: str) -> int:
+        table = self._tables.get(request_id)
+        return table.network.host if table is not None and table.network is not None else 0
+
+    def is_lost(self, request_id: str) -> bool:
+        table = self._tables.get(request_id)
+        return table is not None and table.network is not None and table.network.is_lost
 
     def abandon_move(self, move_id: int) -> None:
         request_id = self._moves[move_id]
@@ -173,7 +222,7 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         del self._moves[move_id], self._tables[request_id]
         self._pools[Tier.DEVICE].give_back(reversed(table.blocks))
         self._strand(request_id, table.arrived)
-        self._abandoned[move_id] = move
+        self._abandoned[move_id] = move, table.going_to or self._pools[Tier.HOST]
 
     def finish_move(self, move_id: int, *, succeeded: bool) -> MoveResult:
         if move_id in self._checkpoints:
@@ -182,7 +231,8 @@ class TieredKVManager(KeepsPrefixes, KVManager):
                 return MoveResult.UNUSED
             return MoveResult.ARRIVED if has_grown else MoveResult.STAYED
         if (abandoned := self._abandoned.pop(move_id, None)) is not None:
-            self._pools[Tier.HOST].give_back(abandoned.dst_block_ids)
+            copied, pool = abandoned
+            pool.give_back(copied.dst_block_ids)
             return MoveResult.UNUSED
         if move_id in self._prefixes:
             return self._prefixes.end_copy(move_id, succeeded=succeeded)
@@ -197,10 +247,10 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         table = self._tables[request_id]
         move = table.move
         assert move is not None and move.move_id == move_id, f"move {move_id} does not belong to its request"
-        source, target = self._pools[table.tier], self._pools[_TARGET[move.direction]]
+        source, target = self._pool(table), table.going_to or self._pools[_TARGET[move.direction]]
         if not succeeded:
             target.give_back(move.dst_block_ids)
-            table.move = None
+            table.move = table.going_to = None
             if not table.arrived:
                 table.num_kept = 0
                 return MoveResult.STAYED
@@ -210,7 +260,7 @@ class TieredKVManager(KeepsPrefixes, KVManager):
             return MoveResult.LOST
         source.give_back(reversed(table.blocks[table.num_kept :]))
         self._checkpoints.keep(request_id, table.blocks[: table.num_kept])
-        self._tables[request_id] = Table(_TARGET[move.direction], table.target)
+        self._tables[request_id] = Table(_TARGET[move.direction], table.target, network=table.going_to)
         self._prefixes.publish(table.keys, table.target)
         return MoveResult.ARRIVED
 
@@ -298,6 +348,10 @@ class TieredKVManager(KeepsPrefixes, KVManager):
             is_reversed=self._is_reversed(request_id),
         )
 
+    def _pool(self, table: Table) -> BlockPool:
+        """Return the pool of a table's blocks."""
+        return table.network or self._pools[table.tier]
+
     def _take(self, tier: Tier, count: int, after: int | None) -> list[int]:
         """Take blocks of which the caller knows that they are free."""
         taken = self._pools[tier].take(count, after)
@@ -359,7 +413,10 @@ class TieredKVManager(KeepsPrefixes, KVManager):
 
     def usage(self) -> KVUsage:
         num_used = self.num_host_blocks - self._pools[Tier.HOST].num_free - self._prefixes.num_held
-        return dataclasses.replace(super().usage(), host_used=num_used)
+        return dataclasses.replace(
+            super().usage(), host_used=num_used + self._network.num_used,
+            host_total=self.num_host_blocks + self._network.num_blocks,
+        )  # fmt: skip
 
     def free_block_ids(self, tier: Tier) -> list[int]:
         return self._pools[tier].free_ids()
@@ -387,6 +444,7 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         owned = self._owned()
         for tier, pool in self._pools.items():
             pool.check(owned[tier])
+        self._network.check(self._owned_on_network())
         self._prefixes.check()
         assert sorted(self._moves) == sorted(t.move.move_id for t in self._tables.values() if t.move is not None)
 
@@ -394,16 +452,28 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         """Return the ids that are not free, by tier; for checks."""
         owned: dict[Tier, list[int]] = {Tier.DEVICE: [], Tier.HOST: []}
         for table in self._tables.values():
-            owned[table.tier] += table.blocks
-            if table.move is not None:
+            if table.network is None:
+                owned[table.tier] += table.blocks
+            if table.move is None:
+                assert not table.arrived and not table.behind and not table.num_kept and not table.going_to, table
+            elif table.going_to is None:
                 owned[_TARGET[table.move.direction]] += table.target
-            else:
-                assert not table.arrived and not table.behind and not table.num_kept, table
-        for move in self._abandoned.values():
-            owned[Tier.HOST] += move.dst_block_ids
+        for move, pool in self._abandoned.values():
+            if pool is self._pools[Tier.HOST]:
+                owned[Tier.HOST] += move.dst_block_ids
         owned[Tier.HOST] += self._checkpoints.owned_blocks()
         owned[Tier.HOST] += self._prefixes.owned_blocks()
         return owned
+
+    def _owned_on_network(self) -> list[tuple[BlockPool, Sequence[int]]]:
+        """Return what is not free on hosts on the network, with its pool; for checks."""
+        owned: list[tuple[BlockPool, Sequence[int]]] = []
+        for table in self._tables.values():
+            if table.network is not None:
+                owned.append((table.network, table.blocks))
+            if table.move is not None and table.going_to is not None:
+                owned.append((table.going_to, table.target))
+        return owned + [(pool, move.dst_block_ids) for move, pool in self._abandoned.values()]
 
     def _at_rest(self, request_id: str) -> Table:
         table = self._tables[request_id]

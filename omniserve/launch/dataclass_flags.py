@@ -63,6 +63,11 @@ def _cores(text: str) -> tuple[int, ...]:
     return tuple(cores)
 
 
+def _words(text: str) -> tuple[str, ...]:
+    """Read words that are separated by commas."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
 @functools.cache
 def field_docs(kind: type) -> dict[str, str]:
     """Return the docstring that stands under each field of a dataclass, on one line, those of its bases included."""
@@ -102,9 +107,10 @@ def add_field_flags(
             assert default is False
             parser.add_argument(flag, dest=dest, action="store_true", help=text)
             continue
-        read = _gib if name.endswith("_bytes") else _cores if choices == [tuple[int, ...]] else choices[0]
+        readers = {tuple[int, ...]: _cores, tuple[str, ...]: _words}
+        read = _gib if name.endswith("_bytes") else readers.get(choices[0], choices[0])
         metavar = "GIB" if read is _gib else "SECONDS" if name.endswith("_s") else name.split("_")[-1].upper()
-        if default is not None:
+        if default not in (None, ()):
             text += f" (default: {default / GIB if read is _gib else default})"
         if typing.get_origin(hint) is typing.Literal:
             parser.add_argument(flag, dest=dest, default=default, choices=choices, help=text)
@@ -154,8 +160,8 @@ def flag_value(action: argparse.Action, value: Any) -> Any:
     """Return what a flag has to be given to have this value."""
     if action.type is _gib:
         return value / GIB
-    if action.type is _cores:
-        return ",".join(map(str, value))
+    if action.type in (_cores, _words):
+        return ",".join(map(str, value)) or None
     if action.type is named_value:
         return "=".join(value)
     return str(value) if isinstance(value, Path) else value

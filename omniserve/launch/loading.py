@@ -113,7 +113,7 @@ class EngineLoader:
 
         Raises:
             OSError, UnsupportedModelError, ValueError: As ``load_rank``.
-            RankLost: Another rank does not come, or cannot load its part.
+            PeerLost: Another rank does not come, or cannot load its part.
         """
         progress("importing torch")
         from omniserve.engine.fingerprint import has_constant_steps

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omniserve.core.errors import RankLost, UnsupportedModelError
+from omniserve.core.errors import PeerLost, UnsupportedModelError
 from omniserve.latency.profile import Profile, default_folder, path_in
 from omniserve.launch.dataclass_flags import positive
 from omniserve.launch.flags import add_engine_flags, config_from
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = path_in(folder, profile.fingerprint) if args.output is None else args.output
         if is_kept := args.output is not None or not profile.disturbances:
             profile.write(path)
-    except (OSError, ValueError, UnsupportedModelError, RankLost) as error:
+    except (OSError, ValueError, UnsupportedModelError, PeerLost) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     from omniserve.profiling.summary import summarise  # torch, for which --help need not wait

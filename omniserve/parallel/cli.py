@@ -10,8 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from omniserve.core.errors import RankLost, RankRefused
-from omniserve.parallel import link
+from omniserve.core import link
+from omniserve.core.errors import PeerLost, PeerRefused
 
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
@@ -58,10 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the engine, which ends this process
     try:
         _join(address, secret, args, logger)
-    except RankRefused as error:
+    except PeerRefused as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except (RankLost, OSError) as error:
+    except (PeerLost, OSError) as error:
         logger.error("%s", error)
         if args.once:
             return 1

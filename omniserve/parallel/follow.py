@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from omniserve.core.errors import OmniServeError, RankLost, RankRefused
+from omniserve.core.errors import OmniServeError, PeerLost, PeerRefused
+from omniserve.core.link import Link
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel, patched_model
@@ -19,7 +20,6 @@ from omniserve.ops import collectives
 from omniserve.ops.shared_memory import SharedMemoryGroup
 from omniserve.parallel import messages
 from omniserve.parallel.group import make_group, versions
-from omniserve.parallel.link import Link
 from omniserve.runner.lockstep import Lockstep
 from omniserve.runner.runner import ModelRunner
 
@@ -48,7 +48,7 @@ class FollowLockstep(Lockstep):
     def agree(self, decide: Callable[[], T]) -> T:
         told = self._link.receive(self._timeout_s)
         if not isinstance(told, messages.Decided):
-            raise RankLost(f"rank 0 sends {type(told).__name__} in the middle of a step")
+            raise PeerLost(f"rank 0 sends {type(told).__name__} in the middle of a step")
         return told.value
 
     def share(self, tokens_R: Tensor) -> None:
@@ -60,21 +60,21 @@ def follow(link: Link, rank: int | None = None) -> None:
     """Do what rank 0 says, until it closes.
 
     Raises:
-        RankLost: Rank 0 is gone, or refuses this one.
+        PeerLost: Rank 0 is gone, or refuses this one.
     """
     link.send(messages.Hello(versions(), rank))
     welcome = link.receive()
     if isinstance(welcome, messages.Refused):
-        raise RankRefused(f"rank 0 refuses this process: {welcome.why}")
+        raise PeerRefused(f"rank 0 refuses this process: {welcome.why}")
     try:
         _Follower(link, welcome).run()
-    except RankLost:
+    except PeerLost:
         raise
     except Exception as error:
         logger.exception("rank %d failed", welcome.rank)
         expected = isinstance(error, (ValueError, OSError, OmniServeError))
         link.send(messages.Failure(str(error) if expected else f"{type(error).__name__}: {error}"))
-        raise RankLost(f"rank {welcome.rank} failed: {error}") from error
+        raise PeerLost(f"rank {welcome.rank} failed: {error}") from error
 
 
 class _Follower:
@@ -126,7 +126,7 @@ class _Follower:
                 self._end_engine()
                 self._link.send(messages.Ready())
             case _:
-                raise RankLost(f"rank 0 sends {type(message).__name__} between steps")
+                raise PeerLost(f"rank 0 sends {type(message).__name__} between steps")
 
     def _end_engine(self) -> None:
         self._is_over.set()
@@ -175,5 +175,5 @@ class _Follower:
                 before = now
                 try:
                     self._link.send(messages.Events(events, *now))
-                except RankLost:
+                except PeerLost:
                     return  # the thread that receives finds that out, too

@@ -26,15 +26,16 @@ import torch.distributed as dist
 import transformers
 
 import omniserve
+from omniserve.core import link
 from omniserve.core.config import EngineConfig
-from omniserve.core.errors import RankLost
+from omniserve.core.errors import PeerLost
+from omniserve.core.link import Link
 from omniserve.core.plan import HostEvent
 from omniserve.host.cores import cores_allowed
 from omniserve.ops import collectives
 from omniserve.ops.collectives import CollectiveCall, DistributedGroup
 from omniserve.ops.shared_memory import SharedMemoryGroup, make_file
-from omniserve.parallel import link, messages
-from omniserve.parallel.link import Link
+from omniserve.parallel import messages
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class RankGroup:
         on_lost: Called from a thread if a rank is gone and nobody has noticed for a few seconds, with the reason.
 
     Raises:
-        RankLost: A rank does not come, or is of another version.
+        PeerLost: A rank does not come, or is of another version.
         OSError: The address cannot be listened at.
     """
 
@@ -163,14 +164,14 @@ class RankGroup:
         while len(waiting) < self.size - 1:
             self._look_at_processes()
             if time.monotonic() > deadline_s:
-                raise RankLost(f"only {len(waiting)} of {self.size - 1} other ranks have come in {_START_S:g} s")
+                raise PeerLost(f"only {len(waiting)} of {self.size - 1} other ranks have come in {_START_S:g} s")
             try:
                 connection, (host, port, *_) = self._listener.accept()
             except TimeoutError:
                 continue
             try:
                 self._welcome(link.accept(connection, secret, f"a rank at {host}:{port}"), waiting)
-            except RankLost as error:
+            except PeerLost as error:
                 connection.close()
                 logger.warning("%s", error)
         self._links = [waiting[rank] for rank in sorted(waiting)]
@@ -187,7 +188,7 @@ class RankGroup:
         if why is not None:
             new.send(messages.Refused(why))
             new.close()
-            raise RankLost(f"{new.name} is refused: {why}")
+            raise PeerLost(f"{new.name} is refused: {why}")
         new.name = f"rank {rank}"
         new.send(messages.Welcome(rank, self.size, self._load, self._compile, self._config.rank_timeout_s))
         waiting[rank] = new
@@ -195,13 +196,13 @@ class RankGroup:
     def _look_at_processes(self) -> None:
         for rank, process in enumerate(self._processes, 1):
             if process.poll() is not None:
-                raise RankLost(f"rank {rank} ended at its start, with status {process.returncode} (see the log)")
+                raise PeerLost(f"rank {rank} ended at its start, with status {process.returncode} (see the log)")
 
     def await_loaded(self, summary: str) -> None:
         """Wait until all ranks have loaded their part, and see that it fits this one's.
 
         Raises:
-            RankLost: One has failed.
+            PeerLost: One has failed.
             ValueError: One has another model.
         """
         for each in self._links:
@@ -264,7 +265,7 @@ class RankGroup:
         while isinstance(answer := other.receive(timeout_s), messages.Events):
             pass  # of an engine that ends
         if isinstance(answer, messages.Failure):
-            raise RankLost(f"{other.name}: {answer.why}")
+            raise PeerLost(f"{other.name}: {answer.why}")
         return answer
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -273,12 +274,12 @@ class RankGroup:
         """Send a message to all other ranks.
 
         Raises:
-            RankLost: One is gone.
+            PeerLost: One is gone.
         """
         for each in self._links:
             try:
                 each.send(message)
-            except RankLost as error:
+            except PeerLost as error:
                 self._lost = str(error)
                 raise
 
@@ -286,13 +287,13 @@ class RankGroup:
         """Return the events of the others' host tiers, whether all are healthy, and whether one is stalled.
 
         Raises:
-            RankLost: One is gone.
+            PeerLost: One is gone.
         """
         told: list[list[HostEvent]] = []
         for each in self._links:
             while (message := each.receive_now()) is not None:
                 if isinstance(message, messages.Failure):
-                    raise RankLost(f"{each.name}: {message.why}")
+                    raise PeerLost(f"{each.name}: {message.why}")
                 assert isinstance(message, messages.Events)
                 told.append(message.events)
                 self._healthy[each.name], self._stalled[each.name] = message.is_healthy, message.is_stalled
@@ -308,7 +309,7 @@ class RankGroup:
         while why is None and time.monotonic() < deadline_s:
             try:
                 self.news()
-            except RankLost as error:
+            except PeerLost as error:
                 why = str(error)
             time.sleep(0.01)
         self._lost = why or self._lost or otherwise
@@ -338,7 +339,7 @@ class RankGroup:
             self._has_engine = False
             try:
                 self._ask(messages.EndEngine(), _END_S)
-            except RankLost as error:
+            except PeerLost as error:
                 logger.warning("%s: all ranks are ended", error)
                 self.close()
 
@@ -353,7 +354,7 @@ class RankGroup:
         for each in self._links:
             try:
                 each.send(messages.Close())
-            except RankLost:
+            except PeerLost:
                 logger.debug("%s had gone before", each.name)
         collectives.disconnect()
         self._store = None

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from omniserve.core.errors import RankLost
+from omniserve.core.errors import PeerLost
 from omniserve.core.plan import StepOutput, StepPlan
 from omniserve.ops import collectives
 from omniserve.parallel import messages
@@ -40,7 +40,7 @@ class LeadRunner(ModelRunner):
     """Runs steps on all ranks.
 
     Raises:
-        RankLost: In any method, that another rank is gone, has failed, or does not answer.
+        PeerLost: In any method, that another rank is gone, has failed, or does not answer.
     """
 
     def __init__(self, config: Any, *, group: RankGroup, **settings: Any) -> None:
@@ -53,7 +53,7 @@ class LeadRunner(ModelRunner):
         try:
             return super().launch(plan)
         except RuntimeError as error:  # of a collective, which knows less than the rank itself
-            raise RankLost(self._group.why_lost(otherwise=f"a step failed: {error}")) from error
+            raise PeerLost(self._group.why_lost(otherwise=f"a step failed: {error}")) from error
 
     def collect(self, step: LaunchedStep) -> StepOutput:
         return super().collect(step)

@@ -22,6 +22,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, StepOutput, StepPlan
 from omniserve.host.cores import CoreSplit
 from omniserve.host.disk import DiskTier
+from omniserve.host.remote import NetworkHosts
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
@@ -71,7 +72,7 @@ class ModelRunner:
         self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, sampler: Sampler | None,
         tier: HostTier | None, host_threads: int, max_model_len: int, is_directed: bool, keep_halted: bool,
         safepoint: Callable[[], Set[str]] | None, num_state_slots: int, disk: DiskTier | None = None,
-        lockstep: Lockstep | None = None,
+        hosts: NetworkHosts | None = None, lockstep: Lockstep | None = None,
     ) -> None:  # fmt: skip
         self._lockstep = lockstep = lockstep or Lockstep()
         self._model, self._storage, self._sampler, self._tier, self._disk = model, storage, sampler, tier, disk
@@ -82,6 +83,7 @@ class ModelRunner:
         self.host_works = False
         """The host tier attended, or was given a task, when the last step began. Moves do not count: a copy takes a
         small part of a step, and the step would have half of the cores for all of its time."""
+        self._hosts = hosts
         self._late_results = LateResults(tier, lockstep)
         self._host_was_healthy = True
         self.halted = HaltedRows(keep=keep_halted)
@@ -209,6 +211,8 @@ class ModelRunner:
         if self._tier is None:
             return []
         events = self._late_results.take_events() + self._tier.poll()
+        if self._hosts is not None:
+            events += self._hosts.poll(events)
         if self._disk is not None and self._disk.busy:
             events += self._disk.poll()
         if self._host_was_healthy and not self._tier.healthy:

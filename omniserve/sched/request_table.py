@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, SlotCopy
 from omniserve.core.request import ServiceClass
-from omniserve.kv.base import CanEvict, CanMove, CanShare, KVManager, MoveResult, Tier
+from omniserve.kv.base import CanEvict, CanMove, CanShare, CanSpread, KVManager, MoveResult, Tier
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.disk_reads import MOST_LOOKED_UP, DiskReads
 from omniserve.sched.options import SchedulerLimits
@@ -49,6 +49,10 @@ class RequestTable:
         """Fields of SchedulerStats that are not by class."""
         self.step_ids = itertools.count()
         self.mover = kv if isinstance(kv, CanMove) else None
+        self.spreader = kv if isinstance(kv, CanSpread) else None
+        self.hosts: set[int] = set()
+        """Hosts on the network that can be used."""
+        self._has_lost_hosts = False  # a request may have KV on one
         self.state_slots = StateSlots(limits.num_state_slots)
         self.sharer = kv if isinstance(kv, CanShare) else None
         blocks_per_step = -(-limits.config.max_num_batched_tokens // kv.block_size)
@@ -276,8 +280,36 @@ class RequestTable:
                 for state in self.residents.queue:
                     if state.away is None:
                         self.preempt(state)
+            elif event.kind is HostEventKind.HOST_LOST:
+                self._lose_host(event.host)
+            elif event.kind is HostEventKind.HOST_JOINED:
+                assert self.spreader is not None
+                self.hosts.add(event.host)
+                self.spreader.add_host(event.host, event.num_blocks, event.num_threads)
             else:
                 self._finish_attention(event)
+        if self._has_lost_hosts:
+            self._leave_lost_hosts()
+
+    def _lose_host(self, host: int) -> None:
+        # One that was never used, because it was lost before its first blocks were, is not known here.
+        if host in self.hosts:
+            assert self.spreader is not None
+            self.hosts.remove(host)
+            self.spreader.lose_host(host)
+            self._has_lost_hosts = True
+
+    def _leave_lost_hosts(self) -> None:
+        """Preempt the requests on lost hosts whose token is not away; that of others fails, or comes to its end."""
+        assert self.spreader is not None
+        lost = [state for state in self.residents.queue if self.spreader.is_lost(state.request_id)]
+        for state in lost:
+            if state.away is None:
+                self.preempt(state)
+        moving = (state for state, _ in self.moving.values())
+        self._has_lost_hosts = any(state.phase is Phase.HOST for state in lost) or any(
+            self.spreader.is_lost(state.request_id) for state in (*moving, *self.ended())
+        )
 
     def _finish_attention(self, event: HostEvent) -> None:
         ended = self._draining.get(event.slot)
@@ -327,7 +359,7 @@ class RequestTable:
         if on_host:
             state.phase = Phase.HOST
             self.residents.queue.add(state)
-            if not self.host_is_up:
+            if not self.host_is_up or (self.spreader is not None and self.spreader.is_lost(state.request_id)):
                 self.preempt(state)
         else:
             if state.slot < 0 and state.first_scheduled_s is not None:
@@ -405,11 +437,20 @@ class RequestTable:
         return self.ls_reserve if others else 0
 
     def host_blocks_for(self, state: RequestState) -> tuple[int, ...] | None:
-        """Return blocks for a resident's newest token; if the host is full, the youngest resident is recomputed."""
+        """Return blocks for a resident's newest token; if its host is full, the youngest one there is recomputed."""
         blocks = self.kv.allocate(state.request_id, state.num_tokens)
-        if blocks is None and next(reversed(self.residents.queue)) is state:
+        if blocks is None and self._is_youngest_there(state):
             self.preempt(state)
         return blocks
+
+    def _is_youngest_there(self, state: RequestState) -> bool:
+        """Tell whether no younger resident is on the same host."""
+        there = reversed(self.residents.queue)
+        if self.spreader is None or not self.hosts:
+            return next(there) is state
+        host_of = self.spreader.host_of
+        host = host_of(state.request_id)
+        return next(other for other in there if host_of(other.request_id) == host) is state
 
     def check_integrity(self) -> None:
         """Verify the class's invariants and the KV manager's; for tests and debugging.

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from omniserve.core.spec import ModelSpec
-from omniserve.host.tier import HostTier
-from tests.host.helpers import Driver, make_spec, make_tier
+from tests.host.helpers import Driver, NetworkTier, make_spec, make_tier
 
 
 @pytest.fixture(autouse=True)
@@ -23,13 +22,19 @@ def one_torch_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def open_driver() -> Iterator[Callable[..., Driver]]:
+def place() -> str:
+    """Where a driver's blocks are: ``here``, or on a host on the ``network``; see ``helpers.anywhere``."""
+    return "here"
+
+
+@pytest.fixture
+def open_driver(place: str) -> Iterator[Callable[..., Driver]]:
     """A function that makes a tier and a driver for it; the tiers are closed afterwards."""
-    tiers: list[HostTier] = []
+    tiers: list[Any] = []
 
     def open_one(spec: ModelSpec | None = None, **settings: Any) -> Driver:
         spec = spec or make_spec()
-        tiers.append(make_tier(spec, **settings))
+        tiers.append(make_tier(spec, **settings) if place == "here" else NetworkTier(spec, **settings))
         return Driver(tiers[-1], spec)
 
     yield open_one

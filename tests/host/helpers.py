@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import HostEvent, HostEventKind
+from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind, KVMove, MoveDirection
 from omniserve.core.spec import AttentionSpec, ModelSpec
+from omniserve.host.progress import HostTierStats
 from omniserve.host.tier import HostTier
 from tests.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
 
@@ -35,6 +40,10 @@ KINDS = (
     AttentionSpec(scale=0.25),
 )
 """For the 4 heads of `make_spec`."""
+
+
+anywhere = pytest.mark.parametrize("place", ["here", "network"])
+"""Of tests that hold wherever a driver's blocks are."""
 
 
 def make_spec(
@@ -87,6 +96,49 @@ def make_tier(
         tier.mailbox_SW.fill_(torch.nan)
     poison(tier, range(tier.num_blocks))
     return tier
+
+
+class NetworkTier:
+    """A host tier, of which all blocks that it is given are those of a host on the network: another tier here."""
+
+    def __init__(self, spec: ModelSpec, *, timeout_s: float = 20.0, **settings: Any) -> None:
+        self.far = make_tier(spec, **{n: value for n, value in settings.items() if not n.startswith("mailbox")})
+        self.near = make_tier(spec, **settings)
+        pairs = [socket.socketpair(), socket.socketpair()]
+        near, far = ([pair[side].detach() for pair in pairs] for side in (0, 1))
+        self.server = threading.Thread(target=self.far.serve, args=(*far, timeout_s), daemon=True)
+        self.server.start()
+        self.near.connect(1, *near, self.far.num_blocks, timeout_s)
+        self.pool_LBK2SH, self.scales_LBK2S = self.far.pool_LBK2SH, self.far.scales_LBK2S
+        self.num_blocks = self.far.num_blocks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.near, name)
+
+    def begin_token(self, slot: int, epoch: int, position: int, blocks: Sequence[int], num_rows: int = 1) -> None:
+        self.near.begin_token(slot, epoch, position, [HOST_BLOCKS + block for block in blocks], num_rows)
+
+    def start_move(self, move: KVMove, k: Tensor, v: Tensor) -> None:
+        there = "dst_block_ids" if move.direction is MoveDirection.TO_HOST else "src_block_ids"
+        ids = tuple(HOST_BLOCKS + block for block in getattr(move, there))
+        self.near.start_move(dataclasses.replace(move, **{there: ids}), k, v)
+
+    def inject(self, **faults: Any) -> None:
+        self.far.inject(**faults)
+
+    def poll(self) -> list[HostEvent]:
+        return [event for event in self.near.poll() if event.kind is not HostEventKind.HOST_LOST]
+
+    def stats(self) -> HostTierStats:
+        near, far = self.near.stats(), self.far.stats()
+        return dataclasses.replace(
+            near, threads_alive=far.threads_alive, busy_seconds=far.busy_seconds, kv_bytes_read=far.kv_bytes_read
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.near.close()
+        self.server.join()
+        self.far.close()
 
 
 def poison(tier: HostTier, blocks: Sequence[int]) -> None:

@@ -17,6 +17,7 @@ from tests.host.helpers import (
     BLOCK_SIZE,
     KINDS,
     Driver,
+    anywhere,
     collect,
     cpu_ticks,
     host_threads,
@@ -26,6 +27,7 @@ from tests.host.helpers import (
 from tests.ops.checks import CPU
 
 
+@anywhere
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "block_size", "num_heads", "num_kv_heads", "head_size"),
     [
@@ -77,6 +79,7 @@ def test_random_histories_match_the_reference(
     assert not driver.expected
 
 
+@anywhere
 @pytest.mark.parametrize("kv_dtype", HOST_KV_DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_result_is_cpu_attentions_to_the_bit(
@@ -128,6 +131,7 @@ def test_int8_attention_errs_no_more_than_its_rounding_explains(open_driver: Cal
     assert error < 0.02, "errors of 500 tokens mostly cancel out"
 
 
+@anywhere
 def test_one_long_and_many_short_requests_share_the_threads(open_driver: Callable[..., Driver]) -> None:
     driver = open_driver(num_blocks=1200, num_slots=32, num_threads=3)
     driver.start(0, 12_000)

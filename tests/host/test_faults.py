@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
-from tests.host.helpers import BLOCK_SIZE, Driver, collect, wait_until
+from tests.host.helpers import BLOCK_SIZE, Driver, anywhere, collect, wait_until
 
 
+@anywhere
 @pytest.mark.parametrize("seed", range(3))
 def test_slow_unordered_failing_and_dying_workers_answer_every_task_once(
     open_driver: Callable[..., Driver], seed: int
@@ -81,6 +82,7 @@ def test_when_the_last_worker_dies_everything_is_reported_failed(
     assert 0 < len(messages) == len(set(messages)) < 8  # each reason once
 
 
+@anywhere
 def test_a_cancelled_task_keeps_its_blocks_until_its_event(open_driver: Callable[..., Driver]) -> None:
     driver = open_driver(num_slots=4, num_threads=1, num_blocks=40)
     tier = driver.tier
@@ -111,6 +113,7 @@ def test_a_cancelled_task_keeps_its_blocks_until_its_event(open_driver: Callable
         driver.check(collect(tier, 1)[0])
 
 
+@anywhere
 def test_cancels_at_any_time_leave_no_thread_on_the_blocks(open_driver: Callable[..., Driver]) -> None:
     driver = open_driver(num_slots=8, num_threads=3, num_blocks=400)
     choose = random.Random(1)
@@ -134,6 +137,7 @@ def test_cancels_at_any_time_leave_no_thread_on_the_blocks(open_driver: Callable
     assert kinds == {"", "cancelled"} and not driver.expected
 
 
+@anywhere
 def test_a_fault_setting_replaces_the_one_before(open_driver: Callable[..., Driver]) -> None:
     driver = open_driver(num_slots=1)
     driver.start(0, 10)

@@ -10,7 +10,7 @@ import torch
 
 from omniserve.core.plan import HostEventKind
 from omniserve.host.tier import HostTier, result_flag
-from tests.host.helpers import Driver, collect, wait_until
+from tests.host.helpers import Driver, anywhere, collect, wait_until
 from tests.host.test_mailbox import MailboxDriver
 
 LAYERS = 3  # of make_spec
@@ -51,6 +51,7 @@ def has_result(driver: MailboxDriver, layer: int, slot: int) -> bool:
     return int(driver.tier.result_flags_S[slot]) == wanted
 
 
+@anywhere
 def test_a_result_has_its_flag_when_its_event_comes_and_no_other_has(driver: MailboxDriver) -> None:
     for layer in range(LAYERS):
         assert not has_result(driver, layer, 2)
@@ -76,6 +77,7 @@ def test_flags_name_results_and_are_positive() -> None:
     assert len(set(flags)) == len(flags) and min(flags) > 0 and max(flags) < 2**63
 
 
+@anywhere
 def test_a_row_that_is_skipped_leaves_the_slots_result_as_it_is(driver: MailboxDriver) -> None:
     tier = driver.tier
     expect(tier, 1, 0, 0)
@@ -90,6 +92,7 @@ def test_a_row_that_is_skipped_leaves_the_slots_result_as_it_is(driver: MailboxD
     assert tier.stats().tasks_done == 2 and not tier.busy
 
 
+@anywhere
 def test_a_row_that_comes_takes_the_place_of_a_result_that_was_not_polled(driver: MailboxDriver) -> None:
     tier = driver.tier
     for layer in range(LAYERS):
@@ -103,6 +106,7 @@ def test_a_row_that_comes_takes_the_place_of_a_result_that_was_not_polled(driver
     assert not tier.busy
 
 
+@anywhere
 def test_a_later_skip_does_not_hide_that_a_row_was_sent(driver: MailboxDriver) -> None:
     """The device may be two steps ahead of the thread that watches its flags."""
     tier = driver.tier
@@ -116,6 +120,7 @@ def test_a_later_skip_does_not_hide_that_a_row_was_sent(driver: MailboxDriver) -
     wait_until(lambda: is_idle(tier))
 
 
+@anywhere
 def test_a_row_that_is_sent_shows_that_an_earlier_one_was_skipped(driver: MailboxDriver) -> None:
     tier = driver.tier
     expect(tier, 1, 0, 0)
@@ -132,6 +137,7 @@ def test_a_row_that_is_sent_shows_that_an_earlier_one_was_skipped(driver: Mailbo
     driver.begin(0)  # nothing is expected of the slot any more
 
 
+@anywhere
 @pytest.mark.parametrize("is_sent", [False, True])
 @pytest.mark.parametrize("when", ["running", "done", "polled"])
 def test_a_cancelled_slot_waits_for_what_the_device_may_send(driver: MailboxDriver, when: str, is_sent: bool) -> None:
@@ -166,6 +172,7 @@ def test_a_cancelled_slot_waits_for_what_the_device_may_send(driver: MailboxDriv
     driver.start(0, 7)
 
 
+@anywhere
 def test_a_slot_without_a_task_that_is_cancelled_says_so_once(driver: MailboxDriver) -> None:
     """The device may have skipped the row that the caller thinks of."""
     assert driver.tier.cancel(3)
@@ -174,6 +181,7 @@ def test_a_slot_without_a_task_that_is_cancelled_says_so_once(driver: MailboxDri
     assert not driver.tier.cancel(3) and driver.tier.poll() == []
 
 
+@anywhere
 @pytest.mark.parametrize("is_expected_before", [False, True])
 def test_a_failure_is_told_when_the_device_will_not_write_the_row(
     driver: MailboxDriver, is_expected_before: bool
@@ -210,6 +218,7 @@ def test_without_workers_what_follows_is_answered_once(driver: MailboxDriver) ->
     assert {event.kind for event in events} == {HostEventKind.ATTENTION_FAILED} and not tier.busy
 
 
+@anywhere
 def test_close_answers_each_slot_once(driver: MailboxDriver) -> None:
     tier = driver.tier
     expect(tier, 1, 0, 0, 1, 2, 3)
@@ -229,6 +238,7 @@ def test_close_answers_each_slot_once(driver: MailboxDriver) -> None:
     assert events[3].message == "the host tier was closed"
 
 
+@anywhere
 def test_the_next_token_may_begin_when_the_device_has_used_the_last_result(driver: MailboxDriver) -> None:
     tier = driver.tier
     for layer in range(LAYERS):

@@ -18,6 +18,7 @@ from omniserve.core.spec import ModelSpec
 from omniserve.host.tier import HostTier
 from tests.host.helpers import (
     Driver,
+    anywhere,
     assert_same_bits,
     collect,
     cpu_ticks,
@@ -100,6 +101,7 @@ def nothing_comes(tier: HostTier) -> None:
     assert tier.poll() == [] and tier.busy and tier.attends
 
 
+@anywhere
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "spin_s"),
     [
@@ -166,6 +168,7 @@ def test_random_histories_give_submits_results_to_the_bit(
     assert mailbox.tier.stats().tasks_done == total and not mailbox.tier.busy
 
 
+@anywhere
 def test_no_flag_but_the_steps_own_is_taken(open_mailbox: Callable[..., MailboxDriver]) -> None:
     driver = open_mailbox(num_slots=2)
     tier = driver.tier
@@ -186,6 +189,7 @@ def test_no_flag_but_the_steps_own_is_taken(open_mailbox: Callable[..., MailboxD
             driver.check(event)
 
 
+@anywhere
 def test_rows_may_come_in_any_order_and_one_that_does_not_holds_up_nobody(
     open_mailbox: Callable[..., MailboxDriver],
 ) -> None:
@@ -207,6 +211,7 @@ def test_rows_may_come_in_any_order_and_one_that_does_not_holds_up_nobody(
             driver.check(event)
 
 
+@anywhere
 def test_hundreds_of_rows_over_many_layers(open_mailbox: Callable[..., MailboxDriver]) -> None:
     spec = make_spec(attention=make_spec().attention * 4)
     driver = open_mailbox(spec, num_slots=360, num_blocks=800, num_threads=3)
@@ -223,6 +228,7 @@ def test_hundreds_of_rows_over_many_layers(open_mailbox: Callable[..., MailboxDr
         driver.check(event)
 
 
+@anywhere
 def test_a_cancelled_row_is_waited_for(open_mailbox: Callable[..., MailboxDriver]) -> None:
     driver = open_mailbox(num_slots=3)
     tier = driver.tier
@@ -257,6 +263,7 @@ def test_a_cancelled_row_is_waited_for(open_mailbox: Callable[..., MailboxDriver
         driver.check(event)
 
 
+@anywhere
 @pytest.mark.parametrize("seed", range(3))
 def test_slow_unordered_failing_and_dying_workers_answer_every_row_once(
     open_mailbox: Callable[..., MailboxDriver], seed: int
@@ -330,6 +337,7 @@ def test_without_workers_a_row_fails_when_its_flag_comes(open_mailbox: Callable[
     assert {event.kind for event in events} == {HostEventKind.ATTENTION_FAILED} and not tier.busy
 
 
+@anywhere
 def test_close_fails_what_is_expected_at_once(open_mailbox: Callable[..., MailboxDriver]) -> None:
     driver = open_mailbox(num_slots=5)
     tier = driver.tier

@@ -16,6 +16,7 @@ from omniserve.host.tier import HostTier
 from tests.host.helpers import (
     BLOCK_SIZE,
     Driver,
+    anywhere,
     assert_same_bits,
     collect,
     make_spec,
@@ -43,6 +44,7 @@ def random_cache(driver: Driver, num_blocks: int) -> Tensor:
     return driver.random(spec.num_layers, num_blocks, spec.num_kv_heads, driver.block_size, spec.head_size)
 
 
+@anywhere
 @pytest.mark.parametrize(
     ("dtype", "block_size"),
     [(torch.float32, 16), (torch.float32, 3), (torch.bfloat16, 16), (torch.bfloat16, 5), (torch.float16, 16)],
@@ -96,6 +98,7 @@ def test_moves_both_ways_while_attention_runs(
     assert not tier.busy
 
 
+@anywhere
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_moves_to_an_int8_pool_round_and_back_they_do_not(
     open_driver: Callable[..., Driver], dtype: torch.dtype
@@ -122,6 +125,7 @@ def test_moves_to_an_int8_pool_round_and_back_they_do_not(
     assert back[1][0, 0, 0, 1].isnan().all() and back[1].isnan().sum() == driver.spec.head_size
 
 
+@anywhere
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize(("dtype", "block_size"), [(torch.float32, 3), (torch.bfloat16, 16)])
 def test_blocks_that_run_from_the_right_do_not_on_the_host(

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from omniserve.core.plan import HostEventKind
 from omniserve.core.spec import HOST_KV_DTYPES
-from tests.host.helpers import ATTENTION, BLOCK_SIZE, KINDS, Driver, assert_same_bits, collect, make_spec
+from tests.host.helpers import ATTENTION, BLOCK_SIZE, KINDS, Driver, anywhere, assert_same_bits, collect, make_spec
 
 
+@anywhere
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "block_size", "num_heads", "num_kv_heads", "head_size", "max_rows"),
     [
@@ -68,6 +69,7 @@ def test_random_histories_match_the_reference(
     assert not driver.expected
 
 
+@anywhere
 @pytest.mark.parametrize("kv_dtype", HOST_KV_DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_beside_others_is_its_own_tasks_to_the_bit(
@@ -103,6 +105,7 @@ def test_k_and_v_are_read_once_for_all_rows(open_driver: Callable[..., Driver]) 
     assert driver.tier.stats().kv_bytes_read == 1008 * 2 * 2 * 16 * 4
 
 
+@anywhere
 @pytest.mark.parametrize("seed", range(3))
 def test_slow_unordered_failing_and_cancelled_tasks_answer_once(open_driver: Callable[..., Driver], seed: int) -> None:
     driver = open_driver(num_slots=8, num_threads=3, num_blocks=600, max_rows=6)
@@ -150,6 +153,7 @@ def test_slow_unordered_failing_and_cancelled_tasks_answer_once(open_driver: Cal
     assert tier.stats().threads_alive == 1
 
 
+@anywhere
 def test_a_task_that_failed_can_be_sent_again(open_driver: Callable[..., Driver]) -> None:
     """What it appended before it failed is overwritten."""
     driver = open_driver(num_slots=1, max_rows=3)

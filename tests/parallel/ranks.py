@@ -13,10 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from omniserve import EngineConfig, ExecutionConfig, patch
+from omniserve.core import link
 from omniserve.core.config import ParallelConfig
 from omniserve.layers.patching import patched_model
 from omniserve.layers.sharding import shard
-from omniserve.parallel import link
 from omniserve.parallel.follow import follow, summary_of
 from omniserve.parallel.group import RankGroup
 from tests.parity.engine_histories import Reference

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from omniserve.core.errors import RankLost, RankRefused
-from omniserve.parallel import link
-from omniserve.parallel.link import Link
+from omniserve.core import link
+from omniserve.core.errors import PeerLost, PeerRefused
+from omniserve.core.link import Link
 
 SECRET = b"a secret of this test"
 
@@ -22,6 +22,7 @@ def pair() -> Iterator[tuple[Link, socket.socket]]:
     """Yield a link, and the bare socket of its other end."""
     one, other = socket.socketpair()
     made = Link.__new__(Link)
+    made._codec = link.PICKLE
     made.name, made._socket, made._buffer, made._lock = "rank 1", one, bytearray(), threading.Lock()
     yield made, other
     one.close()
@@ -37,14 +38,14 @@ def _both_ends(ours: bytes, theirs: bytes) -> tuple[Any, Any]:
         connection, _ = listener.accept()
         try:
             results["server"] = link.accept(connection, ours, "the client")
-        except RankLost as error:
+        except PeerLost as error:
             results["server"] = error
 
     thread = threading.Thread(target=serve)
     thread.start()
     try:
         results["client"] = link.connect(listener.getsockname()[:2], theirs, 5.0, "the server")
-    except RankLost as error:
+    except PeerLost as error:
         results["client"] = error
     thread.join()
     listener.close()
@@ -60,16 +61,16 @@ def test_two_ends_with_one_secret_talk() -> None:
     server.send("two")
     assert [client.receive(5.0), client.receive(5.0)] == ["one", "two"]
     client.close()
-    with pytest.raises(RankLost, match="the client has closed"):
+    with pytest.raises(PeerLost, match="the client has closed"):
         server.receive(5.0)
     server.close()
 
 
 def test_another_secret_is_refused_by_both() -> None:
     server, client = _both_ends(SECRET, b"another secret of the test")
-    assert isinstance(server, RankRefused) or "secret" in str(server)
-    assert isinstance(client, RankRefused) or "secret" in str(client)
-    assert isinstance(server, RankLost) and isinstance(client, RankLost)
+    assert isinstance(server, PeerRefused) or "secret" in str(server)
+    assert isinstance(client, PeerRefused) or "secret" in str(client)
+    assert isinstance(server, PeerLost) and isinstance(client, PeerLost)
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(100), b"omniserve-rank-1\n" + bytes(64)])
@@ -77,7 +78,7 @@ def test_somebody_else_is_refused(said: bytes) -> None:
     one, other = socket.socketpair()
     other.sendall(said)
     other.shutdown(socket.SHUT_WR)
-    with pytest.raises(RankLost, match="the stranger"):
+    with pytest.raises(PeerLost, match="the stranger"):
         link.accept(one, SECRET, "the stranger")
     other.close()
 
@@ -92,7 +93,7 @@ def test_an_answer_of_the_other_side_cannot_be_sent_back_to_it() -> None:
 
     thread = threading.Thread(target=repeat)
     thread.start()
-    with pytest.raises(RankRefused, match="does not know the secret"):
+    with pytest.raises(PeerRefused, match="does not know the secret"):
         link.accept(one, SECRET, "the stranger")
     thread.join()
     other.close()
@@ -113,10 +114,10 @@ def test_a_message_may_come_in_pieces(pair: tuple[Link, socket.socket]) -> None:
 
 def test_silence_and_nonsense_are_told(pair: tuple[Link, socket.socket]) -> None:
     made, other = pair
-    with pytest.raises(RankLost, match=r"rank 1 has not answered for 0\.05 s"):
+    with pytest.raises(PeerLost, match=r"rank 1 has not answered for 0\.05 s"):
         made.receive(0.05)
     other.sendall(struct.pack("<Q", 1 << 60))
-    with pytest.raises(RankLost, match="a message of"):
+    with pytest.raises(PeerLost, match="a message of"):
         made.receive(5.0)
 
 

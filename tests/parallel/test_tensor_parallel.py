@@ -15,7 +15,7 @@ from torch import nn
 
 from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams, UnsupportedModelError
 from omniserve.core.config import DiskKVConfig, ParallelConfig
-from omniserve.core.errors import RankLost
+from omniserve.core.errors import PeerLost
 from omniserve.layers.sharding import shard
 from omniserve.sched import SCHEDULERS
 from tests.parallel.ranks import ForkedRanks, load_tiny, ranks_of, reference_of
@@ -119,7 +119,7 @@ def _serve_until_lost(model: nn.Module, group: ForkedRanks, parallel: ParallelCo
         for name in ("LS", "BE"):
             sampling = SamplingParams(max_tokens=40, ignore_eos=True)
             engine.add(Request(prompt_token_ids=[1, 2, 3], sampling=sampling, service_class=name))
-        with pytest.raises(RankLost) as lost:
+        with pytest.raises(PeerLost) as lost:
             for step in range(200):
                 if step == at_step:
                     fault()
@@ -150,7 +150,7 @@ def _fail_to_load(rank: int, num_ranks: int) -> Any:
 
 
 def test_a_rank_that_cannot_load_the_model_says_why() -> None:
-    with pytest.raises(RankLost, match="rank 1: the disk is full"), ranks_of("llama", load=_fail_to_load):
+    with pytest.raises(PeerLost, match="rank 1: the disk is full"), ranks_of("llama", load=_fail_to_load):
         pass
 
 

@@ -10,7 +10,7 @@ import re
 import pytest
 import yaml
 
-from omniserve.core.config import DiskKVConfig, EngineConfig, ExecutionConfig, ParallelConfig
+from omniserve.core.config import DiskKVConfig, EngineConfig, ExecutionConfig, HostsConfig, ParallelConfig
 from omniserve.core.request import ClassSpec
 from omniserve.launch import flags
 from omniserve.server import cli
@@ -37,6 +37,7 @@ SETTINGS = {
     "host_kv_bytes": ("host-kv-gib", 0, 0),
     "host_kv_dtype": ("host-kv-dtype", "int8", "int8"),
     "disk_kv": ("disk-kv-gib", 1.5, DiskKVConfig(gib=1.5)),
+    "hosts": ("cpu-host-timeout", 2.5, HostsConfig(cpu_host_timeout_s=2.5)),
     "parallel": ("tensor-parallel-size", 2, ParallelConfig(tensor_parallel_size=2)),
     "block_size": ("block-size", 16, 16),
     "max_model_len": ("max-model-len", 99, 99),
@@ -147,6 +148,28 @@ def test_ranks_may_come_from_other_machines(tmp_path, capsys):
     )
 
 
+def test_there_may_be_cpu_hosts_on_the_network(tmp_path, capsys):
+    flags = ["--cpu-hosts", "10.0.0.2:7001, 10.0.0.3:7001"]
+    with pytest.raises(SystemExit):
+        parse_args(flags)
+    assert "--cpu-hosts needs --cpu-host-secret-file" in capsys.readouterr().err
+    flags += ["--cpu-host-secret-file", "secret"]
+    _, loader = parse_args(flags)
+    hosts = HostsConfig(cpu_hosts=("10.0.0.2:7001", "10.0.0.3:7001"), cpu_host_secret_file="secret")
+    assert loader.config.hosts == hosts
+    again = tmp_path / "again.yaml"
+    again.write_text(printed(capsys, *flags))
+    assert parse_args(["--config", str(again)])[1].config == loader.config
+    for more, told in (
+        (["--host-kv-gib", "0"], "--cpu-hosts are used when"),
+        (["--tensor-parallel-size", "2"], "--cpu-hosts are for a model on one rank"),
+        (["--cpu-hosts", "a:1,a:1"], "--cpu-hosts names a host twice"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_args([*flags, *more])
+        assert told in capsys.readouterr().err
+
+
 def test_the_disk_tier_has_three_flags(tmp_path, capsys):
     flags = ["--disk-kv-gib", "0.5", "--disk-kv-dir", "/somewhere", "--disk-kv-keep"]
     _, loader = parse_args(flags)
@@ -176,8 +199,8 @@ def test_every_limit_can_be_set(name, tmp_path, capsys):
 def test_there_are_not_many_flags():
     """A setting that few people change is an option of ``--execution``, ``--scheduler-option`` or ``--limit``."""
     shown = [action for action in build_parser()._actions if action.help != argparse.SUPPRESS]
-    assert len(shown) - len(["--help"]) <= 47
-    assert len(dataclasses.fields(EngineConfig)) <= 21
+    assert len(shown) - len(["--help"]) <= 50
+    assert len(dataclasses.fields(EngineConfig)) <= 22
 
 
 def test_help_tells_each_option_of_a_group(capsys):

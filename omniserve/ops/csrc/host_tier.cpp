@@ -32,12 +32,8 @@ void HostTier::begin_token(int64_t slot, int64_t epoch, int64_t position, const 
   if (num_blocks < needed) {
     refuse("position ", last, " needs ", needed, " blocks of ", config_.block_size, " tokens, got ", num_blocks);
   }
-  for (int64_t i = 0; i < num_blocks; ++i) {
-    if (block_ids[i] < 0 || block_ids[i] >= config_.num_blocks) {
-      refuse("host block ids must be in [0, ", config_.num_blocks, "), got ", block_ids[i]);
-    }
-  }
   Lock lock(mutex_);
+  const int64_t host = host_of(block_ids, num_blocks);
   Slot& state = checked_slot(slot);
   if (!is_free(state, slot)) {
     refuse("slot ", slot, " has a task in flight: poll its event before the next token begins");
@@ -47,7 +43,17 @@ void HostTier::begin_token(int64_t slot, int64_t epoch, int64_t position, const 
   state.epoch = epoch;
   state.position = position;
   state.num_rows = num_rows;
-  state.block_table.assign(block_ids, block_ids + num_blocks);
+  state.block_table.resize(static_cast<size_t>(num_blocks));
+  std::transform(block_ids, block_ids + num_blocks, state.block_table.begin(),
+                 [host](int64_t id) { return static_cast<int32_t>(id - host * kHostBlocks); });
+  state.host = host;
+  state.session = host > 0 ? links_.at(host)->session : 0;
+  state.told = false;
+}
+
+int64_t HostTier::num_rows(int64_t slot) {
+  Lock lock(mutex_);
+  return checked_slot(slot).num_rows;
 }
 
 void HostTier::check_layer(int64_t layer) const {
@@ -82,14 +88,24 @@ void HostTier::claim(int64_t slot, int64_t layer, const Rows& rows) {
   task.piece_tokens = decode_piece_tokens(task.position + 1);
   task.begin = lowest / task.piece_tokens * task.piece_tokens;  // cpu_attention cuts here too, so they agree exactly
   task.num_pieces = task.next_piece = task.num_running = 0;
+  task.awaited = false;
 }
 
 // Its rows are there.
 void HostTier::enqueue(int64_t slot) {
   Slot& task = slots_[static_cast<size_t>(slot)];
-  if (closing_ || stats_.threads_alive == 0) fail_task(task, slot, "no host thread is alive");
+  Link* const link = task.host > 0 ? links_.at(task.host).get() : nullptr;
+  const bool is_lost = link != nullptr && (closing_ || link->lost || link->session != task.session);
+  if (is_lost) fail_task(task, slot, "the host is lost");
+  if (link == nullptr && (closing_ || stats_.threads_alive == 0)) fail_task(task, slot, "no host thread is alive");
   if (task.cancelled || task.failed) {
     publish_task(task, slot);
+    return;
+  }
+  if (link != nullptr) {
+    task.num_pieces = 1;
+    link->tasks.push_back(slot);
+    link->wake_rows.notify_one();
     return;
   }
   task.num_pieces = (task.end() - 1 - task.begin) / task.piece_tokens + 1;
@@ -216,7 +232,6 @@ void HostTier::start_move(BlockMove spec) {
     }
   };
   check("cache", spec.cache_ids, spec.num_blocks);
-  check("pool", spec.pool_ids, config_.num_blocks);
   auto move = std::make_unique<Move>();
   move->num_units = num_layers() * static_cast<int64_t>(spec.pool_ids.size());
   move->units_per_piece = std::max<int64_t>(1, kMovePieceBytes / (2 * config_.block_size * kv_bytes_));
@@ -225,8 +240,21 @@ void HostTier::start_move(BlockMove spec) {
   Lock lock(mutex_);
   if (closing_) refuse("the host tier is closed");
   Move& queued = *move;
+  queued.host = host_of(queued.spec.pool_ids.data(), static_cast<int64_t>(queued.spec.pool_ids.size()));
   live_moves_.push_back(std::move(move));
-  if (stats_.threads_alive == 0) {
+  if (queued.host > 0) {
+    Link& link = *links_.at(queued.host);
+    queued.id = ++num_remote_moves_;
+    for (int64_t& id : queued.spec.pool_ids) id -= queued.host * kHostBlocks;
+    ++link.num_moves;
+    if (link.lost) {
+      fail_move(queued, "the host is lost");
+      publish_move(queued);
+    } else {
+      link.moves.push_back(&queued);
+      link.wake_blocks.notify_one();
+    }
+  } else if (stats_.threads_alive == 0) {
     fail_move(queued, "no host thread is alive");
     publish_move(queued);
   } else if (queued.num_units == 0) {

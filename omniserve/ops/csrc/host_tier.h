@@ -13,6 +13,10 @@
 // result flag as it reaches the layer. If the result is there, the row goes on and is sent at the next layer; if it is
 // not, the device skips the row: it writes the step's number to the slot's skip flag, and what was expected is dropped.
 //
+// A block id names a host, too: blocks from kHostBlocks on are on CPU hosts on the network, so many ids for each. A slot
+// that is bound to such blocks has its tasks computed there: its rows go to the host, and its results come back, beside
+// the local threads (host_tier_links.cpp). A host that is gone fails what it has in hand, and an event tells of it.
+//
 // Paper: omniserve 3.2.3 (input and output queue), 4 "The implementation of CPU Attention".
 #pragma once
 
@@ -23,6 +27,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -33,9 +38,12 @@
 
 #include "attention.h"
 #include "host_kv.h"
+#include "host_wire.h"
 
 namespace omniserve {
 
+constexpr int64_t kHostBlocks = int64_t{1} << 24;  // host h has the block ids from h * kHostBlocks on; this machine is 0
+constexpr int64_t kMostHosts = 127;  // beside this machine; their ids fit an int32
 constexpr int64_t kMaxTaskRows = 16;  // as many columns as an AMX tile has
 
 struct HostTierConfig {
@@ -66,7 +74,9 @@ struct HostTierConfig {
   int64_t max_rows = 1;  // tokens of a task, at most; up to kMaxTaskRows
 };
 
-enum class EventKind : int { attention_done = 0, attention_failed = 1, move_done = 2, move_failed = 3, cancelled = 4 };
+enum class EventKind : int {
+  attention_done = 0, attention_failed = 1, move_done = 2, move_failed = 3, cancelled = 4, host_lost = 5
+};
 
 struct HostEvent {
   EventKind kind;
@@ -75,6 +85,7 @@ struct HostEvent {
   int64_t layer = -1;
   int64_t position = -1;  // of the task's first token
   int64_t move_id = -1;
+  int64_t host = -1;  // that is lost
   std::string message;
 };
 
@@ -96,6 +107,19 @@ struct BlockMove {
   int64_t num_blocks;
   std::vector<int64_t> cache_ids;
   std::vector<int64_t> pool_ids;
+};
+
+// What there is to tell of a CPU host on the network.
+struct HostLinkStats {
+  int64_t host;
+  bool lost;
+  int64_t tasks_in_hand;
+  int64_t moves_in_hand;
+  int64_t tasks_sent;
+  int64_t bytes_sent;      // of rows
+  int64_t bytes_received;  // of results
+  int64_t bytes_moved;     // of blocks, both ways
+  wire::Load load;         // as the host has told last
 };
 
 // Faults that tests ask for; a new set replaces the one before, and ends a delay that is under way.
@@ -160,6 +184,22 @@ class HostTier {
 
   void start_move(BlockMove move);
 
+  // Use a CPU host from now on, over two connections to it, which this closes in the end. It has the blocks
+  // [host * kHostBlocks, host * kHostBlocks + num_blocks). It is lost when a connection ends, when it sends what it should
+  // not, or nothing for `timeout_s`: all that it has in hand fails then, and what it is given later. A host that is lost
+  // can be connected again.
+  void connect(int64_t host, int rows_fd, int blocks_fd, int64_t num_blocks, double timeout_s);
+
+  std::vector<HostLinkStats> link_stats();
+
+  // Put a block's K and V, [K, S, H] each, into the pool, or get them out of it. Nobody else may use the block meanwhile.
+  void pack(int64_t layer, int64_t block, const char* k, const char* v);
+  void unpack(int64_t layer, int64_t block, char* k, char* v) const;
+  int64_t cache_block_bytes() const { return config_.block_size * kv_bytes_; }  // of K, and as many of V
+
+  // Of the tokens that a slot is bound to.
+  int64_t num_rows(int64_t slot);
+
   std::vector<HostEvent> poll();
 
   // Sleep until an event is pending, `timeout_s` is over, or nothing can come any more (closed). True: one is pending.
@@ -191,7 +231,12 @@ class HostTier {
     int64_t epoch = -1;
     int64_t position = -1;  // of the first token
     int64_t num_rows = 1;
-    std::vector<int32_t> block_table;
+    std::vector<int32_t> block_table;  // of ids on its host
+    int64_t host = 0;
+    int64_t session = 0;  // of the host on the network, when it was bound
+    bool told = false;  // the host on the network knows of the binding
+    int64_t told_host = 0;
+    std::vector<int32_t> told_table;  // what the host `told_host` has of it
     int64_t last_step = 0;   // that expect() named
     int64_t num_expected = 0;  // tasks whose flags have not been seen
     std::unique_ptr<HostEvent> held;  // failed or cancelled: the event comes when nothing is expected any more
@@ -208,6 +253,7 @@ class HostTier {
     int64_t num_pieces = 0;
     int64_t next_piece = 0;   // pieces [0, next_piece) were handed out
     int64_t num_running = 0;  // of those, still in a thread's hands
+    bool awaited = false;     // the host on the network has it; its answer counts as one that runs
     Scratch scratch;
 
     int64_t end() const { return position + num_rows; }  // of the keys
@@ -221,6 +267,32 @@ class HostTier {
     int64_t next_unit = 0;
     int64_t units_per_piece = 1;
     int64_t num_running = 0;
+    int64_t host = 0;
+    int64_t id = 0;  // between here and the host on the network
+    bool stored = false;  // all is where it should be
+  };
+
+  // A CPU host on the network, and the threads that talk to it.
+  struct Link {
+    Link(int64_t host_, int rows_fd, int blocks_fd, int64_t num_blocks_, double timeout_s_)
+        : host(host_), num_blocks(num_blocks_), timeout_s(timeout_s_), rows(rows_fd), blocks(blocks_fd) {}
+
+    const int64_t host;
+    const int64_t num_blocks;
+    const double timeout_s;
+    int64_t session = 0;  // which of this tier's
+    wire::Connection rows;
+    wire::Connection blocks;
+    bool lost = false;
+    std::deque<int64_t> tasks;  // slots whose rows are to be sent
+    std::deque<Move*> moves;
+    bool wants_ping = false;
+    std::condition_variable wake_rows;
+    std::condition_variable wake_blocks;
+    int64_t num_moves = 0;     // that have begun and not ended
+    int64_t num_progressed = 0;  // counts what they sent and got
+    HostLinkStats stats{};
+    std::vector<std::thread> threads;
   };
 
   // What a thread has in hand: piece `piece` of a slot's task, or units [first, last) of a move.
@@ -277,6 +349,19 @@ class HostTier {
   bool is_free(Slot& task, int64_t slot);
   void publish_move(Move& move);
   void push_event(HostEvent event);
+
+  int64_t host_of(const int64_t* block_ids, int64_t num_blocks) const;
+  void send_rows(Link& link);
+  void receive_results(Link& link);
+  void take_results(Link& link, const wire::Frame& frame);
+  void send_blocks(Link& link);
+  void send_move(Link& link, Move& move);
+  void receive_blocks(Link& link);
+  void take_blocks(Link& link, const wire::Frame& frame);
+  Move& move_of(Link& link, int64_t id);
+  void lose(Link& link, const std::string& why);
+  void release_task(int64_t slot);
+  void release_move(Move& move);
   void fail_everything_queued(const std::string& message);
   void call_workers(Called& called, int most = 1);
   static void notify(const Called& called);
@@ -319,6 +404,9 @@ class HostTier {
   }
   static int64_t round_up(int64_t bytes) { return (bytes + 63) / 64 * 64; }  // to a cache line
 
+  char* q_result(int64_t slot) const {
+    return static_cast<char*>(config_.results) + slot * config_.max_rows * q_bytes_;
+  }
   char* pool_block(int64_t layer, int64_t block) const {
     return static_cast<char*>(config_.pool) + (layer * config_.num_blocks + block) * shape_.block_bytes();
   }
@@ -366,9 +454,27 @@ class HostTier {
   std::vector<std::pair<Expected, Arrival>> flagged_;  // likewise: what this look found
   std::atomic<bool> watcher_called_{false};  // expected_ has something, or the tier closes
 
+  std::map<int64_t, std::unique_ptr<Link>> links_;  // by host
+  int64_t num_remote_moves_ = 0;
+  int64_t num_sessions_ = 0;
+
   std::thread prefaulter_;
   std::atomic<bool> stop_prefault_{false};
   std::atomic<int64_t> bytes_prefaulted_{0};
 };
+
+// A thread that close() waits for.
+template <typename Body>
+std::thread HostTier::start(Body body) {
+  Lock lock(mutex_);  // the thread comes to its end after this
+  std::thread thread([this, body] {
+    body();
+    Lock end(mutex_);
+    --num_threads_;
+    threads_end_.notify_all();
+  });
+  ++num_threads_;
+  return thread;
+}
 
 }  // namespace omniserve

@@ -35,20 +35,6 @@ constexpr double kForever_s = 1e9;
 
 }  // namespace
 
-// A thread that close() waits for.
-template <typename Body>
-std::thread HostTier::start(Body body) {
-  Lock lock(mutex_);  // the thread comes to its end after this
-  std::thread thread([this, body] {
-    body();
-    Lock end(mutex_);
-    --num_threads_;
-    threads_end_.notify_all();
-  });
-  ++num_threads_;
-  return thread;
-}
-
 HostTier::HostTier(HostTierConfig config)
     : config_(std::move(config)),
       shape_{config_.num_kv_heads, config_.block_size, config_.head_size, config_.pool_dtype, config_.dtype},
@@ -144,6 +130,7 @@ int HostTier::close(double timeout_s) {
     }
     watcher_called_ = true;
     watcher_wake_.notify_one();
+    for (const auto& [host, link] : links_) lose(*link, "the host tier was closed");
   }
   stop_prefault_ = true;
   if (prefaulter_.joinable()) {
@@ -160,6 +147,10 @@ int HostTier::close(double timeout_s) {
     if (worker->thread.joinable()) worker->thread.join();
   }
   if (watcher_.joinable()) watcher_.join();
+  for (const auto& [host, link] : links_) {
+    for (std::thread& thread : link->threads) thread.join();
+    link->threads.clear();
+  }
   Lock lock(mutex_);
   fail_expected("the host tier was closed");
   fail_everything_queued("the host tier was closed");

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "host_server.h"
 #include "host_tier.h"
 #include "host_tier_memory.h"
 #include "op_checks.h"
@@ -228,10 +229,10 @@ void start_move(int64_t tier, int64_t move_id, bool to_host, Tensor k_LBKSH, Ten
                            std::move(pool_ids)});
 }
 
-// int64 rows (kind, slot, epoch, layer, position, move_id), and one message per row.
+// int64 rows (kind, slot, epoch, layer, position, move_id, host), and one message per row.
 std::tuple<Tensor, std::vector<std::string>> poll(int64_t tier) {
   std::vector<HostEvent> events = find(tier)->tier->poll();
-  const int64_t sizes[] = {static_cast<int64_t>(events.size()), 6}, strides[] = {6, 1};
+  const int64_t sizes[] = {static_cast<int64_t>(events.size()), 7}, strides[] = {7, 1};
   AtenTensorHandle handle;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(2, sizes, strides, aoti_torch_dtype_int64(),
                                                          aoti_torch_device_type_cpu(), 0, &handle));
@@ -240,7 +241,9 @@ std::tuple<Tensor, std::vector<std::string>> poll(int64_t tier) {
   int64_t* row = static_cast<int64_t*>(rows.mutable_data_ptr());
   for (HostEvent& event : events) {
     *row++ = static_cast<int64_t>(event.kind);
-    for (int64_t value : {event.slot, event.epoch, event.layer, event.position, event.move_id}) *row++ = value;
+    for (int64_t value : {event.slot, event.epoch, event.layer, event.position, event.move_id, event.host}) {
+      *row++ = value;
+    }
     messages.push_back(std::move(event.message));
   }
   return {std::move(rows), std::move(messages)};
@@ -258,6 +261,27 @@ std::vector<int64_t> stats(int64_t tier) {
   const HostTierStats s = find(tier)->tier->stats();
   return {s.tasks_done, s.failures,      s.threads_alive, s.tasks_in_hand,   s.moves_in_hand,
           s.busy_ns,    s.kv_bytes_read, s.bytes_moved,   s.bytes_prefaulted};
+}
+
+void connect(int64_t tier, int64_t host, int64_t rows_fd, int64_t blocks_fd, int64_t num_blocks, double timeout_s) {
+  find(tier)->tier->connect(host, static_cast<int>(rows_fd), static_cast<int>(blocks_fd), num_blocks, timeout_s);
+}
+
+// In the order of HostLinkStats and its Load, for each host.
+std::vector<int64_t> link_stats(int64_t tier) {
+  std::vector<int64_t> all;
+  for (const HostLinkStats& s : find(tier)->tier->link_stats()) {
+    all.insert(all.end(), {s.host, s.lost, s.tasks_in_hand, s.moves_in_hand, s.tasks_sent, s.bytes_sent, s.bytes_received,
+                           s.bytes_moved, s.load.busy_ns, s.load.bytes_read, s.load.threads_alive, s.load.tasks_done});
+  }
+  return all;
+}
+
+// The tier's events go to the engine until this returns, with the one reason why it does.
+std::vector<std::string> serve(int64_t tier, int64_t rows_fd, int64_t blocks_fd, double timeout_s) {
+  const auto entry = find(tier);
+  HostServer server(*entry->tier, static_cast<int>(rows_fd), static_cast<int>(blocks_fd), timeout_s);
+  return {server.serve()};
 }
 
 // Both return how many threads had not ended in time, see HostTier::close().
@@ -295,6 +319,10 @@ STABLE_TORCH_LIBRARY(omniserve_host, m) {
   m.def("wait(int tier, float timeout_s) -> bool");
   m.def("inject(int tier, float delay_s, int shuffle_seed, int fail_next, int kill_threads) -> ()");
   m.def("stats(int tier) -> int[]");
+  m.def(
+      "connect(int tier, int host, int rows_fd, int blocks_fd, int num_blocks, float timeout_s) -> ()");
+  m.def("link_stats(int tier) -> int[]");
+  m.def("serve(int tier, int rows_fd, int blocks_fd, float timeout_s) -> str[]");
   m.def("close(int tier, float timeout_s) -> int");
   m.def("destroy(int tier, float timeout_s) -> int");
 }
@@ -311,6 +339,9 @@ STABLE_TORCH_LIBRARY_IMPL(omniserve_host, CompositeExplicitAutograd, m) {
   m.impl("wait", TORCH_BOX(&omniserve::wait));
   m.impl("inject", TORCH_BOX(&omniserve::inject));
   m.impl("stats", TORCH_BOX(&omniserve::stats));
+  m.impl("connect", TORCH_BOX(&omniserve::connect));
+  m.impl("link_stats", TORCH_BOX(&omniserve::link_stats));
+  m.impl("serve", TORCH_BOX(&omniserve::serve));
   m.impl("close", TORCH_BOX(&omniserve::close));
   m.impl("destroy", TORCH_BOX(&omniserve::destroy));
 }

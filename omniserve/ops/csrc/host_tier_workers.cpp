@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "host_tier.h"
+#include "host_tier_moves.h"
 
 namespace omniserve {
 namespace {
@@ -158,15 +159,23 @@ void HostTier::merge(const Slot& task, int64_t slot) {
   const float* m = acc + task.num_pieces * heads * config_.head_size;
   merge_partials(acc, m, m + task.num_pieces * heads, task.num_pieces, task.num_rows, config_.num_heads,
                  config_.num_kv_heads, config_.head_size, config_.layers[static_cast<size_t>(task.layer)].sinks,
-                 config_.dtype, static_cast<char*>(config_.results) + slot * config_.max_rows * q_bytes_);
+                 config_.dtype, q_result(slot));
 }
 
 // K or V of a cache block, [K, S, H], each head's rows the other way round.
-static void reverse_rows(const char* from, int64_t num_heads, int64_t block_size, int64_t row_bytes, char* to) {
+void reverse_rows(const char* from, int64_t num_heads, int64_t block_size, int64_t row_bytes, char* to) {
   for (int64_t head = 0; head < num_heads; ++head)
     for (int64_t row = 0; row < block_size; ++row)
       std::memcpy(to + (head * block_size + row) * row_bytes,
                   from + (head * block_size + block_size - 1 - row) * row_bytes, static_cast<size_t>(row_bytes));
+}
+
+void HostTier::pack(int64_t layer, int64_t block, const char* k, const char* v) {
+  pack_host_block(shape_, k, v, pool_block(layer, block), block_scales(layer, block));
+}
+
+void HostTier::unpack(int64_t layer, int64_t block, char* k, char* v) const {
+  unpack_host_block(shape_, pool_block(layer, block), block_scales(layer, block), k, v);
 }
 
 void HostTier::copy_blocks(const Piece& piece) {
@@ -246,9 +255,10 @@ void HostTier::finish(const Piece& piece, std::string error, Lock& lock) {
 // Hand out no more pieces of a task.
 void HostTier::withdraw(Slot& task, int64_t slot) {
   if (task.next_piece == task.num_pieces) return;
-  num_queued_pieces_ -= task.num_pieces - task.next_piece;
+  std::deque<int64_t>& queue = task.host > 0 ? links_.at(task.host)->tasks : tasks_;
+  if (task.host == 0) num_queued_pieces_ -= task.num_pieces - task.next_piece;
   task.next_piece = task.num_pieces;
-  tasks_.erase(std::find(tasks_.begin(), tasks_.end(), slot));
+  queue.erase(std::find(queue.begin(), queue.end(), slot));
 }
 
 void HostTier::fail_task(Slot& task, int64_t slot, std::string message) {
@@ -258,10 +268,13 @@ void HostTier::fail_task(Slot& task, int64_t slot, std::string message) {
 }
 
 void HostTier::fail_move(Move& move, std::string message) {
-  const auto queued = std::find(moves_.begin(), moves_.end(), &move);
-  if (queued != moves_.end()) {
-    num_queued_pieces_ -= (move.num_units - move.next_unit + move.units_per_piece - 1) / move.units_per_piece;
-    moves_.erase(queued);
+  std::deque<Move*>& queue = move.host > 0 ? links_.at(move.host)->moves : moves_;
+  const auto queued = std::find(queue.begin(), queue.end(), &move);
+  if (queued != queue.end()) {
+    if (move.host == 0) {
+      num_queued_pieces_ -= (move.num_units - move.next_unit + move.units_per_piece - 1) / move.units_per_piece;
+    }
+    queue.erase(queued);
   }
   move.next_unit = move.num_units;
   if (!move.failed) move.message = std::move(message);
@@ -331,6 +344,7 @@ void HostTier::publish_move(Move& move) {
   event.move_id = move.spec.move_id;
   event.message = std::move(move.message);
   if (move.failed) ++stats_.failures;
+  if (move.host > 0) --links_.at(move.host)->num_moves;
   live_moves_.erase(
       std::find_if(live_moves_.begin(), live_moves_.end(), [&move](const auto& live) { return live.get() == &move; }));
   push_event(std::move(event));

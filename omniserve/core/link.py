@@ -1,24 +1,26 @@
-"""Link: messages between two ranks over a TCP connection of their own, beside the collectives.
+"""Link: messages between two processes of one engine, over a TCP connection of their own.
 
 Both ends first prove that they know a secret: each answers the other's random challenge with an HMAC-SHA256 of it. What
-follows is pickled and neither encrypted nor signed, so the network must be one that nobody else can write to.
+follows is neither encrypted nor signed, so the network must be one that nobody else can write to.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import pickle
 import secrets
 import select
 import socket
 import struct
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from omniserve.core.errors import RankLost, RankRefused
+from omniserve.core.errors import PeerLost, PeerRefused
 
-_MAGIC = b"omniserve-rank-1\n"
+_MAGIC = b"omniserve-link-1\n"
 _CHALLENGE_BYTES, _DIGEST_BYTES = 32, 32
 _LENGTH = struct.Struct("<Q")
 _MOST_BYTES = 1 << 30
@@ -28,11 +30,24 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
 """A machine that is gone is noticed in half a minute."""
 
 
+class Codec(NamedTuple):
+    """How messages become bytes."""
+
+    dumps: Callable[[Any], bytes]
+    loads: Callable[[bytes], Any]
+
+
+PICKLE = Codec(lambda message: pickle.dumps(message, pickle.HIGHEST_PROTOCOL), pickle.loads)
+"""Any object; who knows the secret can run code at the other end."""
+JSON = Codec(lambda message: json.dumps(message).encode(), json.loads)
+
+
 class Link:
     """An open connection. ``name`` is what errors call the other end. One thread receives; any may send."""
 
-    def __init__(self, connection: socket.socket, name: str) -> None:
+    def __init__(self, connection: socket.socket, name: str, codec: Codec = PICKLE) -> None:
         self.name = name
+        self._codec = codec
         self._socket = connection
         self._socket.settimeout(None)
         self._buffer = bytearray()
@@ -55,20 +70,20 @@ class Link:
         """Send a message.
 
         Raises:
-            RankLost: The other end is gone.
+            PeerLost: The other end is gone.
         """
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        data = self._codec.dumps(message)
         try:
             with self._lock:
                 self._socket.sendall(_LENGTH.pack(len(data)) + data)
         except OSError as error:
-            raise RankLost(f"{self.name} is gone: {error}") from error
+            raise PeerLost(f"{self.name} is gone: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """Wait for the next message and return it; None waits for ever.
 
         Raises:
-            RankLost: The other end is gone, or sends nothing in time.
+            PeerLost: The other end is gone, or sends nothing in time.
         """
         while (message := self.receive_now()) is None:
             self._wait(timeout_s)
@@ -78,7 +93,7 @@ class Link:
         """Return the next message; None if there is none yet.
 
         Raises:
-            RankLost: The other end is gone.
+            PeerLost: The other end is gone.
         """
         if (message := self._take()) is not None:
             return message
@@ -90,10 +105,10 @@ class Link:
         except BlockingIOError:
             return self._take()
         except OSError as error:
-            raise RankLost(f"{self.name} is gone: {error}") from error
+            raise PeerLost(f"{self.name} is gone: {error}") from error
         if (message := self._take()) is not None:
             return message
-        raise RankLost(f"{self.name} has closed its connection")
+        raise PeerLost(f"{self.name} has closed its connection")
 
     def _take(self) -> Any:
         """Take a whole message out of the buffer."""
@@ -101,62 +116,72 @@ class Link:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
         if length > _MOST_BYTES:
-            raise RankLost(f"{self.name} sends a message of {length} bytes")
+            raise PeerLost(f"{self.name} sends a message of {length} bytes")
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
-        message = pickle.loads(memoryview(self._buffer)[_LENGTH.size : end].tobytes())
+        data = memoryview(self._buffer)[_LENGTH.size : end].tobytes()
         del self._buffer[:end]
-        return message
+        try:
+            return self._codec.loads(data)
+        except ValueError as error:
+            raise PeerLost(f"{self.name} sends a message that cannot be read: {error}") from error
 
     def _wait(self, timeout_s: float | None) -> None:
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         if not poller.poll(None if timeout_s is None else timeout_s * 1000):
-            raise RankLost(f"{self.name} has not answered for {timeout_s:g} s")
+            raise PeerLost(f"{self.name} has not answered for {timeout_s:g} s")
+
+    def detach(self) -> int:
+        """Return the connection's file descriptor, which is the caller's now; every message has been received."""
+        assert not self._buffer, f"{self.name} has sent more than was asked for"
+        return self._socket.detach()
 
     def close(self) -> None:
         self._socket.close()
 
 
-def accept(connection: socket.socket, secret: bytes, name: str) -> Link:
+def accept(connection: socket.socket, secret: bytes, name: str, codec: Codec = PICKLE) -> Link:
     """Let the other end of a new connection prove that it knows the secret, and prove it to it.
 
     Raises:
-        RankLost: It does not, or does not answer in time.
+        PeerLost: It does not, or does not answer in time.
     """
-    return _shake_hands(connection, secret, name, b"server", b"client")
+    return _shake_hands(connection, secret, name, codec, b"server", b"client")
 
 
-def connect(address: tuple[str, int], secret: bytes, timeout_s: float, name: str) -> Link:
+def connect(address: tuple[str, int], secret: bytes, timeout_s: float, name: str, codec: Codec = PICKLE) -> Link:
     """Connect to an address; the other end and this one prove to each other that they know the secret.
 
     Raises:
-        RankLost: It does not, or does not answer in time.
+        PeerLost: It does not, or does not answer in time.
         OSError: Nobody listens there.
     """
-    return _shake_hands(socket.create_connection(address, timeout_s), secret, name, b"client", b"server")
+    return _shake_hands(socket.create_connection(address, timeout_s), secret, name, codec, b"client", b"server")
 
 
-def _shake_hands(connection: socket.socket, secret: bytes, name: str, own: bytes, other: bytes) -> Link:
+def _shake_hands(
+    connection: socket.socket, secret: bytes, name: str, codec: Codec, own: bytes, other: bytes
+) -> Link:  # fmt: skip
     connection.settimeout(_HANDSHAKE_S)
     try:
         challenge = secrets.token_bytes(_CHALLENGE_BYTES)
         connection.sendall(_MAGIC + challenge)
         hello = _read(connection, len(_MAGIC) + _CHALLENGE_BYTES)
         if hello[: len(_MAGIC)] != _MAGIC:
-            raise RankRefused(f"{name} does not speak the protocol of this version's ranks")
+            raise PeerRefused(f"{name} does not speak the protocol of this version")
         theirs = hello[len(_MAGIC) :]
         connection.sendall(_digest(secret, own, theirs, challenge))
         if not hmac.compare_digest(_read(connection, _DIGEST_BYTES), _digest(secret, other, challenge, theirs)):
-            raise RankRefused(f"{name} does not know the secret: give both ends the same file")
+            raise PeerRefused(f"{name} does not know the secret: give both ends the same file")
     except (OSError, EOFError) as error:
         connection.close()
-        raise RankLost(f"{name} does not prove that it knows the secret: {error}") from error
-    except RankLost:
+        raise PeerLost(f"{name} does not prove that it knows the secret: {error}") from error
+    except PeerLost:
         connection.close()
         raise
-    return Link(connection, name)
+    return Link(connection, name, codec)
 
 
 def _digest(secret: bytes, who: bytes, challenge: bytes, other_challenge: bytes) -> bytes:

@@ -1,0 +1,230 @@
+"""A CPU host on the network: keeps KV of an engine on another machine, and attends over it with this machine's threads.
+
+``python -m omniserve.host`` runs one. It knows no model: the engine that connects tells the sizes, and the host makes a
+host tier with them. It serves one engine at a time; when that is gone, its KV is dropped and the next one may come.
+
+Paper: omniserve 4 (distributed CPU attention).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from omniserve import __version__
+from omniserve.core import link
+from omniserve.core.errors import OmniServeError, PeerLost
+from omniserve.core.spec import AttentionSpec, ModelSpec
+from omniserve.host.tier import HostTier
+
+logger = logging.getLogger(__name__)
+
+_HELLO_S = 10.0
+_SECOND_CONNECTION_S = 10.0
+_LAST_SESSION_S = 2.0  # of an engine that has gone
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def spec_to_plain(spec: ModelSpec) -> dict[str, Any]:
+    """Return a model's sizes as JSON holds them."""
+    return dataclasses.asdict(spec)
+
+
+def spec_of_plain(plain: Mapping[str, Any]) -> ModelSpec:
+    """Return the sizes that ``spec_to_plain`` made.
+
+    Raises:
+        TypeError: They are of another version.
+    """
+    layers = []
+    for layer in plain["attention"]:
+        settings: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in layer.items()}
+        layers.append(AttentionSpec(**settings))
+    return ModelSpec(**{**plain, "attention": tuple(layers), "eos_token_ids": tuple(plain["eos_token_ids"])})
+
+
+@dataclass(slots=True)
+class _Session:
+    """An engine that is served, or will be when its second connection has come."""
+
+    engine: str
+    token: str
+    tier: HostTier
+    timeout_s: float
+    connections: list[socket.socket] = field(default_factory=list)
+    """Second descriptors of both, for shutting them down; the tier closes the first ones."""
+    descriptors: list[int] = field(default_factory=list)
+    is_whole: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+
+    def add(self, descriptor: int) -> None:
+        """Take a connection."""
+        self.connections.append(socket.socket(fileno=os.dup(descriptor)))
+        self.descriptors.append(descriptor)
+
+
+class HostServer:
+    """Serves engines, one at a time, from ``start`` to ``close``.
+
+    Args:
+        secret: What an engine must know.
+        kv_bytes: Memory for KV.
+        num_threads: Threads that attend.
+        cores: Cores that they are pinned to; None: not pinned.
+        address: Where to listen; port 0: any.
+
+    Raises:
+        OSError: The address cannot be used.
+    """
+
+    def __init__(
+        self, *, secret: bytes, kv_bytes: int, num_threads: int, cores: tuple[int, ...] | None = None,
+        address: tuple[str, int] = ("127.0.0.1", 0),
+    ) -> None:  # fmt: skip
+        self._secret, self._kv_bytes, self._num_threads, self._cores = secret, kv_bytes, num_threads, cores
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._listener = socket.create_server(address, family=family)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        """Where it listens."""
+        self._lock = threading.Lock()
+        self._session: _Session | None = None
+        self._is_closed = False
+        self._acceptor = threading.Thread(target=self._accept, name="host-accept", daemon=True)
+
+    def start(self) -> None:
+        """Accept engines from now on, in threads."""
+        self._acceptor.start()
+
+    def wait(self) -> None:
+        """Wait until it is closed."""
+        self._acceptor.join()
+
+    def close(self) -> None:
+        """Accept nobody any more, and end the session."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._acceptor.join()
+        with self._lock:
+            session = self._session
+        if session is not None:
+            self._end(session)
+
+    # -- connections ---------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, address = self._listener.accept()
+            except OSError as error:
+                if not self._is_closed:
+                    logger.error("this host can accept no connection any more: %s", error)
+                return
+            name = f"{address[0]}:{address[1]}"
+            threading.Thread(target=self._greet, args=(connection, name), name="host-greet", daemon=True).start()
+
+    def _greet(self, connection: socket.socket, name: str) -> None:
+        """Let a new connection prove itself, and do what it asks for."""
+        try:
+            peer = link.accept(connection, self._secret, name, link.JSON)
+        except PeerLost as error:
+            logger.warning("a connection is refused: %s", error)
+            return
+        try:
+            try:
+                hello = peer.receive(_HELLO_S)
+                begin = {"rows": self._begin, "blocks": self._complete}[hello["purpose"]]
+                welcome, go_on = begin(peer, hello, name)
+            except (KeyError, TypeError, ValueError, OmniServeError, RuntimeError, MemoryError) as error:
+                if isinstance(error, PeerLost):
+                    raise
+                logger.warning("%s is refused: %s", name, error)
+                peer.send({"refused": str(error), "may_change": isinstance(error, OmniServeError)})
+                peer.close()
+                return
+            peer.send(welcome)
+            go_on()
+        except PeerLost as error:
+            logger.warning("%s", error)
+            peer.close()
+
+    def _begin(self, peer: link.Link, hello: Mapping[str, Any], name: str) -> tuple[Any, Callable[[], None]]:
+        """Make a session for an engine's first connection."""
+        if hello["version"] != __version__:
+            raise ValueError(f"this host runs OmniServe {__version__}, the engine {hello['version']}")
+        with self._lock:
+            before = self._session
+        if before is not None:
+            if before.engine == hello["engine"]:
+                self._end(before)  # it has lost the host, and comes back
+            elif before.thread is not None:
+                before.thread.join(_LAST_SESSION_S)
+        tier = HostTier(
+            spec=spec_of_plain(hello["spec"]), dtype=_DTYPES[hello["dtype"]], block_size=hello["block_size"],
+            kv_bytes=self._kv_bytes, num_slots=hello["num_slots"], num_threads=self._num_threads, cores=self._cores,
+            kv_dtype=hello["kv_dtype"], max_rows=hello["max_rows"],
+        )  # fmt: skip
+        session = _Session(hello["engine"], secrets.token_hex(16), tier, float(hello["timeout_s"]))
+        with self._lock:
+            if self._session is not None or self._is_closed:
+                tier.close()
+                raise OmniServeError("another engine uses this host")
+            self._session = session
+        welcome = {"session": session.token, "num_blocks": tier.num_blocks, "num_threads": self._num_threads}
+
+        def go_on() -> None:
+            session.add(peer.detach())
+            session.thread = threading.Thread(target=self._serve, args=(session, name), name="host-serve", daemon=True)
+            session.thread.start()
+
+        return welcome, go_on
+
+    def _complete(self, peer: link.Link, hello: Mapping[str, Any], name: str) -> tuple[Any, Callable[[], None]]:
+        """Give a session its second connection."""
+        with self._lock:
+            session = self._session
+        if session is None or not secrets.compare_digest(session.token, hello["session"]) or session.is_whole.is_set():
+            raise OmniServeError("there is no such session")
+
+        def go_on() -> None:
+            session.add(peer.detach())
+            session.is_whole.set()
+
+        return {"session": session.token}, go_on
+
+    def _serve(self, session: _Session, name: str) -> None:
+        why = "its second connection has not come"
+        session.is_whole.wait(_SECOND_CONNECTION_S)
+        if len(session.descriptors) == 2:
+            logger.info("serves the engine at %s with %d blocks", name, session.tier.num_blocks)
+            rows_fd, blocks_fd = session.descriptors
+            why = session.tier.serve(rows_fd, blocks_fd, session.timeout_s)
+        else:
+            os.close(session.descriptors[0])
+        for connection in session.connections:
+            connection.close()
+        logger.info("serves the engine at %s no more: %s", name, why)
+        session.tier.close()
+        with self._lock:
+            if self._session is session:
+                self._session = None
+
+    def _end(self, session: _Session) -> None:
+        """End a session, and wait for that."""
+        for connection in session.connections:
+            with contextlib.suppress(OSError):  # it is closed
+                connection.shutdown(socket.SHUT_RDWR)
+        session.is_whole.set()
+        if session.thread is not None:
+            session.thread.join()

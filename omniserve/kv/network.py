@@ -1,0 +1,91 @@
+"""Pools of blocks on CPU hosts on the network, and the choice among them.
+
+Paper: omniserve 4 (distributed CPU attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from omniserve.core.plan import HOST_BLOCKS
+from omniserve.kv.block_pool import BlockPool, RunPool
+
+
+class NetworkPool(RunPool):
+    """The blocks of a host, from its first connection until it is lost. If it comes back, it has another pool."""
+
+    def __init__(self, host: int, num_blocks: int, speed: float) -> None:
+        super().__init__(num_blocks, f"host {host}")
+        self.host = host
+        self.speed = speed
+        self.is_lost = False
+        self._first = host * HOST_BLOCKS
+
+    def has_room(self, count: int, reserve_blocks: int) -> bool:
+        """Tell whether ``count`` blocks can be taken, and so many are free then."""
+        return not self.is_lost and self.num_free >= count + reserve_blocks
+
+    def free_ids(self) -> list[int]:
+        return [self._first + block for block in super().free_ids()]
+
+    def take(self, count: int, after: int | None = None) -> list[int] | None:
+        taken = super().take(count, None if after is None else after - self._first)
+        return None if taken is None else [self._first + block for block in taken]
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        super().give_back([block - self._first for block in blocks])
+
+    def check(self, owned: Iterable[int]) -> None:
+        taken = sorted(set(range(self._first, self._first + self.num_blocks)) - set(self.free_ids()))
+        assert sorted(owned) == taken, f"{self.name}: owned {sorted(owned)[:16]}, taken {taken[:16]}"
+
+
+class NetworkPools:
+    """The pools of all hosts that are there."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, NetworkPool] = {}
+
+    def add(self, host: int, num_blocks: int, speed: float) -> None:
+        """Note that a host is there."""
+        assert host not in self._pools, f"host {host} is there already"
+        self._pools[host] = NetworkPool(host, num_blocks, speed)
+
+    def lose(self, host: int) -> None:
+        """Note that a host is lost. Whoever has blocks there gives them back to its pool all the same."""
+        self._pools.pop(host).is_lost = True
+
+    def choose(self, num_blocks: int, reserve_blocks: int) -> NetworkPool | None:
+        """Return the host that is to take so many blocks: the one that then has the least KV for its speed.
+
+        ``reserve_blocks`` are for requests to grow into, on all hosts; each keeps the share of its memory.
+        """
+        total = max(1, self.num_blocks)
+        fitting = [
+            pool
+            for pool in self._pools.values()
+            if pool.has_room(num_blocks, -(-reserve_blocks * pool.num_blocks // total))
+        ]
+        return min(fitting, key=lambda pool: (_used(pool) + num_blocks) / pool.speed, default=None)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(pool.num_blocks for pool in self._pools.values())
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that are not free."""
+        return sum(map(_used, self._pools.values()))
+
+    def check(self, owned: Sequence[tuple[BlockPool, Sequence[int]]]) -> None:
+        """Verify that of each pool that is there the blocks with their pool are those that are not free.
+
+        Raises:
+            AssertionError: They are not.
+        """
+        for pool in self._pools.values():
+            pool.check([block for owner, blocks in owned if owner is pool for block in blocks])
+
+
+def _used(pool: NetworkPool) -> int:
+    return pool.num_blocks - pool.num_free
