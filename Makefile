@@ -49,7 +49,7 @@ coserve-memory: $(VENV)/.installed ## The same for the policies that differ when
 gpu: setup ## On a machine with a GPU: find what is broken, then measure, in half an hour (ARGS="--only check"; "--dry" anywhere)
 	@PYTHON=$(BIN)/python benchmarks/gpu/run.sh $(ARGS)
 
-check: lint test ## Format, lint, types and tests, but for the long ones (CI runs these, too: make lint test-all)
+check: lint test ## Format, lint, types and tests, but for the long ones (of which CI runs some: --slow-part)
 
 sanitize: setup ## Run kernels and host tier under the sanitizers for longer than the tests do (ARGS="60 7": seconds, first seed)
 	@for sanitizer in address thread; do $(BIN)/python -m tests.ops.test_sanitizers $$sanitizer $(or $(ARGS),60 1000) || exit 1; done

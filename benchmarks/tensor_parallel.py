@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from benchmarks.common.models import random_llama
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table_of
-from omniserve import Engine, EngineConfig, ParallelConfig, Request, SamplingParams, patch
+from omniserve import Engine, EngineConfig, ExecutionConfig, ParallelConfig, Request, SamplingParams, patch
 from omniserve.core.plan import StepPlan
 from omniserve.host.cores import available_cores
 from omniserve.layers.sharding import shard
@@ -60,7 +60,7 @@ def _config(arm: str, port: int, secret: str) -> EngineConfig:
         parallel = ParallelConfig(tensor_parallel_size=2, rank_listen=f"127.0.0.1:{port}", rank_secret_file=secret)
     return EngineConfig(
         host_kv_bytes=0, kv="paged", device_kv_bytes=1 << 28, max_model_len=1024, parallel=parallel,
-        scheduler="fcfs",
+        scheduler="fcfs", execution=ExecutionConfig(prefix_cache=False),
     )  # fmt: skip
 
 

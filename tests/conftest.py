@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from zlib import crc32
 
 import pytest
 import torch
@@ -26,6 +27,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption(
+        "--slow-part", metavar="K/N", help="also run the K-th (0 to N-1) of N parts of the tests marked slow"
+    )
     parser.addoption("--exhaustive", action="store_true", help="also run the tests marked exhaustive")
 
 
@@ -41,12 +45,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out["slow"] = "takes long: give --slow"
     if not config.getoption("--exhaustive"):
         left_out["exhaustive"] = "tries every case, which takes long: give --exhaustive"
+    part, _, num_parts = (config.getoption("--slow-part") or "0/0").partition("/")
     kept: list[pytest.Item] = []
     repeated: list[pytest.Item] = []
     reported = set()
     for item in items:
         for mark, reason in left_out.items():
-            if item.get_closest_marker(mark) is not None:
+            is_in_part = mark == "slow" and int(num_parts) and crc32(item.nodeid.encode()) % int(num_parts) == int(part)
+            if item.get_closest_marker(mark) is not None and not is_in_part:
                 item.add_marker(pytest.mark.skip(reason=reason))
         skips = [mark.kwargs["reason"] for mark in item.iter_markers("skip")]
         skips += [mark.kwargs["reason"] for mark in item.iter_markers("skipif") if mark.args[0]]

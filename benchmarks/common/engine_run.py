@@ -1,9 +1,10 @@
-"""Engines in this process, without HTTP: requests of a size, and EngineRun, which serves a load in real time."""
+"""Engines in this process, without HTTP: EngineRun serves a load in real time, SteadyRun so many requests always."""
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 import time
 from collections import Counter, deque
 from typing import Any
@@ -132,3 +133,55 @@ class EngineRun:
             duration_s=self.load.duration_s or self.seconds,
             output_tokens=int(self.grown("output_tokens", name)), prompt_tokens=int(self.grown("prompt_tokens", name)),
         )  # fmt: skip
+
+
+class SteadyRun:
+    """An engine whose requests begin anew as they end: so many of each class are always there.
+
+    Args:
+        engine: Without requests.
+        num_ls, num_be: Requests that decode.
+        prompt: Tokens of a best-effort prompt.
+    """
+
+    def __init__(self, engine: Engine, *, num_ls: int, num_be: int, prompt: int) -> None:
+        self.engine = engine
+        self._prompts = {"be": prompt, "ls": 16}
+        self._num_begun = 0
+        for kind in ["be"] * num_be + ["ls"] * num_ls:
+            self._begin(kind)
+        while engine.stats().waiting["BE"] or engine.stats().host_output_tokens < num_be:
+            self._step()
+
+    def _begin(self, kind: str) -> None:
+        self.engine.add(request(f"{kind}{self._num_begun}", self._prompts[kind], 1500))
+        self._num_begun += 1
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            if output.finished:
+                self._begin(output.request_id[:2])
+
+    def window(self, seconds: float) -> dict[str, float]:
+        """Serve for some seconds; return what the host tier brought, and the time of a step in seconds."""
+        engine = self.engine
+        before, began_s = engine.stats(), time.perf_counter()
+        steps_s: list[float] = []
+        step_began_s = began_s
+        while (took_s := step_began_s - began_s) < seconds:
+            self._step()
+            ended_s = time.perf_counter()
+            steps_s.append(ended_s - step_began_s)
+            step_began_s = ended_s
+        after = engine.stats()
+        host_tokens = after.host_output_tokens - before.host_output_tokens
+        steps = after.host_token_steps - before.host_token_steps
+        steps_s.sort()
+        return {
+            "steps_per_layer": steps / max(1, host_tokens) / engine.spec.num_layers,
+            "host_tokens_per_s": host_tokens / took_s,
+            "be_tokens_per_s": (after.output_tokens["BE"] - before.output_tokens["BE"]) / took_s,
+            "ls_tokens_per_s": (after.output_tokens["LS"] - before.output_tokens["LS"]) / took_s,
+            "rows_per_step": (after.piggyback_rows - before.piggyback_rows) / (after.steps - before.steps),
+            "step_p50_s": statistics.median(steps_s), "step_p99_s": steps_s[int(0.99 * len(steps_s))],
+        }  # fmt: skip

@@ -6,6 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True, kw_only=True)
+class CPUHostStats:
+    """A CPU host on the network. All but the first are counters since the engine began."""
+
+    is_connected: bool = False
+    times_lost: int = 0
+    tasks: int = 0
+    """Attention tasks that were sent."""
+    row_bytes: int = 0
+    """Of q, k and v, and of results."""
+    moved_bytes: int = 0
+    """Of KV blocks, both ways."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
     """Gauges and counters of a scheduler. Counters run from its start."""
@@ -71,6 +85,8 @@ class EngineStats(SchedulerStats):
     disk_bytes_written: int = 0
     disk_failures: int = 0
     """Counter: copies from and to disk that failed; a copy with a damaged block counts as one."""
+    cpu_hosts: Mapping[str, CPUHostStats] = field(default_factory=dict)
+    """By address; those of the network."""
     steps: int = 0
     step_seconds: float = 0.0
     """Counter: time spent in steps."""

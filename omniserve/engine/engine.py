@@ -429,6 +429,7 @@ class Engine:
             disk_bytes_read=disk.bytes_read,
             disk_bytes_written=disk.bytes_written,
             disk_failures=disk.failures,
+            cpu_hosts=self.hosts.stats() if self.hosts is not None else {},
             steps=self._log.num_steps,
             step_seconds=self._log.seconds,
             steps_by_threads=dict(self.runner.steps_by_threads),

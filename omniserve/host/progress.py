@@ -45,8 +45,9 @@ class HostLinkStats:
     is_lost: int
     tasks_in_hand: int
     moves_in_hand: int
+    times_lost: int
+    """Counter since the engine began, like those that follow."""
     tasks_sent: int
-    """Counter, like those that follow."""
     bytes_sent: int
     """Of q, k and v."""
     bytes_received: int
@@ -54,7 +55,7 @@ class HostLinkStats:
     bytes_moved: int
     """Of blocks, both ways."""
     busy_ns: int
-    """As the host has told last, like those that follow: time that its threads spent computing, summed."""
+    """As the host has told last in this session, like those that follow: time of its threads at work, summed."""
     kv_bytes_read: int
     threads_alive: int
     tasks_done: int

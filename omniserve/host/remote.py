@@ -23,6 +23,7 @@ from omniserve.core.config import HostsConfig
 from omniserve.core.errors import PeerLost, PeerRefused
 from omniserve.core.plan import HostEvent, HostEventKind
 from omniserve.core.spec import ModelSpec
+from omniserve.core.stats import CPUHostStats
 from omniserve.host.server import spec_to_plain
 from omniserve.host.tier import HostTier
 
@@ -116,6 +117,20 @@ class NetworkHosts:
                 )  # fmt: skip
         return joined
 
+    def stats(self) -> dict[str, CPUHostStats]:
+        """Return what is known of each host, by its address."""
+        known = {
+            told.host: CPUHostStats(
+                is_connected=not told.is_lost, times_lost=told.times_lost, tasks=told.tasks_sent,
+                row_bytes=told.bytes_sent + told.bytes_received, moved_bytes=told.bytes_moved,
+            )
+            for told in self._tier.hosts()
+        }  # fmt: skip
+        return {
+            "{}:{}".format(*address): known.get(host, CPUHostStats())
+            for host, address in enumerate(self._addresses, start=1)
+        }
+
     def close(self) -> None:
         """Try no host any more."""
         self._is_closed.set()
@@ -133,7 +148,11 @@ class NetworkHosts:
         """Connect to a host whenever it is wanted."""
         pause_s = _FIRST_PAUSE_S
         wanted, first = self._is_wanted[host - 1], self._first[host - 1]
-        while wanted.wait() and not self._is_closed.is_set():
+        while True:
+            wanted.wait()
+            wanted.clear()  # before it looks: `close` sets it last
+            if self._is_closed.is_set():
+                return
             try:
                 connected = self._connect(host)
             except PeerRefused as error:
@@ -144,12 +163,12 @@ class NetworkHosts:
                 if not first.is_set():
                     logger.warning("%s is left out until it answers: %s", self.name(host), error)
             else:
-                wanted.clear()
                 self._answered.put(connected)
                 pause_s = _FIRST_PAUSE_S
                 first.set()
                 continue
             first.set()
+            wanted.set()
             self._is_closed.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

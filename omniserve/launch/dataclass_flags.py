@@ -13,7 +13,7 @@ import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any
 
 from omniserve.core.config import GIB
@@ -102,7 +102,8 @@ def add_field_flags(
         doc = field_docs(kind).get(name, "")
         text = ". ".join(part.rstrip(".") for part in (doc, notes.get(name)) if part).replace("%", "%%")
         hint = types[name]
-        choices = [choice for choice in typing.get_args(hint) if choice is not NoneType] or [hint]
+        is_union = typing.get_origin(hint) in (typing.Union, UnionType, typing.Literal)
+        choices = [each for each in typing.get_args(hint) if each is not NoneType] if is_union else [hint]
         if hint is bool:
             assert default is False
             parser.add_argument(flag, dest=dest, action="store_true", help=text)
@@ -161,7 +162,7 @@ def flag_value(action: argparse.Action, value: Any) -> Any:
     if action.type is _gib:
         return value / GIB
     if action.type in (_cores, _words):
-        return ",".join(map(str, value)) or None
+        return ",".join(map(str, value))
     if action.type is named_value:
         return "=".join(value)
     return str(value) if isinstance(value, Path) else value

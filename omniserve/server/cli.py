@@ -241,7 +241,7 @@ def _settings_text(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     lines = []
     for action in parser._actions:
         value = getattr(args, action.dest, None)
-        if action.dest in _NO_SETTINGS or value is None:
+        if action.dest in _NO_SETTINGS or value in (None, ()):
             continue
         values = value if isinstance(value, list) else [value]
         texts = [str(text) if isinstance(text, Path) else text for text in (flag_text(action, item) for item in values)]

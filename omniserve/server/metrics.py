@@ -173,6 +173,17 @@ class _EngineCollector(Collector):
             "1 while the host tier has a living thread and gets on with its work",
             int(s.host_healthy),
         )
+        if s.cpu_hosts:
+            of_host, hosts = ["cpu_host"], s.cpu_hosts.items()
+            connected = {name: int(host.is_connected) for name, host in hosts}
+            yield _gauge("cpu_host_connected", "1 while a CPU host on the network is used", connected, of_host)
+            for name, help_text, values in (
+                ("cpu_host_losses", "Times that a CPU host was lost", {n: host.times_lost for n, host in hosts}),
+                ("cpu_host_tasks", "Attention tasks sent to a CPU host", {n: host.tasks for n, host in hosts}),
+                ("cpu_host_row_bytes", "Rows and results to and from a CPU host", {n: h.row_bytes for n, h in hosts}),
+                ("cpu_host_moved_bytes", "KV moved to and from a CPU host", {n: h.moved_bytes for n, h in hosts}),
+            ):
+                yield _counter(name, help_text, values, of_host)
         yield _gauge("latency_error", "Mean |predicted - measured| / measured of steps", s.latency_error)
         yield _gauge("latency_drift", "Measured over predicted time of steps, uncorrected", s.latency_drift)
         yield _gauge(

@@ -3,7 +3,8 @@
 // faults; rows come with submit or by the mailbox. Every result
 // is compared to the bit with a serial run over the request's own history, and blocks and rows of the mailbox are
 // poisoned by this thread as soon as the tier says that they are free: a thread that still touches them is a data race,
-// and a copy that strays is seen in the poison. In f32 if the seed is even, in bf16 (with V in token pairs) if not.
+// and a copy that strays is seen in the poison. In f32 if the seed is even, in bf16 (with V in token pairs) if not. The
+// same once more with all blocks on a host of the network: another tier here, at the other end of two sockets.
 // Usage: stress [seed] [steps]
 #include <algorithm>
 #include <atomic>
@@ -20,6 +21,9 @@
 #include <set>
 #include <thread>
 
+#include <sys/socket.h>
+
+#include "host_server.h"
 #include "host_tier.h"
 #include "host_tier_memory.h"
 
@@ -256,6 +260,37 @@ struct Request {
   bool was_skipped = false;  // a row of it is expected, for all that is known
 };
 
+// A host of the network: attends over a pool for whoever is at the other ends of its connections.
+struct Far {
+  std::vector<char> results;
+  HostTier tier;
+  int ends[2];  // the engine's
+  std::thread server;
+
+  Far(HostTierConfig config, size_t result_bytes) : results(result_bytes, kPoison), tier(here(config, results)) {
+    int rows[2], blocks[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, rows) == 0 && socketpair(AF_UNIX, SOCK_STREAM, 0, blocks) == 0, -1);
+    ends[0] = rows[0];
+    ends[1] = blocks[0];
+    server = std::thread([this, rows = rows[1], blocks = blocks[1]] { HostServer(tier, rows, blocks, 60).serve(); });
+  }
+
+  static HostTierConfig here(HostTierConfig config, std::vector<char>& results) {
+    config.results = results.data();
+    return config;
+  }
+
+  // Once the engine is gone.
+  void end() {
+    server.join();
+    CHECK(tier.close(60) == 0, -1);
+  }
+
+  ~Far() {
+    if (server.joinable()) end();
+  }
+};
+
 struct Stress {
   std::mt19937_64 rng;
   const DType dtype;
@@ -268,15 +303,35 @@ struct Stress {
   int64_t next_move = 0, done = 0, failed = 0, cancelled = 0, moved = 0, sent = 0, skipped = 0, num_steps = 0;
   bool closed = false;
   Device gpu;
+  std::vector<char> no_pool = std::vector<char>(static_cast<size_t>(kLayers * 2 * kPlane * bytes));
+  std::unique_ptr<Far> far;
   HostTier tier;
 
-  Stress(uint64_t seed, int num_threads, DType dtype)
+  Stress(uint64_t seed, int num_threads, DType dtype, bool has_far)
       : rng(seed),
         dtype(dtype),
         gpu(seed, (kHeads + 2 * kKVHeads) * kHeadSize * bytes),
-        tier({kBlocks, kBlockSize, kHeads, kKVHeads, kHeadSize, kSlots, dtype, dtype, layers, host.data.data(), nullptr,
-              results.data(), num_threads, {}, true, gpu.mailbox.data(), gpu.flags.data(), gpu.skips.data(),
-              gpu.result_flags.data(), 50e-6, 20e-6, kMaxRows}) {}
+        far(has_far ? new Far({kBlocks, kBlockSize, kHeads, kKVHeads, kHeadSize, kSlots, dtype, dtype, layers,
+                               host.data.data(), nullptr, nullptr, num_threads, {}, true, nullptr, nullptr, nullptr,
+                               nullptr, 0, 0, kMaxRows},
+                              results.size())
+                    : nullptr),
+        tier({has_far ? 1 : kBlocks, kBlockSize, kHeads, kKVHeads, kHeadSize, kSlots, dtype, dtype, layers,
+              has_far ? no_pool.data() : host.data.data(), nullptr, results.data(), num_threads, {}, true, gpu.mailbox.data(), gpu.flags.data(), gpu.skips.data(),
+              gpu.result_flags.data(), 50e-6, 20e-6, kMaxRows}) {
+    if (far) tier.connect(1, far->ends[0], far->ends[1], kBlocks, 60);
+  }
+
+  // Whose threads attend.
+  HostTier& worker() { return far ? far->tier : tier; }
+
+  std::vector<int64_t> ids_of(std::vector<int64_t> blocks) const {
+    if (far) {
+      for (int64_t& block : blocks) block += kHostBlocks;
+    }
+    return blocks;
+  }
+
 
   int64_t below(int64_t n) { return static_cast<int64_t>(rng() % static_cast<uint64_t>(n)); }
 
@@ -321,8 +376,9 @@ struct Stress {
     }
     const int64_t room = static_cast<int64_t>(request.blocks.size()) * kBlockSize - request.position;
     request.num_rows = std::min(wanted, room);
-    tier.begin_token(slot, request.epoch, request.position, request.blocks.data(),
-                     static_cast<int64_t>(request.blocks.size()), request.num_rows);
+    const std::vector<int64_t> ids = ids_of(request.blocks);
+    tier.begin_token(slot, request.epoch, request.position, ids.data(), static_cast<int64_t>(ids.size()),
+                     request.num_rows);
   }
 
   void drop(int64_t slot) {
@@ -434,7 +490,7 @@ struct Stress {
     request.state = to_host ? Request::moving_in : Request::moving_out;
     moves[next_move] = slot;
     tier.start_move({next_move++, to_host, false, device.side(false), device.side(true), kBlocks, request.device_blocks,
-                     request.blocks});
+                     ids_of(request.blocks)});
   }
 
   void finish_move(const HostEvent& event) {
@@ -501,7 +557,13 @@ struct Stress {
   }
 
   void poll() {
-    for (const HostEvent& event : tier.poll()) event.slot >= 0 ? finish_task(event) : finish_move(event);
+    for (const HostEvent& event : tier.poll()) {
+      if (event.kind == EventKind::host_lost) {  // without threads it is of no use
+        CHECK(far && far->tier.stats().threads_alive == 0, -1);
+        continue;
+      }
+      event.slot >= 0 ? finish_task(event) : finish_move(event);
+    }
   }
 
   void step() {
@@ -558,14 +620,9 @@ struct Stress {
   }
 };
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 0;
-  const int steps = argc > 2 ? std::atoi(argv[2]) : 300;
-
+void try_all(uint64_t seed, int steps, bool has_far) {
   const DType dtype = seed % 2 == 0 ? DType::f32 : DType::bf16;
-  Stress run(seed, 3, dtype);
+  Stress run(seed, 3, dtype, has_far);
   std::atomic<bool> stop{false};
   std::thread watcher([&] {  // another thread may look on, and touch pages, for they keep their contents
     while (!stop) {
@@ -576,35 +633,46 @@ int main(int argc, char** argv) {
     }
   });
   for (int i = 0; i < steps; ++i) {
-    if (i == steps / 4) run.tier.inject({0.0002, true, seed, 5, 0});
-    if (i == steps / 2) run.tier.inject({0, true, seed, 5, 2});  // leaves one thread
+    if (i == steps / 4) run.worker().inject({0.0002, true, seed, 5, 0});
+    if (i == steps / 2) run.worker().inject({0, true, seed, 5, 2});  // leaves one thread
     run.step();
     if (i % 50 == 0) run.drain();
   }
   run.drain();
-  CHECK(run.tier.stats().threads_alive == 1, -1);
-  while (run.tier.stats().bytes_prefaulted < static_cast<int64_t>(run.host.data.size())) std::this_thread::yield();
+  CHECK(run.worker().stats().threads_alive == 1, -1);
+  while (run.worker().stats().bytes_prefaulted < static_cast<int64_t>(run.host.data.size())) std::this_thread::yield();
   CHECK(run.done > steps / 2 && run.failed > 0 && run.cancelled > 0 && run.moved > 0 && run.sent > steps / 4 &&
             run.skipped > steps / 40, -1);
-  run.tier.inject({0, false, 0, 0, 1});  // the last one dies: from here on everything fails, once
+  run.worker().inject({0, false, 0, 0, 1});  // the last one dies: from here on everything fails, once
   const int64_t failed = run.failed;
   for (int i = 0; i < 10; ++i) run.step();
   run.drain();
-  CHECK(run.tier.stats().threads_alive == 0 && run.failed > failed, -1);
+  CHECK(run.worker().stats().threads_alive == 0 && run.failed > failed, -1);
   stop = true;
   watcher.join();
 
   for (uint64_t i = 0; i < 20; ++i) {  // closed, or destroyed, with work in hand
-    Stress brief(seed + i, 2, dtype);
-    if (i % 2 == 0) brief.tier.inject({3600, false, 0, 0, 0});
+    Stress brief(seed + i, 2, dtype, has_far);
+    if (i % 2 == 0) brief.worker().inject({3600, false, 0, 0, 0});
     for (int j = 0; j < 4; ++j) brief.step();
     if (i % 3 == 0) continue;
     CHECK(brief.tier.close(60) == 0, -1);
     CHECK(brief.tier.close(60) == 0, -1);
+    if (brief.far) brief.far->end();
     brief.closed = true;
     brief.drain();
   }
-  std::printf("%ld done, %ld failed, %ld cancelled, %ld moved, %ld by the mailbox, %ld skipped\n", long(run.done),
+  std::printf("%s: %ld done, %ld failed, %ld cancelled, %ld moved, %ld by the mailbox, %ld skipped\n",
+              has_far ? "network" : "here", long(run.done),
               long(run.failed), long(run.cancelled), long(run.moved), long(run.sent), long(run.skipped));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 0;
+  const int steps = argc > 2 ? std::atoi(argv[2]) : 300;
+
+  for (bool has_far : {false, true}) try_all(seed, steps, has_far);
   return 0;
 }

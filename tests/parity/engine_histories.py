@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -162,6 +162,9 @@ class Tally:
     dropped_drafts: int = 0
     late_drafts: int = 0
     missed_drafts: int = 0
+    network_tasks: int = 0
+    network_moves: int = 0
+    lost_hosts: int = 0
     finished: int = 0
 
 
@@ -334,6 +337,7 @@ def run_history(
     drafts: bool = False,
     tally: Tally | None = None,
     group: RankGroup | None = None,
+    disturb: Callable[[random.Random], None] | None = None,
     **fixed: object,
 ) -> Tally:
     """Run one history to its end and compare every request.
@@ -344,6 +348,7 @@ def run_history(
         deaths: Host threads die, at last all of them.
         has_profile: There is a latency model; None: draw it.
         group: The other ranks; the model is then rank 0's part.
+        disturb: Called before each step.
     """
     rng = random.Random(seed)
     asks = random.Random(-1 - seed)  # of its own: who asks for log-probabilities changes nothing else
@@ -406,6 +411,8 @@ def run_history(
                 tier.inject(kill_threads=1)
                 deaths_left -= 1
             poison(engine)
+            if disturb is not None:
+                disturb(asks)
             for output in engine.step():
                 got[output.request_id] += output.new_token_ids
                 if output.prompt_logprobs:
@@ -421,6 +428,11 @@ def run_history(
         else:
             raise AssertionError(f"seed {seed}: unfinished after all steps: {engine.stats()}")
         stats = engine.stats()
+        if tier is not None:
+            for host in tier.hosts():
+                tally.network_tasks += host.tasks_sent
+                tally.network_moves += host.bytes_moved > 0
+                tally.lost_hosts += host.times_lost
         if engine.runner.graphs is not None:
             tally.constant_decodes += engine.runner.graphs.num_decode_steps
             tally.constant_chunks += engine.runner.graphs.num_chunk_steps

@@ -392,7 +392,7 @@ def num_given_up(kv: KVManager) -> int:
     """Return how many host blocks copies go to that nobody waits for any more."""
     if not isinstance(kv, TieredKVManager):
         return 0
-    blocks = [move.dst_block_ids for move in kv._abandoned.values()]
+    blocks = [move.dst_block_ids for move, _ in kv._abandoned.values()]
     if isinstance(kv, BidirectionalKVManager):
         blocks += [tuple(flight.copies) for flight in kv._saved._flights.values() if not flight.is_wanted]
     checkpoints = kv._checkpoints._checkpoints

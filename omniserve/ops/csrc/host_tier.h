@@ -115,6 +115,7 @@ struct HostLinkStats {
   bool lost;
   int64_t tasks_in_hand;
   int64_t moves_in_hand;
+  int64_t times_lost;      // of all sessions, like the counters that follow
   int64_t tasks_sent;
   int64_t bytes_sent;      // of rows
   int64_t bytes_received;  // of results

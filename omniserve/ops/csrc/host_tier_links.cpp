@@ -90,6 +90,10 @@ void HostTier::connect(int64_t host, int rows_fd, int blocks_fd, int64_t num_blo
     if (slot.told_host == host) slot.told_table.clear();  // a new session of the host knows nothing
   }
   link->session = ++num_sessions_;
+  if (const auto before = links_.find(host); before != links_.end()) {
+    link->stats = before->second->stats;
+    link->stats.load = {};
+  }
   Link& added = *(links_[host] = std::move(link));
   lock.unlock();
   void (HostTier::*const loops[])(Link&) = {&HostTier::send_rows, &HostTier::receive_results, &HostTier::send_blocks,
@@ -431,6 +435,7 @@ void HostTier::release_move(Move& move) {
 // What the host had in hand fails, here and now but for what one of its threads still reads or writes.
 void HostTier::lose(Link& link, const std::string& why) {
   if (std::exchange(link.lost, true)) return;
+  if (!closing_) ++link.stats.times_lost;
   link.rows.shut_down();
   link.blocks.shut_down();
   link.wake_rows.notify_all();

@@ -1,0 +1,124 @@
+"""CPU hosts in processes of their own, and links to them that are as slow as a network."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+Address = tuple[str, int]
+_CHUNK = 1 << 15
+_SHORTEST_SLEEP_S = 100e-6  # shorter sleeps take longer than they should
+
+
+@contextlib.contextmanager
+def cpu_host(secret: Path, *, threads: int, kv_gib: float) -> Iterator[Address]:
+    """Run ``python -m omniserve.host`` on the loopback interface; yield its address.
+
+    Args:
+        secret: The file that the engine's ``cpu_host_secret_file`` names.
+        threads: That attend.
+        kv_gib: Memory for KV.
+    """
+    command = [sys.executable, "-m", "omniserve.host", "--listen", "127.0.0.1:0", "--secret-file", str(secret)]
+    command += ["--threads", str(threads), "--kv-gib", str(kv_gib), "--log-level", "warning"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line.startswith("listens at "):
+            raise RuntimeError(f"the host has not started: {line}")
+        host, _, port = line.removeprefix("listens at ").strip().rpartition(":")
+        yield host, int(port)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextlib.contextmanager
+def slow_link(target: Address, *, delay_s: float, bits_per_s: float) -> Iterator[Address]:
+    """Forward connections to an address as a slow network would, from a process of its own; yield the address to use.
+
+    Args:
+        target: Where connections go.
+        delay_s: One way.
+        bits_per_s: Of each direction; connections share it in chunks of 32 KiB, first come, first served.
+    """
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_forward_all, args=(there, target, delay_s, bits_per_s / 8), daemon=True
+    )
+    process.start()
+    try:
+        yield here.recv()
+    finally:
+        process.terminate()
+        process.join()
+
+
+class _Wire:
+    """One direction: a chunk passes after those before it."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+
+    def passed_at_s(self, num_bytes: int) -> float:
+        """Wait until there is room for a chunk; return when the last of it has left."""
+        with self._lock:
+            now_s = time.perf_counter()
+            self._free_at_s = max(self._free_at_s, now_s) + num_bytes / self._bytes_per_s
+            free_at_s = self._free_at_s
+            if free_at_s - now_s > _SHORTEST_SLEEP_S:  # holds those back that come later, as a full link does
+                time.sleep(free_at_s - now_s)
+        return free_at_s
+
+
+def _forward_all(ready: Connection, target: Address, delay_s: float, bytes_per_s: float) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    ready.send(listener.getsockname()[:2])
+    up, down = _Wire(bytes_per_s), _Wire(bytes_per_s)
+    while True:
+        near, _ = listener.accept()
+        far = socket.create_connection(target)
+        for source, sink, wire in ((near, far, up), (far, near, down)):
+            sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            on_way: deque[tuple[float, bytes]] = deque()
+            waits = threading.Semaphore(0)
+            threading.Thread(target=_read, args=(source, wire, delay_s, on_way, waits), daemon=True).start()
+            threading.Thread(target=_write, args=(sink, on_way, waits), daemon=True).start()
+
+
+def _read(
+    source: socket.socket, wire: _Wire, delay_s: float, on_way: deque[tuple[float, bytes]], waits: threading.Semaphore
+) -> None:
+    data = b"-"
+    while data:
+        try:
+            data = source.recv(_CHUNK)
+        except OSError:
+            data = b""
+        on_way.append((wire.passed_at_s(len(data)) + delay_s, data))
+        waits.release()
+
+
+def _write(sink: socket.socket, on_way: deque[tuple[float, bytes]], waits: threading.Semaphore) -> None:
+    with contextlib.suppress(OSError):  # the other side has gone
+        while True:
+            waits.acquire()
+            arrives_s, data = on_way.popleft()
+            if (left_s := arrives_s - time.perf_counter()) > 0:
+                time.sleep(left_s)
+            if not data:
+                break
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,165 @@
+"""CPU hosts on the network, killed, stopped and cut off at any time, change no token."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omniserve import HostsConfig
+from omniserve.host import remote, server
+from omniserve.host.server import HostServer
+from tests.host.proxy import Proxy
+from tests.parity.engine_histories import run_histories
+from tests.parity.models import MODELS
+from tests.parity.test_engine import model_and_reference
+from tests.quick import slow_except
+
+SECRET = "a secret of some length"
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(remote, "_LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(server, "_LAST_SESSION_S", 0.5)
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> str:
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    return str(path)
+
+
+@contextlib.contextmanager
+def hosts_behind_proxies(model: Any, num_hosts: int, secret_file: str) -> Iterator[tuple[HostsConfig, list[Proxy]]]:
+    """Run hosts in this process, each with room for a few requests."""
+    hosts = [
+        HostServer(
+            secret=SECRET.encode(), kv_bytes=14 * model.omniserve.spec.kv_block_bytes(8), num_threads=1, cores=None
+        )
+        for _ in range(num_hosts)
+    ]
+    for host in hosts:
+        host.start()
+    proxies = [Proxy(host.address) for host in hosts]
+    addresses = tuple("{}:{}".format(*proxy.address) for proxy in proxies)
+    try:
+        yield HostsConfig(cpu_hosts=addresses, cpu_host_secret_file=secret_file, cpu_host_timeout_s=2.0), proxies
+    finally:
+        for proxy in proxies:
+            proxy.close()
+        for host in hosts:
+            host.close()
+
+
+def _small(model: Any) -> dict[str, Any]:
+    """Pools that send requests to the network."""
+    block_bytes = model.omniserve.spec.kv_block_bytes(8)
+    return {
+        "block_size": 8, "device_kv_bytes": 9 * block_bytes, "host_kv_bytes": 6 * block_bytes, "host_kv_dtype": "auto",
+        "max_host_requests": 16, "max_piggyback_seats": 8, "max_num_batched_tokens": 64,
+    }  # fmt: skip
+
+
+def cuts(proxies: list[Proxy]) -> Callable[[random.Random], None]:
+    for proxy in proxies:
+        proxy.corrupt = ""  # a secret that is spoilt as an engine starts is a wrong one
+
+    def disturb(rng: random.Random) -> None:
+        chance = rng.random()
+        if chance < 0.03:
+            rng.choice(proxies).cut()
+        elif chance < 0.04:
+            rng.choice(proxies).corrupt = rng.choice(["up", "down"])
+
+    return disturb
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize("family", slow_except(("llama", "gemma2"), MODELS))
+def test_tokens_of_any_family_equal_hugging_face(family: str, num_hosts: int, secret_file: str) -> None:
+    model, reference = model_and_reference(family, "cpu")
+    with hosts_behind_proxies(model, num_hosts, secret_file) as (hosts, proxies):
+        run_histories(
+            model, reference, range(1000, 1003), reach=("network_tasks", "network_moves"), kv="tiered", hosts=hosts,
+            has_profile=False, **_small(model),
+        )  # fmt: skip
+        run_histories(
+            model, reference, range(1010, 1013), reach=("network_tasks",), kv="tiered", hosts=hosts,
+            disturb=lambda seed: cuts(proxies), has_profile=False, **_small(model),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kv", ["tiered", "incremental"])
+@pytest.mark.parametrize("scheduler", slow_except(("omniserve",), ["omniserve", "apex", "llumnix", "neo", "conserve"]))
+def test_every_policy_that_moves_requests_may_have_hosts(scheduler: str, kv: str, secret_file: str) -> None:
+    model, reference = model_and_reference("llama", "cpu")
+    attends = scheduler in ("omniserve", "apex", "neo")
+    with hosts_behind_proxies(model, 2, secret_file) as (hosts, proxies):
+        run_histories(
+            model, reference, range(1020, 1026), reach=("network_tasks",) if attends and kv == "tiered" else (), kv=kv,
+            hosts=hosts, scheduler=scheduler, faults=lambda seed: seed % 3 == 0, drafts=lambda seed: seed % 2 == 0,
+            disturb=lambda seed: cuts(proxies) if seed % 3 else None, async_steps=lambda seed: seed % 4 == 1,
+            step_graphs=lambda seed: ("off", "on")[seed % 2], **_small(model),
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def host_process(secret_file: str, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run ``python -m omniserve.host``; yield its address and process."""
+    command = [sys.executable, "-m", "omniserve.host", "--listen", "127.0.0.1:0", "--secret-file", secret_file]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().removeprefix("listens at ").strip(), process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_host_process_that_is_killed_or_stopped_changes_no_token(how: signal.Signals, secret_file: str) -> None:
+    model, reference = model_and_reference("llama", "cpu")
+    with host_process(secret_file, "--kv-gib", "0.001", "--threads", "1") as (address, process):
+        hosts = HostsConfig(cpu_hosts=(address,), cpu_host_secret_file=secret_file, cpu_host_timeout_s=0.5)
+
+        def disturb(rng: random.Random) -> None:
+            if rng.random() < 0.05:
+                os.kill(process.pid, how)
+
+        run_histories(
+            model, reference, range(1030, 1031), reach=("network_tasks",), kv="tiered", hosts=hosts, has_profile=False,
+            **_small(model),
+        )  # fmt: skip
+        run_histories(
+            model, reference, range(1031, 1032), reach=("lost_hosts",), kv="tiered", hosts=hosts, has_profile=False,
+            disturb=lambda seed: disturb, **_small(model),
+        )  # fmt: skip
+
+
+def test_a_host_process_says_what_is_wrong(tmp_path: Path, secret_file: str) -> None:
+    short = tmp_path / "short"
+    short.write_text("short")
+    for options, told in (
+        (["--listen", "127.0.0.1", "--secret-file", secret_file], "must be HOST:PORT"),
+        (["--listen", "127.0.0.1:0"], "give --secret-file"),
+        (["--listen", "127.0.0.1:0", "--secret-file", str(short)], "at least 16 characters"),
+        (["--listen", "127.0.0.1:0", "--secret-file", secret_file, "--kv-gib", "0"], "--kv-gib must be > 0"),
+        (["--listen", "127.0.0.1:0", "--secret-file", secret_file, "--threads", "0"], "--threads must be >= 1"),
+        (["--listen", "192.0.2.1:0", "--secret-file", secret_file], "Cannot assign requested address"),
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-m", "omniserve.host", *options], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert ended.returncode == 2 and told in ended.stderr and len(ended.stderr.splitlines()) == 1, ended.stderr
