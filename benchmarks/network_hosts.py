@@ -78,7 +78,7 @@ class Rows:
                 hosts, self._tier, spec=spec, dtype=torch.bfloat16, block_size=BLOCK_SIZE, kv_dtype="auto",
                 num_slots=requests,
             )  # fmt: skip
-            while not self._hosts.poll(()):
+            while not self._hosts.poll([]):
                 time.sleep(0.01)
             first = HOST_BLOCKS
         blocks = torch.arange(requests * blocks_each).view(requests, blocks_each)

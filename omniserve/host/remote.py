@@ -5,14 +5,10 @@ Paper: omniserve 4 (distributed CPU attention).
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import queue
 import secrets
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +17,7 @@ from omniserve import __version__
 from omniserve.core import link
 from omniserve.core.config import HostsConfig
 from omniserve.core.errors import PeerLost, PeerRefused
-from omniserve.core.plan import HostEvent, HostEventKind
+from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind
 from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import CPUHostStats
 from omniserve.host.server import spec_to_plain
@@ -33,20 +29,11 @@ _CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Connected:
-    host: int
-    rows_fd: int
-    blocks_fd: int
-    num_blocks: int
-    num_threads: int
-
-
 class NetworkHosts:
     """Connects a host tier to hosts on the network, beside the steps.
 
-    ``poll`` connects what has answered, and tells of it; a host that does not answer, or is lost, is tried again and
-    again, in a thread of its own.
+    A host that does not answer, or is lost, is tried again and again, in a thread of its own; ``poll`` tells which have
+    joined.
 
     Args:
         config: Where the hosts are.
@@ -73,7 +60,9 @@ class NetworkHosts:
             "dtype": str(dtype).removeprefix("torch."), "block_size": block_size, "kv_dtype": kv_dtype,
             "num_slots": num_slots, "max_rows": tier.max_rows, "timeout_s": config.cpu_host_timeout_s,
         }  # fmt: skip
-        self._answered: queue.SimpleQueue[_Connected] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._new: list[HostEvent] = []  # nobody has been told of them; under the lock
+        self._told_of: set[int] = set()  # joined and not lost, for all that is known
         self._is_wanted = [threading.Event() for _ in self._addresses]
         self._is_closed = threading.Event()
         self._first = [threading.Event() for _ in self._addresses]
@@ -96,26 +85,25 @@ class NetworkHosts:
         return "CPU host {}:{}".format(*self._addresses[host - 1])
 
     def poll(self, events: Sequence[HostEvent]) -> list[HostEvent]:
-        """Connect hosts that have answered; return an event for each. ``events`` are those of the tier. Never waits."""
+        """Return the tier's events, and one for each host that has joined. Never waits for a host.
+
+        A host that has joined and was lost before anybody was told is not spoken of.
+        """
+        with self._lock:
+            joined = self._new
+            self._new = []
+        told: list[HostEvent] = []
         for event in events:
-            if event.kind is HostEventKind.HOST_LOST and not self._is_closed.is_set():
+            if event.kind is HostEventKind.HOST_LOST:
                 logger.warning("%s is lost: %s", self.name(event.host), event.message)
                 self._is_wanted[event.host - 1].set()
-        joined: list[HostEvent] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                new = self._answered.get_nowait()
-                self._tier.connect(new.host, new.rows_fd, new.blocks_fd, new.num_blocks, self._timeout_s)
-                logger.info(
-                    "%s has joined: %d blocks, %d threads", self.name(new.host), new.num_blocks, new.num_threads
-                )
-                joined.append(
-                    HostEvent(
-                        kind=HostEventKind.HOST_JOINED, host=new.host, num_blocks=new.num_blocks,
-                        num_threads=new.num_threads,
-                    )
-                )  # fmt: skip
-        return joined
+                if event.host not in self._told_of:
+                    joined.remove(next(new for new in joined if new.host == event.host))
+                    continue
+                self._told_of.remove(event.host)
+            told.append(event)
+        self._told_of.update(new.host for new in joined)
+        return told + joined
 
     def stats(self) -> dict[str, CPUHostStats]:
         """Return what is known of each host, by its address."""
@@ -138,23 +126,18 @@ class NetworkHosts:
             wanted.set()
         for thread in self._threads:
             thread.join()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                new = self._answered.get_nowait()
-                os.close(new.rows_fd)
-                os.close(new.blocks_fd)
 
     def _keep(self, host: int) -> None:
-        """Connect to a host whenever it is wanted."""
+        """Connect to a host whenever that is wanted."""
         pause_s = _FIRST_PAUSE_S
         wanted, first = self._is_wanted[host - 1], self._first[host - 1]
         while True:
-            wanted.wait()
+            wanted.wait()  # until those who had blocks there know that it was lost: another session is another pool
             wanted.clear()  # before it looks: `close` sets it last
             if self._is_closed.is_set():
                 return
             try:
-                connected = self._connect(host)
+                self._connect(host)
             except PeerRefused as error:
                 if not first.is_set():
                     self._refused[host] = str(error)
@@ -163,23 +146,32 @@ class NetworkHosts:
                 if not first.is_set():
                     logger.warning("%s is left out until it answers: %s", self.name(host), error)
             else:
-                self._answered.put(connected)
                 pause_s = _FIRST_PAUSE_S
                 first.set()
                 continue
             first.set()
-            wanted.set()
             self._is_closed.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            wanted.set()
 
-    def _connect(self, host: int) -> _Connected:
+    def _connect(self, host: int) -> None:
+        """Open both connections to a host, and give them to the tier.
+
+        Raises:
+            PeerRefused, PeerLost, OSError: As ``_ask``.
+        """
         rows, welcome = self._ask(host, self._hello)
         try:
             blocks, _ = self._ask(host, {"purpose": "blocks", "session": welcome["session"]})
         except BaseException:
             rows.close()
             raise
-        return _Connected(host, rows.detach(), blocks.detach(), welcome["num_blocks"], welcome["num_threads"])
+        num_blocks, num_threads = min(int(welcome["num_blocks"]), HOST_BLOCKS), int(welcome["num_threads"])
+        new = HostEvent(kind=HostEventKind.HOST_JOINED, host=host, num_blocks=num_blocks, num_threads=num_threads)
+        with self._lock:  # its end is told of after this
+            self._tier.connect(host, rows.detach(), blocks.detach(), num_blocks, self._timeout_s)
+            self._new.append(new)
+        logger.info("%s has joined: %d blocks, %d threads", self.name(host), num_blocks, num_threads)
 
     def _ask(self, host: int, hello: dict[str, Any]) -> tuple[link.Link, dict[str, Any]]:
         """Open a connection to a host, and return it with the host's answer.

@@ -10,7 +10,7 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from omniserve.core.config import EngineConfig
+from omniserve.core.config import EngineConfig, HostsConfig
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import Request, SamplingParams, ServiceClass
 from omniserve.engine.capacity import fit_states, has_host_tier, num_blocks, pool_bytes
@@ -224,7 +224,8 @@ def _measure_engine(
     with timer.preparing():
         # What a load found of another one's prompts would not be in its rows.
         execution = dataclasses.replace(config.execution, prefix_cache=False)
-        engine = Engine(model, dataclasses.replace(config, execution=execution), group=group)
+        # Whoever serves has the hosts on the network.
+        engine = Engine(model, dataclasses.replace(config, execution=execution, hosts=HostsConfig()), group=group)
     with engine:
         if not timer.counts_preparing:
             with timer.preparing():

@@ -212,7 +212,7 @@ class ModelRunner:
             return []
         events = self._late_results.take_events() + self._tier.poll()
         if self._hosts is not None:
-            events += self._hosts.poll(events)
+            events = self._hosts.poll(events)
         if self._disk is not None and self._disk.busy:
             events += self._disk.poll()
         if self._host_was_healthy and not self._tier.healthy:

@@ -49,8 +49,7 @@ class Network:
 
     def poll(self) -> None:
         """Take events, and connect what has answered."""
-        new = self.tier.poll()
-        self.events += new + self.hosts.poll(new)
+        self.events += self.hosts.poll(self.tier.poll())
 
     def wait_for(self, kind: HostEventKind, count: int = 1) -> list[HostEvent]:
         """Return the events once so many of a kind are there, and forget them."""
@@ -196,6 +195,20 @@ def test_a_token_of_a_lost_host_does_not_go_to_its_next_session(open_network: Ca
     network.submit([0])
     (event,) = network.wait_for(HostEventKind.ATTENTION_FAILED)
     assert "lost" in event.message and not network.tier.hosts()[0].is_lost
+
+
+def test_a_host_that_is_lost_before_anybody_was_told_of_it_is_not_spoken_of(tmp_path: Path) -> None:
+    network = Network(tmp_path / "secret")
+    try:
+        assert not network.tier.hosts()[0].is_lost
+        network.proxy.cut()
+        wait_until(lambda: bool(network.tier.hosts()[0].is_lost))
+        network.poll()
+        assert network.events == []
+        (event,) = network.wait_for(HostEventKind.HOST_JOINED)
+        assert event.host == 1 and network.tier.hosts()[0].times_lost == 1
+    finally:
+        network.close()
 
 
 def test_a_host_that_is_not_there_is_left_out_and_joins_later(tmp_path: Path) -> None:
