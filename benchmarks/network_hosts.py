@@ -184,7 +184,7 @@ def main() -> None:
     parser = argument_parser(
         __doc__, "network_hosts", shapes=["32/8/128", "64/8/128"], rows=(400, "requests with a task at once"),
         context=(16, "tokens of each"), row_samples=200, models=list(MODELS), ls=(4, "LS requests that decode"),
-        be=(48, "BE requests"), be_prompt=200, device_tokens=(1600, "tokens of KV on the device"), window_s=3.0,
+        be=(48, "BE requests"), be_prompt=200, device_tokens=(1800, "tokens of KV on the device"), window_s=3.0,
         repeats=9,
     )  # fmt: skip
     args = parser.parse_args()

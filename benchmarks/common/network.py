@@ -17,6 +17,7 @@ from pathlib import Path
 Address = tuple[str, int]
 _CHUNK = 1 << 15
 _SHORTEST_SLEEP_S = 100e-6  # shorter sleeps take longer than they should
+_OVERSLEPT_S = 200e-6  # what a sleep may take too long, so that a full link is not slower than it should be
 
 
 @contextlib.contextmanager
@@ -76,7 +77,7 @@ class _Wire:
         """Wait until there is room for a chunk; return when the last of it has left."""
         with self._lock:
             now_s = time.perf_counter()
-            self._free_at_s = max(self._free_at_s, now_s) + num_bytes / self._bytes_per_s
+            self._free_at_s = max(self._free_at_s, now_s - _OVERSLEPT_S) + num_bytes / self._bytes_per_s
             free_at_s = self._free_at_s
             if free_at_s - now_s > _SHORTEST_SLEEP_S:  # holds those back that come later, as a full link does
                 time.sleep(free_at_s - now_s)
