@@ -11,6 +11,9 @@ simulator serves them on its clock, three times:
 * ``replayed``: the n-th step takes as long as the engine's n-th did: no latency model is in that, and what then differs
   is the simulator's loop and its host tier.
 
+``--place ranks`` serves with two ranks of tensor parallel, ``--place host`` with a CPU host in a process of its own,
+which has seven eighths of the host tier's memory; both on the cores of this machine.
+
 Figures are medians over the repeats (and for ``calibrated`` over seeds). ``again`` is what one run of the engine is to
 another on the same load, the pair that differs most: no simulator can be asked to be nearer than that.
 """
@@ -22,21 +25,31 @@ import dataclasses
 import itertools
 import math
 import random
+import secrets
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from benchmarks.common.engine_run import EngineRun, request
-from benchmarks.common.models import SMOLLM_135M, random_llama
+from benchmarks.common.models import SMOLLM_135M, random_llama, saved_smollm
+from benchmarks.common.network import cpu_host
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table
-from omniserve import SLO, ClassSpec, Engine, EngineConfig
+from omniserve import SLO, ClassSpec, Engine, EngineConfig, HostsConfig, ParallelConfig
+from omniserve.core.config import GIB
 from omniserve.core.plan import StepPlan
+from omniserve.core.spec import ModelSpec
 from omniserve.latency import BatchFeatures, CorrectedModel, ModelShape, Predictor, ScaledModel, StepSample, features_of
+from omniserve.launch.loading import EngineLoader
+from omniserve.parallel.group import RankGroup
 from omniserve.profiling import find_or_make_profile
 from omniserve.sched.policy import known_options
 from omniserve.simulate import Calibration, Load, Machine, SimulationConfig, machine_of_profile, simulate
@@ -50,6 +63,10 @@ FIGURES = {"TTFT p50": "ttft_p50_s", "TTFT p99": "ttft_p99_s", "TPOT p50": "tpot
 """Heading -> figure of the latency-sensitive class; then comes the best-effort class's throughput."""
 GOAL = 0.05
 _COMPILE_S = 2.0
+FAR_MEMORY = 7 / 8
+"""Of a CPU host on the network: its part of the host tier."""
+LINK_S = 0.5e-3
+"""There and back over loopback, threads included (``network_hosts``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,12 +141,38 @@ class Replay(Predictor):
 class Validation:
     """All cases, on one model."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, stack: ExitStack) -> None:
         self._args = args
-        self._model = random_llama(**SMOLLM_135M)
+        self._place = PLACES[args.place](stack)
         self.cases = list(cases(args))
-        self._profile = find_or_make_profile(self._model, self.cases[0].config)
+        self._group: RankGroup | None = None
+        if args.place == "ranks":
+            loader = EngineLoader(
+                model=str(saved_smollm()), dtype="auto", device="cpu", config=self._placed(self.cases[0].config)
+            )
+            self._model, self._group = loader.start_ranks(lambda what: print(what, file=sys.stderr))
+            stack.callback(self._end_ranks)
+        else:
+            self._model = random_llama(**SMOLLM_135M)
+        first = self._placed(self.cases[0].config)
+        self._profile = find_or_make_profile(self._model, first, group=self._group)
         self.calibrations: list[Calibration] = []
+
+    def _end_ranks(self) -> None:
+        assert self._group is not None
+        self._group.keeps_ranks = False
+        self._group.close()
+
+    def _placed(self, config: EngineConfig) -> EngineConfig:
+        return dataclasses.replace(config, **self._place)
+
+    def _machine(self, spec: ModelSpec) -> Machine:
+        machine = machine_of_profile(self._profile, spec)
+        if self._args.place != "host":
+            return machine
+        (own,) = machine.hosts
+        far = dataclasses.replace(own, latency_s=own.latency_s + LINK_S, memory=FAR_MEMORY, num_threads=1)
+        return dataclasses.replace(machine, hosts=(dataclasses.replace(own, memory=1 - FAR_MEMORY), far))
 
     def run(self) -> None:
         """Serve all loads in real time, repeat after repeat, and simulate each as soon as it was served."""
@@ -157,8 +200,8 @@ class Validation:
         self, config: EngineConfig, load: Load, seed: int
     ) -> tuple[dict[str, Any], list[StepSample], Machine, Predictor]:
         """Return figures, steps, the profile's machine, and what the engine believed of steps as the load began."""
-        with Engine(self._model, config, profile=self._profile) as engine:
-            machine, shape = machine_of_profile(self._profile, engine.spec), ModelShape.of(engine.spec)
+        with Engine(self._model, self._placed(config), profile=self._profile, group=self._group) as engine:
+            machine, shape = self._machine(engine.spec), ModelShape.of(engine.spec)
             learned, steps = CorrectedModel(machine.device), list[StepSample]()
 
             def note(plan: StepPlan, host_works: bool, seconds: float) -> None:
@@ -199,6 +242,21 @@ class Validation:
             "num_steps": result.num_steps, "preemptions": result.preemptions, "swaps_out": result.swaps_out,
             "wall_s": result.wall_s,
         }  # fmt: skip
+
+
+def _host(stack: ExitStack) -> dict[str, Any]:
+    secret = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "secret"
+    secret.write_text(secrets.token_hex(32))
+    address = stack.enter_context(cpu_host(secret, threads=1, kv_gib=FAR_MEMORY * HOST_KV_BYTES / GIB))
+    hosts = HostsConfig(cpu_hosts=("{}:{}".format(*address),), cpu_host_secret_file=str(secret))
+    return {"hosts": hosts, "host_kv_bytes": int((1 - FAR_MEMORY) * HOST_KV_BYTES)}
+
+
+PLACES = {
+    "process": lambda stack: {}, "host": _host,
+    "ranks": lambda stack: {"parallel": ParallelConfig(tensor_parallel_size=2)},
+}  # fmt: skip
+"""Where the engine runs, and its settings that differ then."""
 
 
 def engine_config(scheduler: str, mix: Mix) -> EngineConfig:
@@ -284,6 +342,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         __doc__, "simulator_validation", schedulers=["sarathi", "fcfs", "omniserve"], seconds=(6.5, "of each load"),
         repeats=(3, "runs of the engine"), seeds=(10, "calibrated simulations of a run"), seed=0,
     )  # fmt: skip
+    parser.add_argument("--place", choices=PLACES, default="process")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     return parser.parse_args(arguments)
 
@@ -291,8 +350,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main() -> None:
     args = parse_arguments()
     began_s = time.monotonic()
-    validation = Validation(args)
-    validation.run()
+    with ExitStack() as stack:
+        validation = Validation(args, stack)
+        validation.run()
     for repeat, calibration in enumerate(validation.calibrations):
         print(f"calibration {repeat + 1}: {calibration}")
     print(report(validation.cases))

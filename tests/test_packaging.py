@@ -34,9 +34,10 @@ ALLOWED = {
     "profiling": {"core", "ops", "kv", "latency", "layers", "host", "runner", "parallel", "engine"},
     "launch": {"core", "ops", "kv", "latency", "layers", "parallel", "sched", "engine", "profiling"},
     "server": {"core", "sampling", "launch"},
+    "cluster": {"core", "host", "parallel"},
 }
-"""Server, launch, {profiling, simulate}, engine, parallel, {sched, runner}, {latency, kv, layers, host, sampling},
-ops, core."""
+"""{Server, cluster}, launch, {profiling, simulate}, engine, parallel, {sched, runner},
+{latency, kv, layers, host, sampling}, ops, core."""
 ENTRY_MODULES = {"batch": "server", "explain": "latency", "profile": "launch", "rank": "parallel"}
 """For ``python -m``, and the package of what each starts."""
 MAX_ENTRY_LINES = 15
@@ -48,6 +49,7 @@ PLAIN = (
     "kv/bidirectional",
     "kv/block_pool.py",
     "kv/incremental.py",
+    "kv/network.py",
     "kv/paged.py",
     "kv/tiered.py",
     "simulate",

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.once:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the engine, which ends this process
     try:
-        _join(address, secret, args, logger)
+        join(address, secret, rank=args.rank, once=args.once, share_cores=args.share_cores)
     except PeerRefused as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -73,7 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _join(address: tuple[str, int], secret: bytes, args: argparse.Namespace, logger: logging.Logger) -> None:
+def join(
+    address: tuple[str, int], secret: bytes, *, rank: int | None = None, once: bool = False,
+    share_cores: int | None = None,
+) -> None:  # fmt: skip
+    """Join an engine, and serve as its rank until it ends; wait for it first, unless ``once``.
+
+    Raises:
+        PeerRefused: It refuses this process.
+        PeerLost, OSError: It is gone.
+    """
     from omniserve.parallel.follow import follow  # imports torch, which takes seconds
     from omniserve.parallel.group import pin_to_share
 
@@ -83,11 +92,12 @@ def _join(address: tuple[str, int], secret: bytes, args: argparse.Namespace, log
             joined = link.connect(address, secret, _CONNECT_S, "rank 0")
             break
         except OSError as error:
-            if args.once:
+            if once:
                 raise
-            logger.info("nobody at %s:%d yet (%s)", *address, error)
+            logging.getLogger("omniserve.rank").info("nobody at %s:%d yet (%s)", *address, error)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    if args.share_cores:
-        pin_to_share(args.rank, args.share_cores)
-    follow(joined, args.rank)
+    if share_cores:
+        assert rank is not None
+        pin_to_share(rank, share_cores)
+    follow(joined, rank)

@@ -50,6 +50,7 @@ _QUIET_S, _UPKEEP_S = 0.05, 0.2
 _WARM_UP_TOKENS = 16
 # Commands are taken between two steps for as long as this share of the last step took, and for so long in any case.
 _TAKING, _LEAST_TAKING_S = 0.5, 0.005
+_IDLE_STEP_S = 1.0
 _LINGER_MS = 2000
 
 
@@ -225,6 +226,9 @@ class _Serving:
         engine, link, names = self._engine, self._link, self._names
         accepted: list[tuple[str, float | None]] = []
         self._collector.collect(is_idle=not engine.has_unfinished)
+        if block and not engine.has_unfinished and engine.config.hosts.cpu_hosts:
+            while not link.wait(_IDLE_STEP_S):
+                engine.step()  # empty: it hears of hosts that were lost or have joined
         command = link.receive(block=block and not engine.has_unfinished)
         # However many come, those that were taken get on.
         until_s = time.monotonic() + max(_LEAST_TAKING_S, _TAKING * self._step_s)

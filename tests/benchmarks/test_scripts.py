@@ -19,6 +19,9 @@ TINY = {
     "drafts": "--models built-in --prompt 8 --output 8 --repeats 1 --profile-s 0.5 --no-compile",
     "cpu_dtypes": "--rows 1 2 --prompts 8 --steps 2 --repeats 1",
     "step_overhead": "--requests 1 --steps 3",
+    "network_hosts": "--shapes 4/2/16 --rows 8 --row-samples 3 --models built-in --be 4 --ls 1 --be-prompt 600 "
+    "--window-s 0.2 --repeats 1",
+    "tensor_parallel": "--decodes 1 --chunk 8 --rounds 1",
     "shared_cores": "--shares 0 0.5 --requests 2 --steps 2 --repeats 1 "
     "--best-effort 1 --rate 2 --span 2 --models built-in",
 }
