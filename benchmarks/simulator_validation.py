@@ -39,7 +39,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.common.engine_run import EngineRun, request
-from benchmarks.common.models import SMOLLM_135M, random_llama, saved_smollm
+from benchmarks.common.models import SMOLLM_135M, random_llama, saved_llama
 from benchmarks.common.network import cpu_host
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table
@@ -63,6 +63,8 @@ FIGURES = {"TTFT p50": "ttft_p50_s", "TTFT p99": "ttft_p99_s", "TPOT p50": "tpot
 """Heading -> figure of the latency-sensitive class; then comes the best-effort class's throughput."""
 GOAL = 0.05
 _COMPILE_S = 2.0
+EVEN_HEADS = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+"""Of the model for two ranks, which cannot share nine heads."""
 FAR_MEMORY = 7 / 8
 """Of a CPU host on the network: its part of the host tier."""
 LINK_S = 0.5e-3
@@ -147,8 +149,12 @@ class Validation:
         self.cases = list(cases(args))
         self._group: RankGroup | None = None
         if args.place == "ranks":
+            shape = SMOLLM_135M | EVEN_HEADS
             loader = EngineLoader(
-                model=str(saved_smollm()), dtype="auto", device="cpu", config=self._placed(self.cases[0].config)
+                model=str(saved_llama("smollm-135m-8-heads", shape)),
+                dtype="auto",
+                device="cpu",
+                config=self._placed(self.cases[0].config),
             )
             self._model, self._group = loader.start_ranks(lambda what: print(what, file=sys.stderr))
             stack.callback(self._end_ranks)

@@ -182,6 +182,7 @@ def measure_mixed_steps(
     blocks_each = -(-(max_prompt + max_output) // config.block_size)
     roomy = min(config.device_kv_bytes, round(2 * _MEAN_ACTIVE) * blocks_each * block_bytes)
     tight = min(config.device_kv_bytes, max(2 * blocks_each, round(_MEAN_ACTIVE * blocks_each / 4)) * block_bytes)
+    config = dataclasses.replace(config, hosts=HostsConfig())  # whoever serves has the hosts on the network
     host_bytes = min(config.host_kv_bytes, 2 * roomy)
     has_tier = has_host_tier(config) and host_bytes >= spec.host_block_bytes(config.block_size, config.host_kv_dtype)
     pools = [(roomy, 0), (tight, host_bytes)] if has_tier else [(roomy, 0)]
@@ -224,8 +225,7 @@ def _measure_engine(
     with timer.preparing():
         # What a load found of another one's prompts would not be in its rows.
         execution = dataclasses.replace(config.execution, prefix_cache=False)
-        # Whoever serves has the hosts on the network.
-        engine = Engine(model, dataclasses.replace(config, execution=execution, hosts=HostsConfig()), group=group)
+        engine = Engine(model, dataclasses.replace(config, execution=execution), group=group)
     with engine:
         if not timer.counts_preparing:
             with timer.preparing():

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams, patch
+from omniserve import Engine, EngineConfig, ExecutionConfig, HostsConfig, Request, SamplingParams, patch
 from omniserve.core.request import ServiceClass
 from omniserve.latency import LATENCY_MODELS, Profile, ProfileMismatch
 from omniserve.latency.profile import STATES, Conditions, path_in
@@ -60,6 +60,8 @@ def config(model: PreTrainedModel) -> EngineConfig:
 def profile(model: PreTrainedModel, config: EngineConfig) -> Profile:
     told: list[tuple[str, float]] = []
     threads = torch.get_num_threads()
+    nowhere = HostsConfig(cpu_hosts=("127.0.0.1:1",), cpu_host_secret_file="/no/such/file")  # measuring leaves them out
+    config = dataclasses.replace(config, hosts=nowhere)
     profile = profile_model(model, config, time_limit_s=20.0, progress=lambda *now: told.append(now))
     assert torch.get_num_threads() == threads
     assert len({what for what, _ in told}) > 5
