@@ -17,16 +17,15 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
-import time
 from typing import Any
 
 import torch
 
 from benchmarks.common.bandwidth import allowed_cpus, fill, normal_tile
+from benchmarks.common.host_tasks import seconds_of_tasks
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table
 from benchmarks.common.timing import OtherLoad, in_turn, median_ratio
-from omniserve.core.plan import HostEventKind
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.host.tier import HostTier
 from omniserve.ops.isa import instruction_set_in_use
@@ -74,15 +73,8 @@ class Tasks:
         for slot, blocks in enumerate(self._blocks):
             self._tier.begin_token(slot, 0, self._context - num_rows, blocks, num_rows)
         slots = torch.arange(len(self._blocks)).repeat_interleave(num_rows)
-        left, began_s = len(self._blocks), time.perf_counter()
-        self._tier.submit(layer, slots, self._q[:count], self._k[:count], self._k[:count])
-        while left > 0:
-            self._tier.wait(1.0)
-            for event in self._tier.poll():
-                if event.kind is not HostEventKind.ATTENTION_DONE:
-                    raise RuntimeError(f"host attention failed: {event.message}")
-                left -= 1
-        return time.perf_counter() - began_s
+        q, k = self._q[:count], self._k[:count]
+        return seconds_of_tasks(self._tier, len(self._blocks), layer, slots, q, k, k)
 
     def close(self) -> None:
         self._tier.close()

@@ -30,13 +30,14 @@ from typing import Any
 import torch
 
 from benchmarks.common.engine_run import SteadyRun
+from benchmarks.common.host_tasks import seconds_of_tasks
 from benchmarks.common.models import MODELS, token_bytes
 from benchmarks.common.network import cpu_host, slow_link
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table, table_of
 from benchmarks.common.timing import OtherLoad, in_turn, median_ratio
 from omniserve import Engine, EngineConfig, HostsConfig
-from omniserve.core.plan import HOST_BLOCKS, HostEventKind
+from omniserve.core.plan import HOST_BLOCKS
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.host.cores import available_cores
 from omniserve.host.remote import NetworkHosts
@@ -96,16 +97,8 @@ class Rows:
     def _seconds(self, layer: int, position: int) -> float:
         for slot, blocks in enumerate(self._blocks):
             self._tier.begin_token(slot, 0, position, blocks[: position // BLOCK_SIZE + 1])
-        slots, left = torch.arange(len(self._blocks)), len(self._blocks)
-        began_s = time.perf_counter()
-        self._tier.submit(layer, slots, self._q, self._k, self._k)
-        while left > 0:
-            self._tier.wait(1.0)
-            for event in self._tier.poll():
-                if event.kind is not HostEventKind.ATTENTION_DONE:
-                    raise RuntimeError(f"host attention failed: {event.message}")
-                left -= 1
-        return time.perf_counter() - began_s
+        slots = torch.arange(len(self._blocks))
+        return seconds_of_tasks(self._tier, len(slots), layer, slots, self._q, self._k, self._k)
 
     def close(self) -> None:
         if self._hosts is not None:

@@ -158,15 +158,25 @@ class NetworkHosts:
         """Open both connections to a host, and give them to the tier.
 
         Raises:
-            PeerRefused, PeerLost, OSError: As ``_ask``.
+            PeerRefused: It refuses this engine, or answers what no host does.
+            PeerLost, OSError: As ``_ask``.
         """
+        try:
+            self._open(host)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PeerRefused(f"{self.name(host)} answers what no host does: {error!r}") from error
+
+    def _open(self, host: int) -> None:
         rows, welcome = self._ask(host, self._hello)
         try:
-            blocks, _ = self._ask(host, {"purpose": "blocks", "session": welcome["session"]})
+            session = welcome["session"]
+            num_blocks, num_threads = min(int(welcome["num_blocks"]), HOST_BLOCKS), int(welcome["num_threads"])
+            if num_blocks < 1 or num_threads < 1:
+                raise ValueError(f"{num_blocks} blocks, {num_threads} threads")
+            blocks, _ = self._ask(host, {"purpose": "blocks", "session": session})
         except BaseException:
             rows.close()
             raise
-        num_blocks, num_threads = min(int(welcome["num_blocks"]), HOST_BLOCKS), int(welcome["num_threads"])
         new = HostEvent(kind=HostEventKind.HOST_JOINED, host=host, num_blocks=num_blocks, num_threads=num_threads)
         with self._lock:  # its end is told of after this
             self._tier.connect(host, rows.detach(), blocks.detach(), num_blocks, self._timeout_s)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind, KVMove, MoveDirection
 from omniserve.core.spec import AttentionSpec, ModelSpec
+from omniserve.host import remote, server
 from omniserve.host.progress import HostTierStats
 from omniserve.host.tier import HostTier
 from tests.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
@@ -139,6 +140,13 @@ class NetworkTier:
         self.near.close()
         self.server.join()
         self.far.close()
+
+
+def shorten_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have hosts on the network tried again soon."""
+    monkeypatch.setattr(remote, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(remote, "_LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(server, "_LAST_SESSION_S", 0.5)
 
 
 def poison(tier: HostTier, blocks: Sequence[int]) -> None:

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from omniserve import HostsConfig
+from omniserve.core import link
 from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind, KVMove, MoveDirection
-from omniserve.host import remote, server
 from omniserve.host.remote import NetworkHosts
 from omniserve.host.server import HostServer, spec_of_plain, spec_to_plain
-from tests.host.helpers import ATTENTION, BLOCK_SIZE, KINDS, collect, make_spec, make_tier, wait_until
+from tests.host.helpers import ATTENTION, BLOCK_SIZE, KINDS, collect, make_spec, make_tier, shorten_pauses, wait_until
 from tests.host.proxy import Proxy
 
 SECRET = b"a secret of some length"
@@ -87,9 +87,7 @@ class Network:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(remote, "_LONGEST_PAUSE_S", 0.1)
-    monkeypatch.setattr(server, "_LAST_SESSION_S", 0.2)
+    shorten_pauses(monkeypatch)
 
 
 @pytest.fixture
@@ -258,6 +256,33 @@ def test_an_engine_that_does_not_fit_is_refused(
     monkeypatch.setattr(NetworkHosts, "_ask", lambda self, host, hello: ask(self, host, {**hello, **change}))
     with pytest.raises(ValueError, match=rf"CPU host 127\.0\.0\.1:\d+ refuses this engine: .*{message}"):
         network.connect()
+
+
+@pytest.mark.parametrize(
+    "welcome", [b"5", b"[]", b"{}", b'{"session": "s", "num_blocks": 0, "num_threads": 1}', b'{"session": "s"}']
+)
+def test_an_answer_that_no_host_gives_is_an_error_at_start(welcome: bytes, tmp_path: Path) -> None:
+    secret_file = tmp_path / "secret"
+    secret_file.write_bytes(SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            peer = link.accept(listener.accept()[0], SECRET, "an engine", link.Codec(lambda raw: raw, lambda raw: raw))
+            peer.receive(10.0)
+            peer.send(welcome)
+
+        liar = threading.Thread(target=answer)
+        liar.start()
+        config = HostsConfig(
+            cpu_hosts=("{}:{}".format(*listener.getsockname()),), cpu_host_secret_file=str(secret_file)
+        )  # fmt: skip
+        tier = make_tier(SPEC, num_blocks=4)
+        with pytest.raises(ValueError, match="answers what no host does"):
+            NetworkHosts(
+                config, tier, spec=SPEC, dtype=torch.float32, block_size=BLOCK_SIZE, kv_dtype="auto", num_slots=8
+            )
+        liar.join()
+        tier.close()
 
 
 def test_a_wrong_secret_is_refused(open_network: Callable[..., Network], tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from omniserve import HostsConfig
-from omniserve.host import remote, server
 from omniserve.host.server import HostServer
+from tests.host.helpers import shorten_pauses
 from tests.host.proxy import Proxy
 from tests.parity.engine_histories import run_histories
 from tests.parity.models import MODELS
@@ -28,9 +28,7 @@ SECRET = "a secret of some length"
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(remote, "_LONGEST_PAUSE_S", 0.05)
-    monkeypatch.setattr(server, "_LAST_SESSION_S", 0.5)
+    shorten_pauses(monkeypatch)
 
 
 @pytest.fixture
