@@ -63,14 +63,15 @@ class _Session:
     timeout_s: float
     connections: list[socket.socket] = field(default_factory=list)
     """Second descriptors of both, for shutting them down; the tier closes the first ones."""
-    descriptors: list[int] = field(default_factory=list)
+    descriptors: dict[str, int] = field(default_factory=dict)
+    """By purpose."""
     is_whole: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
 
-    def add(self, descriptor: int) -> None:
+    def add(self, purpose: str, descriptor: int) -> None:
         """Take a connection."""
         self.connections.append(socket.socket(fileno=os.dup(descriptor)))
-        self.descriptors.append(descriptor)
+        self.descriptors[purpose] = descriptor
 
 
 class HostServer:
@@ -181,14 +182,13 @@ class HostServer:
                 tier.close()
                 raise OmniServeError("another engine uses this host")
             self._session = session
+        # From here on its thread ends it, whatever becomes of the answer. It sends nothing before the second connection
+        # is there.
+        session.add("rows", os.dup(peer.fileno()))
+        session.thread = threading.Thread(target=self._serve, args=(session, name), name="host-serve", daemon=True)
+        session.thread.start()
         welcome = {"session": session.token, "num_blocks": tier.num_blocks, "num_threads": self._num_threads}
-
-        def go_on() -> None:
-            session.add(peer.detach())
-            session.thread = threading.Thread(target=self._serve, args=(session, name), name="host-serve", daemon=True)
-            session.thread.start()
-
-        return welcome, go_on
+        return welcome, lambda: os.close(peer.detach())
 
     def _complete(self, peer: link.Link, hello: Mapping[str, Any], name: str) -> tuple[Any, Callable[[], None]]:
         """Give a session its second connection."""
@@ -198,7 +198,10 @@ class HostServer:
             raise OmniServeError("there is no such session")
 
         def go_on() -> None:
-            session.add(peer.detach())
+            with self._lock:
+                if self._session is not session:
+                    raise PeerLost("the session has ended")
+                session.add("blocks", peer.detach())
             session.is_whole.set()
 
         return {"session": session.token}, go_on
@@ -206,12 +209,16 @@ class HostServer:
     def _serve(self, session: _Session, name: str) -> None:
         why = "its second connection has not come"
         session.is_whole.wait(_SECOND_CONNECTION_S)
-        if len(session.descriptors) == 2:
+        with self._lock:
+            is_whole = "blocks" in session.descriptors
+            if not is_whole and self._session is session:
+                self._session = None  # the second connection is refused from now on
+        if is_whole:
             logger.info("serves the engine at %s with %d blocks", name, session.tier.num_blocks)
-            rows_fd, blocks_fd = session.descriptors
-            why = session.tier.serve(rows_fd, blocks_fd, session.timeout_s)
+            descriptors = session.descriptors
+            why = session.tier.serve(descriptors["rows"], descriptors["blocks"], session.timeout_s)
         else:
-            os.close(session.descriptors[0])
+            os.close(session.descriptors["rows"])
         for connection in session.connections:
             connection.close()
         logger.info("serves the engine at %s no more: %s", name, why)

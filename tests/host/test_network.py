@@ -15,7 +15,9 @@ import torch
 
 from omniserve import HostsConfig
 from omniserve.core import link
+from omniserve.core.errors import PeerLost
 from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind, KVMove, MoveDirection
+from omniserve.host import server
 from omniserve.host.remote import NetworkHosts
 from omniserve.host.server import HostServer, spec_of_plain, spec_to_plain
 from tests.host.helpers import ATTENTION, BLOCK_SIZE, KINDS, collect, make_spec, make_tier, shorten_pauses, wait_until
@@ -283,6 +285,49 @@ def test_an_answer_that_no_host_gives_is_an_error_at_start(welcome: bytes, tmp_p
             )
         liar.join()
         tier.close()
+
+
+def test_the_second_connection_may_be_there_as_the_first_is_answered(
+    open_network: Callable[..., Network], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = open_network()
+    network.proxy.cut()
+    network.wait_for(HostEventKind.HOST_LOST)
+    send = link.Link.send
+
+    def send_and_sleep(peer: link.Link, message: Any) -> None:
+        send(peer, message)
+        if "num_blocks" in message:
+            time.sleep(0.2)  # the engine has opened its second connection by now
+
+    monkeypatch.setattr(link.Link, "send", send_and_sleep)
+    network.wait_for(HostEventKind.HOST_JOINED)
+    time.sleep(0.3)
+    network.begin(range(8))
+    network.submit(range(8))
+    assert {event.kind for event in collect(network.tier, 8)} == {HostEventKind.ATTENTION_DONE}
+
+
+def test_an_engine_that_is_gone_before_its_answer_leaves_the_host_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = link.Link.send
+    fails = [True]
+
+    def fail_once(peer: link.Link, message: Any) -> None:
+        if "num_blocks" in message and fails:
+            fails.pop()
+            raise PeerLost("it is gone")
+        send(peer, message)
+
+    monkeypatch.setattr(link.Link, "send", fail_once)
+    monkeypatch.setattr(server, "_SECOND_CONNECTION_S", 0.2)
+    network = Network(tmp_path / "secret")
+    try:
+        network.wait_for(HostEventKind.HOST_JOINED)
+        assert not fails
+    finally:
+        network.close()
 
 
 def test_a_wrong_secret_is_refused(open_network: Callable[..., Network], tmp_path: Path) -> None:
