@@ -97,7 +97,7 @@ def test_graphs_do_what_the_code_did(scheduler: str, monkeypatch: pytest.MonkeyP
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("scheduler", [preemptible.NAME, preemptible.DEFERRING])
+@pytest.mark.parametrize("scheduler", slow_except((preemptible.NAME,), [preemptible.NAME, preemptible.DEFERRING]))
 def test_rows_leave_between_the_parts_of_a_step(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes into a layer is kept, so that the rows can go on there later, and the others at once without graphs."""
     model, reference = model_and_reference("llama", "cpu")
