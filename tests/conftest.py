@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from zlib import crc32
 
@@ -28,9 +29,22 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
     parser.addoption(
-        "--slow-part", metavar="K/N", help="also run the K-th (0 to N-1) of N parts of the tests marked slow"
+        "--slow-part", type=_part, metavar="K/N", help="also run part K, from 0 to N-1, of the tests marked slow"
     )
     parser.addoption("--exhaustive", action="store_true", help="also run the tests marked exhaustive")
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Read ``K/N``."""
+    part, _, num_parts = text.partition("/")
+    if not (part.isdecimal() and num_parts.isdecimal() and int(part) < int(num_parts)):
+        raise argparse.ArgumentTypeError(f"must be K/N with K from 0 to N-1, got {text!r}")
+    return int(part), int(num_parts)
+
+
+def _is_in(slow_part: tuple[int, int], item: pytest.Item) -> bool:
+    part, num_parts = slow_part
+    return crc32(item.nodeid.encode()) % num_parts == part
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,14 +59,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out["slow"] = "takes long: give --slow"
     if not config.getoption("--exhaustive"):
         left_out["exhaustive"] = "tries every case, which takes long: give --exhaustive"
-    part, _, num_parts = (config.getoption("--slow-part") or "0/0").partition("/")
+    slow_part = config.getoption("--slow-part")
     kept: list[pytest.Item] = []
     repeated: list[pytest.Item] = []
     reported = set()
     for item in items:
         for mark, reason in left_out.items():
-            is_in_part = mark == "slow" and int(num_parts) and crc32(item.nodeid.encode()) % int(num_parts) == int(part)
-            if item.get_closest_marker(mark) is not None and not is_in_part:
+            is_wanted = mark == "slow" and slow_part is not None and _is_in(slow_part, item)
+            if item.get_closest_marker(mark) is not None and not is_wanted:
                 item.add_marker(pytest.mark.skip(reason=reason))
         skips = [mark.kwargs["reason"] for mark in item.iter_markers("skip")]
         skips += [mark.kwargs["reason"] for mark in item.iter_markers("skipif") if mark.args[0]]

@@ -20,8 +20,7 @@ from omniserve.core.config import GIB
 logger = logging.getLogger("omniserve.cluster")
 
 _START_S = 120.0
-_END_S = 60.0
-LOCAL = "local"
+_LOCAL = "local"
 _LOOPBACK = "127.0.0.1"
 
 
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError:
         parser.error("Ray is not installed: pip install 'omniserve[ray]'")
     try:
-        more: dict[str, Any] = {"include_dashboard": False} if args.address == LOCAL else {}
+        more: dict[str, Any] = {"include_dashboard": False} if args.address == _LOCAL else {}
         ray.init(address=args.address, logging_level=logging.WARNING, **more)
     except ConnectionError as error:
         print(f"error: no Ray cluster at {args.address!r}: {error}", file=sys.stderr)
@@ -90,6 +89,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--cpu-host-kv-gib must be > 0, got {args.cpu_host_kv_gib:g}")
     if args.cpu_host_threads is not None and args.cpu_host_threads < 1:
         raise ValueError(f"--cpu-host-threads must be >= 1, got {args.cpu_host_threads}")
+    if args.cpu_hosts and args.tensor_parallel_size > 1:
+        raise ValueError("--cpu-hosts are for a model on one rank: leave them out with --tensor-parallel-size")
     if not args.cpu_hosts and args.tensor_parallel_size == 1:
         raise ValueError("give --cpu-hosts or --tensor-parallel-size: without them, use python -m omniserve.server")
 
@@ -103,12 +104,13 @@ def _serve(args: argparse.Namespace, server_flags: Sequence[str]) -> int:
     import ray
 
     secret = secrets.token_hex(32)
-    ip = _LOOPBACK if args.address == LOCAL else str(ray.util.get_node_ip_address())
-    hosts = _start_cpu_hosts(args, secret.encode(), _LOOPBACK if args.address == LOCAL else None)
+    is_local = args.address == _LOCAL
+    ip = _LOOPBACK if is_local else str(ray.util.get_node_ip_address())
+    hosts = _start_cpu_hosts(args, secret.encode(), _LOOPBACK if is_local else None)
     ranks = _start_ranks(args, secret.encode(), (ip, args.rank_port))
     addresses = _addresses(hosts + ranks)
     logger.info("Ray has started %d CPU hosts and %d ranks: %s", len(hosts), len(ranks), ", ".join(addresses))
-    with tempfile.TemporaryDirectory(prefix="omniserve-") as folder:  # nobody else may read it
+    with tempfile.TemporaryDirectory(prefix="omniserve-") as folder:  # only this user can read it
         secret_file = Path(folder) / "secret"
         secret_file.write_text(secret)
         command = [sys.executable, "-m", "omniserve.server", *server_flags]

@@ -22,15 +22,15 @@ from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
 from omniserve.engine.capacity import fit_states, max_model_len, num_blocks, prefix_settings, rows_per_host_request
+from omniserve.engine.cpu_hosts import connect_hosts
 from omniserve.engine.disk import check_disk, open_disk
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, StepLog, Stepper
 from omniserve.host.cores import default_host_threads
 from omniserve.host.disk import DiskStats, DiskTier
-from omniserve.host.remote import NetworkHosts
 from omniserve.host.tier import HostTier
-from omniserve.kv import KV_MANAGERS, CanMove, CanShare, CanSpread, KeepsPrefixesOnDisk
+from omniserve.kv import KV_MANAGERS, CanMove, CanShare, KeepsPrefixesOnDisk
 from omniserve.kv.disk_prefixes import DiskPrefixes
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
@@ -176,17 +176,8 @@ class Engine:
             num_bytes = limits.num_state_slots * self.spec.state_bytes
             logger.info("recurrent states of %d requests take %d bytes", limits.num_state_slots, num_bytes)
         self.scheduler = Scheduler(policy, options, limits=limits, kv=self.kv, forecast=forecast)
-        self.hosts: NetworkHosts | None = None
-        """The CPU hosts on the network, if there are to be any."""
-        if config.hosts.cpu_hosts:
-            if self.host_tier is None or not issubclass(manager, CanSpread) or issubclass(manager, CanShare):
-                raise ValueError(f"kv={config.kv!r} moves nothing to cpu_hosts: set kv to tiered or incremental")
-            if policy.offloads is False:
-                logger.warning("scheduler=%r moves no request to a host: cpu_hosts are of no use", config.scheduler)
-            self.hosts = NetworkHosts(
-                config.hosts, self.host_tier, spec=self.spec, dtype=patched.dtype, block_size=config.block_size,
-                kv_dtype=config.host_kv_dtype, num_slots=config.max_host_requests,
-            )  # fmt: skip
+        self.hosts = connect_hosts(config, self.spec, self.host_tier, patched.dtype)
+        """The CPU hosts on the network, if the settings ask for any."""
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
         overlaps = config.execution.async_steps

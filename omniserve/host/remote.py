@@ -61,8 +61,8 @@ class NetworkHosts:
             "num_slots": num_slots, "max_rows": tier.max_rows, "timeout_s": config.cpu_host_timeout_s,
         }  # fmt: skip
         self._lock = threading.Lock()
-        self._new: list[HostEvent] = []  # nobody has been told of them; under the lock
-        self._told_of: set[int] = set()  # joined and not lost, for all that is known
+        self._new: list[HostEvent] = []  # joins that `poll` has not returned yet; needs the lock
+        self._told_of: set[int] = set()  # the hosts whose join was the last that `poll` returned of them
         self._is_wanted = [threading.Event() for _ in self._addresses]
         self._is_closed = threading.Event()
         self._first = [threading.Event() for _ in self._addresses]
@@ -87,7 +87,7 @@ class NetworkHosts:
     def poll(self, events: Sequence[HostEvent]) -> list[HostEvent]:
         """Return the tier's events, and one for each host that has joined. Never waits for a host.
 
-        A host that has joined and was lost before anybody was told is not spoken of.
+        If a host has joined and was lost since the last call, there is no event of either.
         """
         with self._lock:
             joined = self._new
@@ -132,8 +132,9 @@ class NetworkHosts:
         pause_s = _FIRST_PAUSE_S
         wanted, first = self._is_wanted[host - 1], self._first[host - 1]
         while True:
-            wanted.wait()  # until those who had blocks there know that it was lost: another session is another pool
-            wanted.clear()  # before it looks: `close` sets it last
+            # Set at the start, and by `poll` with a loss: only then does the scheduler give up the lost session's KV.
+            wanted.wait()
+            wanted.clear()  # before is_closed is read, because `close` sets the one after the other
             if self._is_closed.is_set():
                 return
             try:
@@ -178,7 +179,7 @@ class NetworkHosts:
             rows.close()
             raise
         new = HostEvent(kind=HostEventKind.HOST_JOINED, host=host, num_blocks=num_blocks, num_threads=num_threads)
-        with self._lock:  # its end is told of after this
+        with self._lock:  # so that `poll` sees the join before it sees that the host was lost
             self._tier.connect(host, rows.detach(), blocks.detach(), num_blocks, self._timeout_s)
             self._new.append(new)
         logger.info("%s has joined: %d blocks, %d threads", self.name(host), num_blocks, num_threads)

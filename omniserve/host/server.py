@@ -182,8 +182,8 @@ class HostServer:
                 tier.close()
                 raise OmniServeError("another engine uses this host")
             self._session = session
-        # From here on its thread ends it, whatever becomes of the answer. It sends nothing before the second connection
-        # is there.
+        # The session's thread ends the session, also if the engine never gets this answer. The thread sends nothing
+        # before the second connection is there.
         session.add("rows", os.dup(peer.fileno()))
         session.thread = threading.Thread(target=self._serve, args=(session, name), name="host-serve", daemon=True)
         session.thread.start()

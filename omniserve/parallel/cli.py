@@ -94,7 +94,7 @@ def join(
         except OSError as error:
             if once:
                 raise
-            logging.getLogger("omniserve.rank").info("nobody at %s:%d yet (%s)", *address, error)
+            logging.getLogger("omniserve.rank").info("no engine listens at %s:%d yet (%s)", *address, error)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     if share_cores:

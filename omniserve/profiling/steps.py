@@ -182,7 +182,7 @@ def measure_mixed_steps(
     blocks_each = -(-(max_prompt + max_output) // config.block_size)
     roomy = min(config.device_kv_bytes, round(2 * _MEAN_ACTIVE) * blocks_each * block_bytes)
     tight = min(config.device_kv_bytes, max(2 * blocks_each, round(_MEAN_ACTIVE * blocks_each / 4)) * block_bytes)
-    config = dataclasses.replace(config, hosts=HostsConfig())  # whoever serves has the hosts on the network
+    config = dataclasses.replace(config, hosts=HostsConfig())  # only the engine that serves connects to CPU hosts
     host_bytes = min(config.host_kv_bytes, 2 * roomy)
     has_tier = has_host_tier(config) and host_bytes >= spec.host_block_bytes(config.block_size, config.host_kv_dtype)
     pools = [(roomy, 0), (tight, host_bytes)] if has_tier else [(roomy, 0)]

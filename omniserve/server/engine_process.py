@@ -228,7 +228,7 @@ class _Serving:
         self._collector.collect(is_idle=not engine.has_unfinished)
         if block and not engine.has_unfinished and engine.config.hosts.cpu_hosts:
             while not link.wait(_IDLE_STEP_S):
-                engine.step()  # empty: it hears of hosts that were lost or have joined
+                engine.step()  # without requests, it only takes note of CPU hosts that were lost or have joined
         command = link.receive(block=block and not engine.has_unfinished)
         # However many come, those that were taken get on.
         until_s = time.monotonic() + max(_LEAST_TAKING_S, _TAKING * self._step_s)

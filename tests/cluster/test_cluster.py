@@ -149,6 +149,7 @@ def test_a_rank_is_started_again(start: Callable[..., Cluster]) -> None:
     ("options", "told"),
     [
         ([], "give --cpu-hosts or --tensor-parallel-size"),
+        (["--cpu-hosts", "1", "--tensor-parallel-size", "2"], "--cpu-hosts are for a model on one rank"),
         (["--cpu-hosts", "-1"], "--cpu-hosts must be >= 0"),
         (["--tensor-parallel-size", "0"], "--tensor-parallel-size must be >= 1"),
         (["--cpu-hosts", "1", "--cpu-host-kv-gib", "0"], "--cpu-host-kv-gib must be > 0"),

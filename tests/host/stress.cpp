@@ -317,8 +317,8 @@ struct Stress {
                               results.size())
                     : nullptr),
         tier({has_far ? 1 : kBlocks, kBlockSize, kHeads, kKVHeads, kHeadSize, kSlots, dtype, dtype, layers,
-              has_far ? no_pool.data() : host.data.data(), nullptr, results.data(), num_threads, {}, true, gpu.mailbox.data(), gpu.flags.data(), gpu.skips.data(),
-              gpu.result_flags.data(), 50e-6, 20e-6, kMaxRows}) {
+              has_far ? no_pool.data() : host.data.data(), nullptr, results.data(), num_threads, {}, true,
+              gpu.mailbox.data(), gpu.flags.data(), gpu.skips.data(), gpu.result_flags.data(), 50e-6, 20e-6, kMaxRows}) {
     if (far) tier.connect(1, far->ends[0], far->ends[1], kBlocks, 60);
   }
 
@@ -331,7 +331,6 @@ struct Stress {
     }
     return blocks;
   }
-
 
   int64_t below(int64_t n) { return static_cast<int64_t>(rng() % static_cast<uint64_t>(n)); }
 
@@ -663,8 +662,7 @@ void try_all(uint64_t seed, int steps, bool has_far) {
     brief.drain();
   }
   std::printf("%s: %ld done, %ld failed, %ld cancelled, %ld moved, %ld by the mailbox, %ld skipped\n",
-              has_far ? "network" : "here", long(run.done),
-              long(run.failed), long(run.cancelled), long(run.moved), long(run.sent), long(run.skipped));
+              has_far ? "network" : "here", long(run.done), long(run.failed), long(run.cancelled), long(run.moved), long(run.sent), long(run.skipped));
 }
 
 }  // namespace

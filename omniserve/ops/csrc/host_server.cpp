@@ -8,13 +8,12 @@
 #include <utility>
 
 namespace omniserve {
+
+using wire::part;
+
 namespace {
 
-constexpr double kTicks = 8;            // looks at the clock within the timeout
 constexpr double kLongestWait_s = 0.1;  // until a thread that waits for results hears of the session's end
-constexpr int64_t kBlocksBytes = 1 << 20;
-
-iovec part(const void* data, int64_t bytes) { return {const_cast<void*>(data), static_cast<size_t>(bytes)}; }
 
 int64_t row_bytes(const HostTierConfig& config, int64_t heads) {
   return heads * config.head_size * dtype_bytes(config.dtype);
@@ -79,11 +78,11 @@ void HostServer::send(wire::Connection& connection, std::mutex& mutex, wire::Kin
 void HostServer::receive_rows() {
   double quiet_s = 0;
   const auto tick = [&] {
-    quiet_s += timeout_s_ / kTicks;
+    quiet_s += timeout_s_ / wire::kTicks;
     if (quiet_s > timeout_s_) throw std::runtime_error("the engine has said nothing for too long");
   };
   while (!has_ended()) {
-    const wire::Frame frame = rows_.receive(timeout_s_ / kTicks, tick);
+    const wire::Frame frame = rows_.receive(timeout_s_ / wire::kTicks, tick);
     quiet_s = 0;
     if (frame.kind == wire::Kind::rows) {
       take_tasks(frame);
@@ -182,7 +181,7 @@ void HostServer::receive_blocks() {
     if (has_ended()) throw std::runtime_error("the session has ended");
   };
   while (!has_ended()) {
-    const wire::Frame frame = blocks_.receive(timeout_s_ / kTicks, tick);
+    const wire::Frame frame = blocks_.receive(timeout_s_ / wire::kTicks, tick);
     if (frame.kind == wire::Kind::blocks) {
       store(frame);
       continue;
@@ -239,7 +238,7 @@ void HostServer::store(const wire::Frame& frame) {
 
 void HostServer::send_blocks() {
   const int64_t bytes = tier_.cache_block_bytes();
-  const int64_t most = std::max<int64_t>(1, kBlocksBytes / (2 * bytes));
+  const int64_t most = std::max<int64_t>(1, wire::kBlocksBytes / (2 * bytes));
   std::vector<char> data(static_cast<size_t>(2 * bytes * most));
   while (true) {
     Move move;

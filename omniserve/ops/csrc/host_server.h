@@ -1,6 +1,6 @@
 // A CPU host's side of a session with an engine on the network: gives the rows that come to a host tier, and sends back
 // its results; puts blocks into the tier's pool, and sends those that are asked for. The engine's side is in
-// host_tier_links.cpp. No torch header.
+// host_tier_link_rows.cpp and host_tier_link_blocks.cpp. No torch header.
 #pragma once
 
 #include <condition_variable>

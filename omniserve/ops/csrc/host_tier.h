@@ -15,7 +15,7 @@
 //
 // A block id names a host, too: blocks from kHostBlocks on are on CPU hosts on the network, so many ids for each. A slot
 // that is bound to such blocks has its tasks computed there: its rows go to the host, and its results come back, beside
-// the local threads (host_tier_links.cpp). A host that is gone fails what it has in hand, and an event tells of it.
+// the local threads (host_tier_links.cpp, host_tier_link_rows.cpp, host_tier_link_blocks.cpp). A host that is gone fails what it has in hand, and an event tells of it.
 //
 // Paper: omniserve 3.2.3 (input and output queue), 4 "The implementation of CPU Attention".
 #pragma once

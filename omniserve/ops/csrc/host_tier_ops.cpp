@@ -272,7 +272,8 @@ std::vector<int64_t> link_stats(int64_t tier) {
   std::vector<int64_t> all;
   for (const HostLinkStats& s : find(tier)->tier->link_stats()) {
     all.insert(all.end(), {s.host, s.lost, s.tasks_in_hand, s.moves_in_hand, s.times_lost, s.tasks_sent, s.bytes_sent,
-                           s.bytes_received, s.bytes_moved, s.load.busy_ns, s.load.bytes_read, s.load.threads_alive, s.load.tasks_done});
+                           s.bytes_received, s.bytes_moved, s.load.busy_ns, s.load.bytes_read, s.load.threads_alive,
+                           s.load.tasks_done});
   }
   return all;
 }

@@ -1,5 +1,5 @@
 // What an engine and a CPU host on the network say to each other, once both have proven that they know the secret
-// (omniserve/host/network.py): frames over two TCP connections. Rows and results go over one, blocks of KV over the
+// (omniserve/core/link.py): frames over two TCP connections. Rows and results go over one, blocks of KV over the
 // other, so that no row waits behind a block. No torch header.
 //
 // A frame is a header and a body. The header has a checksum of both: TCP's own misses one error in 65536.
@@ -92,6 +92,11 @@ class Reader {
   const char* at_;
   const char* end_;
 };
+
+constexpr double kTicks = 8;               // looks at the clock within the timeout; half of them ask the other end
+constexpr int64_t kBlocksBytes = 1 << 20;  // of a frame of blocks, about
+
+inline iovec part(const void* data, int64_t bytes) { return {const_cast<void*>(data), static_cast<size_t>(bytes)}; }
 
 // One end of a connection, which it owns. One thread receives; another may send. Both throw std::runtime_error when the
 // connection is gone, and receive() when what came is no frame.
