@@ -11,47 +11,25 @@ nothing else.
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
 import random
 import secrets
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
-from benchmarks.common.models import random_llama
+from benchmarks.common.ranks import QWEN_HALF_B, engine_of, free_port, in_turns
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table_of
-from omniserve import Engine, EngineConfig, ExecutionConfig, ParallelConfig, Request, SamplingParams, patch
+from omniserve import Engine, EngineConfig, ExecutionConfig, ParallelConfig, Request, SamplingParams
 from omniserve.core.plan import StepPlan
 from omniserve.host.cores import available_cores
-from omniserve.layers.sharding import shard
-from omniserve.parallel.follow import summary_of
-from omniserve.parallel.group import RankGroup, pin_to_share
 from omniserve.profiling.collectives import calls_of_layers, time_collectives
 
-QWEN_HALF_B: dict[str, Any] = {
-    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-    "num_key_value_heads": 2, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": True,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
-"""The layers of Qwen2.5-0.5B, with fewer tokens in the vocabulary."""
 ARMS = ("one", "memory", "sockets")
 _PROMPT, _OUTPUT = 128, 96
-
-
-def load(dtype: str, rank: int, num_ranks: int) -> PreTrainedModel:
-    """Return a rank's part of the model."""
-    return shard(random_llama(dtype=getattr(torch, dtype), **QWEN_HALF_B), rank, num_ranks)
 
 
 def _config(arm: str, port: int, secret: str) -> EngineConfig:
@@ -69,42 +47,19 @@ def serve_arm(arm: str, dtype: str, pipe: Connection) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".secret") as file:
         file.write(secrets.token_hex(32))
         file.flush()
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = int(probe.getsockname()[1])
-        config = _config(arm, port, file.name)
-        group: RankGroup | None = None
-        if arm == "sockets":
-            command = [sys.executable, "-m", "omniserve.rank", "--join", f"127.0.0.1:{port}", "--secret-file"]
-            command += [file.name, "--rank", "1", "--share-cores", "2", "--log-level", "warning"]
-            joined = subprocess.Popen(command)
-            pin_to_share(0, 2)
-        if arm != "one":
-            from benchmarks import (
-                tensor_parallel,
-            )  # in this process the module has another name, which ranks do not know
-
-            made = functools.partial(tensor_parallel.load, dtype)
-            group = RankGroup(config, made, progress=lambda what: None, shares_cores=arm == "memory")
-        model = patch(load(dtype, 0, config.parallel.tensor_parallel_size))
-        patched: Any = model.omniserve
-        patched.warm_up()
-        if group is not None:
-            group.await_loaded(summary_of(patched))
-            group.compile(fused=False)
-            group.connect(patched.device)
-        with Engine(model, config, group=group) as engine:
+        config = _config(arm, free_port(), file.name)
+        with engine_of(config, dtype) as (engine, group):
             pipe.send("ready")
             while (asked := pipe.recv()) is not None:
                 rows, is_prompt = asked
                 collectives_s = 0.0
                 step_s = _measure(engine, rows, is_prompt=is_prompt)
                 if group is not None:
-                    calls = calls_of_layers(patched)
-                    collectives_s = statistics.median(time_collectives(patched, group, calls, rows) for _ in range(5))
+                    calls = calls_of_layers(engine.model)
+                    collectives_s = statistics.median(
+                        time_collectives(engine.model, group, calls, rows) for _ in range(5)
+                    )
                 pipe.send((step_s, collectives_s))
-        if arm == "sockets":
-            joined.kill()
-            joined.wait()
 
 
 def _measure(engine: Engine, rows: int, *, is_prompt: bool) -> float:
@@ -134,28 +89,8 @@ def main() -> None:
         dtype=("bfloat16", "of the model: bfloat16 or float32"),
     )  # fmt: skip
     args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    pipes: dict[str, Any] = {}
-    processes = []
-    for arm in ARMS:
-        pipes[arm], other = context.Pipe()
-        processes.append(context.Process(target=serve_arm, args=(arm, args.dtype, other)))
-        processes[-1].start()
-        assert pipes[arm].recv() == "ready"
-        print(f"{arm}: ready", file=sys.stderr)
     loads = [(rows, False) for rows in args.decodes] + [(args.chunk, True)]
-    raw: dict[str, dict[str, list[tuple[float, float]]]] = {_name(each): {arm: [] for arm in ARMS} for each in loads}
-    for number in range(args.rounds + 1):
-        for each in loads:
-            for arm in ARMS if number % 2 else reversed(ARMS):
-                pipes[arm].send(each)
-                told = pipes[arm].recv()
-                if number:  # the first round warms caches
-                    raw[_name(each)][arm].append(told)
-    for arm in ARMS:
-        pipes[arm].send(None)
-    for process in processes:
-        process.join()
+    raw = in_turns(ARMS, serve_arm, {_name(each): each for each in loads}, rounds=args.rounds, arguments=(args.dtype,))
     results = {name: _summary(measured) for name, measured in raw.items()}
     print(table_of([{"step": name, **_shown(each)} for name, each in results.items()]))
     config = {**vars(args), "cores": available_cores(), "layers": QWEN_HALF_B["num_hidden_layers"]}

@@ -47,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="N", help="as the server's; the others go to nodes"
     )
+    parser.add_argument(
+        "--pipeline-parallel-size", type=int, default=1, metavar="N", help="as the server's; the others go to nodes"
+    )
     parser.add_argument("--rank-port", type=int, default=7000, metavar="PORT", help="for ranks (default: 7000)")
     return parser
 
@@ -83,16 +86,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.cpu_hosts < 0:
         raise ValueError(f"--cpu-hosts must be >= 0, got {args.cpu_hosts}")
-    if args.tensor_parallel_size < 1:
-        raise ValueError(f"--tensor-parallel-size must be >= 1, got {args.tensor_parallel_size}")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(args, name)}")
+    num_ranks = args.tensor_parallel_size * args.pipeline_parallel_size
     if not args.cpu_host_kv_gib > 0:
         raise ValueError(f"--cpu-host-kv-gib must be > 0, got {args.cpu_host_kv_gib:g}")
     if args.cpu_host_threads is not None and args.cpu_host_threads < 1:
         raise ValueError(f"--cpu-host-threads must be >= 1, got {args.cpu_host_threads}")
-    if args.cpu_hosts and args.tensor_parallel_size > 1:
-        raise ValueError("--cpu-hosts are for a model on one rank: leave them out with --tensor-parallel-size")
-    if not args.cpu_hosts and args.tensor_parallel_size == 1:
-        raise ValueError("give --cpu-hosts or --tensor-parallel-size: without them, use python -m omniserve.server")
+    if args.cpu_hosts and num_ranks > 1:
+        raise ValueError("--cpu-hosts are for a model on one rank: leave them out, or the sizes of both parallels")
+    if not args.cpu_hosts and num_ranks == 1:
+        raise ValueError(
+            "give --cpu-hosts, --tensor-parallel-size or --pipeline-parallel-size: without them, use python -m "
+            "omniserve.server"
+        )
 
 
 def _serve(args: argparse.Namespace, server_flags: Sequence[str]) -> int:
@@ -118,6 +126,7 @@ def _serve(args: argparse.Namespace, server_flags: Sequence[str]) -> int:
             command += ["--cpu-hosts", ",".join(addresses[: len(hosts)]), "--cpu-host-secret-file", str(secret_file)]
         if ranks:
             command += ["--tensor-parallel-size", str(args.tensor_parallel_size)]
+            command += ["--pipeline-parallel-size", str(args.pipeline_parallel_size)]
             command += ["--rank-listen", f"{ip}:{args.rank_port}", "--rank-secret-file", str(secret_file)]
         server = subprocess.Popen(command)
 
@@ -167,7 +176,8 @@ def _start_ranks(args: argparse.Namespace, secret: bytes, address: tuple[str, in
     actor = ray.remote(Rank).options(
         num_cpus=1, num_gpus=num_gpus, max_restarts=-1, scheduling_strategy="SPREAD"
     )  # fmt: skip
-    return [actor.remote(secret, address) for _ in range(1, args.tensor_parallel_size)]
+    num_ranks = args.tensor_parallel_size * args.pipeline_parallel_size
+    return [actor.remote(secret, address) for _ in range(1, num_ranks)]
 
 
 def _addresses(actors: Sequence[Any]) -> list[str]:

@@ -124,6 +124,9 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     """Ranks that serve the model together, each with a part of every layer and of its KV heads. Sizes of KV pools,
     threads and rows are those of each rank."""
+    pipeline_parallel_size: int = 1
+    """Stages, one behind the other, each with a range of the layers and their KV. So many steps are under way, each in
+    another stage. A stage has ``tensor_parallel_size`` ranks. Sizes of KV pools are those of each rank."""
     rank_listen: str | None = None
     """Address HOST:PORT at which ranks on other machines join, by ``python -m omniserve.rank --join HOST:PORT``, with
     their collectives on the same network. None: all ranks are processes of this machine, started with the engine; a GPU
@@ -136,10 +139,17 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         if self.tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size must be >= 1, got {self.tensor_parallel_size}")
+        if self.pipeline_parallel_size < 1:
+            raise ValueError(f"pipeline_parallel_size must be >= 1, got {self.pipeline_parallel_size}")
         if not (math.isfinite(self.rank_timeout_s) and self.rank_timeout_s > 0):
             raise ValueError(f"rank_timeout_s must be a number > 0, got {self.rank_timeout_s}")
         if self.rank_listen is not None and self.rank_secret_file is None:
             raise ValueError("rank_listen needs rank_secret_file: ranks that join must know a secret")
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks serve the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,15 +276,14 @@ class EngineConfig:
             raise ValueError(
                 "cpu_hosts are used when this machine's host tier is full: give host_kv_bytes, if only a little"
             )
-        if self.parallel.tensor_parallel_size > 1:
+        if self.parallel.num_ranks > 1:
+            sizes = "tensor_parallel_size and pipeline_parallel_size"
             if self.hosts.cpu_hosts:
-                raise ValueError("cpu_hosts are for a model on one rank: leave them out with tensor_parallel_size")
+                raise ValueError(f"cpu_hosts are for a model on one rank: leave them out, or {sizes}")
             if self.disk_kv.gib:
-                raise ValueError(
-                    "disk_kv is for a model on one rank: set disk_kv.gib or tensor_parallel_size to 0 or 1"
-                )
+                raise ValueError(f"disk_kv is for a model on one rank: leave out disk_kv.gib, or {sizes}")
             if self.host_cores is not None:
-                raise ValueError("host_cores names cores of one process: leave it out with tensor_parallel_size")
+                raise ValueError(f"host_cores names cores of one process: leave it out, or {sizes}")
         check_classes(self.classes)
 
     def class_named(self, name: str) -> ClassSpec:

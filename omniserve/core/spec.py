@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 HOST_KV_DTYPES = ("auto", "int8")
@@ -51,6 +52,10 @@ class ModelSpec:
     """The attention of each layer."""
     state_bytes: int = 0
     """Bytes of one request's recurrent states over all layers without KV; 0 for a model that has none."""
+
+    def part(self, layers: range) -> ModelSpec:
+        """Return the spec of a model of these layers alone."""
+        return dataclasses.replace(self, num_layers=len(layers), attention=self.attention[layers.start : layers.stop])
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Bytes of one KV block over all layers, K and V."""

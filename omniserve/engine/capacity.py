@@ -41,6 +41,11 @@ def max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return config.max_model_len
 
 
+def largest_part(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
+    """Return the spec of the layers of the stage that has most of them: its pools have the fewest blocks."""
+    return spec.part(range(-(-spec.num_layers // config.parallel.pipeline_parallel_size)))
+
+
 def num_blocks(config: EngineConfig, spec: ModelSpec, *, has_hosts: bool = True) -> tuple[int, int]:
     """Return the blocks of the device pool and of the host pool, 0 without a host tier or a machine that can have one.
 

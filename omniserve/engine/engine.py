@@ -21,7 +21,14 @@ from omniserve.core.request import Completion, Request, RequestLimits, RequestOu
 from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
-from omniserve.engine.capacity import fit_states, max_model_len, num_blocks, prefix_settings, rows_per_host_request
+from omniserve.engine.capacity import (
+    fit_states,
+    largest_part,
+    max_model_len,
+    num_blocks,
+    prefix_settings,
+    rows_per_host_request,
+)
 from omniserve.engine.cpu_hosts import connect_hosts
 from omniserve.engine.disk import check_disk, open_disk
 from omniserve.engine.fingerprint import fingerprint_of
@@ -42,12 +49,12 @@ from omniserve.layers.sharding import num_shards
 from omniserve.ops.streams import drain
 from omniserve.parallel.group import RankGroup
 from omniserve.parallel.host_tier import GroupHostTier
-from omniserve.parallel.lead import LeadLockstep, LeadRunner
+from omniserve.parallel.lead import LastStageRunner, LeadLockstep, LeadRunner
 from omniserve.parallel.messages import Setup
 from omniserve.runner.runner import ModelRunner
 from omniserve.sampling.grammar import GrammarCompiler
 from omniserve.sampling.sampler import Sampler
-from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
+from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of, why_not_in_stages
 from omniserve.sched.late_joins import late_layers
 from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
 
@@ -94,12 +101,13 @@ class Engine:
         group: RankGroup | None = None,
     ) -> None:
         config = config or EngineConfig()
-        num_ranks = config.parallel.tensor_parallel_size
-        if num_ranks != (group.size if group is not None else 1) or num_ranks != num_shards(language_model(model)):
+        num_ranks, shards = config.parallel.num_ranks, config.parallel.tensor_parallel_size
+        if num_ranks != (group.size if group is not None else 1) or shards != num_shards(language_model(model)):
             raise ValueError(
-                f"tensor_parallel_size is {num_ranks}, but the model is not rank 0's part of {num_ranks}: make the "
+                f"the settings ask for {num_ranks} ranks, but the model is not rank 0's part of {num_ranks}: make the "
                 "engine with omniserve.launch.loading.EngineLoader, which loads the parts and starts the other ranks"
             )
+        num_stages = config.parallel.pipeline_parallel_size
         self._group = group
         self.model = patched = patched_model(model, compile=config.execution.compile)
         """The patched model."""
@@ -120,21 +128,25 @@ class Engine:
             raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
         if isinstance(options, CoServingOptions) and options.defer_classes and self.spec.state_bytes:
             raise ValueError("defer_classes is not for models with recurrent states: their rows cannot leave a step")
+        if num_stages > 1 and (reason := why_not_in_stages(policy, options)):
+            raise ValueError(f"pipeline_parallel_size is not for scheduler={config.scheduler!r}: {reason}")
         check_disk(config, self.spec)
-        num_device_blocks, num_host_blocks = num_blocks(config, self.spec)
+        num_device_blocks, num_host_blocks = num_blocks(config, largest_part(config, self.spec))
         storage = DeviceKVStorage(
             self.spec,
             num_blocks=num_device_blocks,
             block_size=config.block_size,
             dtype=patched.dtype,
             device=patched.device,
+            layers=patched.layers,
         )
         host_threads = config.host_threads or default_host_threads(patched.device)
         self.host_tier: HostTier | None = None
         num_late_layers = 0
         if num_host_blocks > 0:
             has_mailbox = patched.device.type == "cuda" or config.execution.step_graphs == "on"
-            if group is None or not has_mailbox:  # the devices of several ranks may see different results
+            # The devices of several ranks may see different results, and a stage's ranks plan ahead of them.
+            if num_stages == 1 and (group is None or not has_mailbox):
                 num_late_layers = late_layers(
                     self.spec.num_layers, device_looks=has_mailbox, has_between=patched.has_between
                 )
@@ -143,10 +155,11 @@ class Engine:
                 config, self.spec, dtype=patched.dtype, device=patched.device, num_threads=host_threads,
                 mailbox=has_mailbox,
                 max_rows=rows_per_host_request(config, self.spec, has_own_memory=patched.device.type != "cpu"),
+                layers=patched.layers,
             )  # fmt: skip
             if group is not None:
                 assert isinstance(self.host_tier, GroupHostTier)
-                self.host_tier.follow(group.size, group.news, group.tell)
+                self.host_tier.follow(group.place, group.news, group.tell)
         caches = prefix_settings(
             config, self.spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks
         )
@@ -158,6 +171,9 @@ class Engine:
             num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size,
             **caches,
         )  # fmt: skip
+        overlaps = config.execution.async_steps
+        if overlaps is None:
+            overlaps = patched.device.type == "cuda" or num_stages > 1
         shape = ModelShape.of(self.spec)
         self._latency: CorrectedModel | None = None
         self._latency_model = LATENCY_MODELS.get(options.latency_model)
@@ -175,14 +191,13 @@ class Engine:
         if limits.num_state_slots:
             num_bytes = limits.num_state_slots * self.spec.state_bytes
             logger.info("recurrent states of %d requests take %d bytes", limits.num_state_slots, num_bytes)
-        self.scheduler = Scheduler(policy, options, limits=limits, kv=self.kv, forecast=forecast)
+        self.scheduler = Scheduler(
+            policy, options, limits=limits, kv=self.kv, forecast=forecast, num_stages=num_stages if overlaps else 1
+        )
         self.hosts = connect_hosts(config, self.spec, self.host_tier, patched.dtype)
         """The CPU hosts on the network, if the settings ask for any."""
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
-        overlaps = config.execution.async_steps
-        if overlaps is None:
-            overlaps = patched.device.type == "cuda"
         # A chunk that began anew after it left would find the states of some layers ahead of it.
         has_safepoints = not self.spec.state_bytes and options.preempts
         settings: dict[str, Any] = dict(
@@ -203,10 +218,13 @@ class Engine:
             group.begin_engine(Setup(
                 config=config, num_device_blocks=num_device_blocks, has_host_tier=num_host_blocks > 0,
                 has_mailbox=has_mailbox, max_host_rows=max_host_rows, has_safepoints=has_safepoints,
-                shares_tokens=overlaps, **settings,
+                shares_tokens=overlaps and num_stages == 1, **settings,
             ))  # fmt: skip
-            lockstep = LeadLockstep(group, shares_tokens=overlaps)
-            self.runner = LeadRunner(config, group=group, lockstep=lockstep, **settings, **parts)
+            if num_stages == 1:
+                lockstep = LeadLockstep(group, shares_tokens=overlaps)
+                self.runner = LeadRunner(config, group=group, lockstep=lockstep, **settings, **parts)
+            else:
+                self.runner = LastStageRunner(config, group=group, stage=group.stage, **settings, **parts)
             group.await_engine()
         self.limits = RequestLimits(
             vocab_size=self.spec.vocab_size,
@@ -233,7 +251,8 @@ class Engine:
             outputs=self._outputs,
             record=lambda step: this()._record(step),
             clock=clock,
-            overlaps=overlaps,
+            overlaps=overlaps and num_stages == 1,
+            num_stages=num_stages if overlaps else 1,
             keeps_names=tracer is not None,
         )
 
@@ -388,7 +407,7 @@ class Engine:
                             bar.update()
                     if self.last_plan_was_empty:
                         self.wait(0.05)
-            if not self.scheduler.has_unfinished and self._stepper.is_in_flight:
+            while not self.scheduler.has_unfinished and self._stepper.is_in_flight:
                 self.step()  # it was launched for requests that then ended
         except BaseException:
             for request_id in ids:

@@ -57,12 +57,13 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
 
 def _ranks(config: EngineConfig) -> str:
     parallel = config.parallel
-    if parallel.tensor_parallel_size == 1:
+    if parallel.num_ranks == 1:
         return ""
     network = (
         "this machine" if parallel.rank_listen is None else f"network of {parallel.rank_listen.rpartition(':')[0]}"
     )
-    return f"tensor parallel {parallel.tensor_parallel_size}, {network}"
+    stages = f", {parallel.pipeline_parallel_size} stages" if parallel.pipeline_parallel_size > 1 else ""
+    return f"tensor parallel {parallel.tensor_parallel_size}{stages}, {network}"
 
 
 def kv_fingerprint(model: PreTrainedModel, config: EngineConfig) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -66,6 +67,8 @@ class FinishedStep:
     started_s: float
     """When it began, on the clock of the outputs' times."""
     seconds: float
+    ran_alone: bool
+    """No other step was in another stage of the model meanwhile."""
     requests: Mapping[str, OpenRequest]
     """The requests of the outputs, and if steps are traced those of the plan."""
 
@@ -82,6 +85,8 @@ class _Flight:
     """The requests of its outputs, and if steps are traced those of the plan."""
     is_advanced: bool
     """The scheduler has booked of it what is certain."""
+    began_alone: bool = True
+    """No other step was in an earlier or later stage when it was launched."""
 
 
 class Stepper:
@@ -92,6 +97,7 @@ class Stepper:
         record: Is given each step that computed something, as it is collected.
         clock: Monotonic seconds.
         overlaps: Launch a step while the one before it runs, where its plan is certain.
+        num_stages: Of the model: with several, so many steps are in flight. ``overlaps`` is then of no use.
         keeps_names: Every step needs its requests as they were, also those that end while it runs: it is traced.
     """
 
@@ -105,6 +111,7 @@ class Stepper:
         clock: Callable[[], float],
         overlaps: bool = False,
         keeps_names: bool = False,
+        num_stages: int = 1,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -113,11 +120,14 @@ class Stepper:
         self._clock = clock
         self._overlaps = overlaps
         self._keeps_names = keeps_names
+        self._num_stages = num_stages
         self.requests: dict[str, OpenRequest] = {}
         """Unfinished requests, and those that ended in the step under way."""
         self.last_plan_was_empty = False
         """The last step had nothing to compute or collect."""
         self._in_flight: _Flight | None = None
+        self._in_stages: deque[_Flight] = deque()
+        """The steps in flight, the oldest first, if there are several stages."""
         self._last_end_s: float | None = None
 
     @property
@@ -128,10 +138,12 @@ class Stepper:
     @property
     def is_in_flight(self) -> bool:
         """A step was launched and not collected."""
-        return self._in_flight is not None
+        return self._in_flight is not None or bool(self._in_stages)
 
     def step(self) -> list[RequestOutput]:
         """Run one step, or launch it and collect the one before; see `Engine.step`."""
+        if self._num_stages > 1:
+            return self._step_in_stages()
         scheduler = self._scheduler
         outputs: list[RequestOutput] = []
         before, self._in_flight = self._in_flight, None
@@ -159,6 +171,25 @@ class Stepper:
         else:
             outputs += self._collect(flight)
             scheduler.policy.busy_until_s = -math.inf
+        return outputs
+
+    def _step_in_stages(self) -> list[RequestOutput]:
+        """Launch a step; collect the oldest if each stage has one now, or if the new one has nothing to compute."""
+        scheduler, scheduled_s = self._scheduler, self._clock()
+        scheduler.notify(self._runner.poll_host())
+        plan = scheduler.schedule(scheduled_s)
+        self.last_plan_was_empty = plan.is_empty and not self._in_stages
+        requests = dict(self.requests) if self._keeps_names else self.requests
+        launched = self._runner.launch(plan)
+        scheduler.advance(plan)
+        is_alone = not self._in_stages
+        flight = _Flight(plan, launched, scheduled_s, self._runner.host_works, requests, True, is_alone)
+        self._in_stages.append(flight)
+        outputs: list[RequestOutput] = []
+        if plan.is_empty or len(self._in_stages) == self._num_stages:
+            outputs += self._collect(self._in_stages.popleft())
+            while self._in_stages and self._in_stages[0].plan.is_empty:
+                outputs += self._collect(self._in_stages.popleft())
         return outputs
 
     def abort(self, request_id: str) -> bool:
@@ -189,6 +220,7 @@ class Stepper:
             step = FinishedStep(
                 plan=plan, result=result, outputs=outputs, host_works=flight.host_works, started_s=started_s,
                 seconds=ended_s - started_s, requests=flight.requests,
+                ran_alone=flight.began_alone and all(other.plan.is_empty for other in self._in_stages),
             )  # fmt: skip
             self._record(step)
         for output in outputs:
@@ -246,7 +278,7 @@ class StepLog:
                 slos={name: entry.slo for name, entry in step.requests.items()},
                 classes={name: entry.service_class for name, entry in step.requests.items()},
             )  # fmt: skip
-        if self._latency is not None and is_whole(step.plan, step.result.halted):
+        if self._latency is not None and step.ran_alone and is_whole(step.plan, step.result.halted):
             self._latency.observe(features, step.seconds)
 
     def close(self) -> None:

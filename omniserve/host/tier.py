@@ -47,6 +47,8 @@ _KINDS = (
     HostEventKind.ATTENTION_DONE, HostEventKind.ATTENTION_FAILED, HostEventKind.MOVE_DONE, HostEventKind.MOVE_FAILED,
     HostEventKind.ATTENTION_FAILED, HostEventKind.HOST_LOST,
 )  # fmt: skip
+CANCELLED = "cancelled"
+"""The message of an event ATTENTION_FAILED by which a cancelled slot is free."""
 _ATTENTION_FAILED = 1
 _HOST_LOST = 5
 _NO_MOVE = -1  # the move_id of an attention event
@@ -86,6 +88,7 @@ class HostTier:
             `pin_memory`, else the CPU.
         max_rows: The highest number of consecutive tokens that a task may have, in [1, 16].
         patience_s: The tier counts as stalled when it has work in hand and makes no progress for this long.
+        layers: Those of the model that the tier has, consecutive ones; None: all. They keep their numbers.
 
     Raises:
         ValueError: A size is out of range, the dtype does not fit the spec, or a core does not exist here.
@@ -110,7 +113,11 @@ class HostTier:
         device: torch.device | None = None,
         max_rows: int = 1,
         patience_s: float = 10.0,
+        layers: range | None = None,
     ) -> None:
+        if layers is not None:
+            spec = spec.part(layers)
+        self._first_layer = layers.start if layers is not None else 0
         for name, value in (("block_size", block_size), ("num_slots", num_slots), ("num_threads", num_threads)):
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
@@ -159,9 +166,9 @@ class HostTier:
         ``result_flags_S``: `result_flag` of the slot's last result, which the tier writes behind the result, for its
         first token. ``flags_S``: the step in which `piggyback_send` last sent the row. ``skips_S``: the step in which
         `piggyback_receive` last skipped it; the tier looks at that of the first token."""
-        layers = [[layer.scale, layer.window, layer.softcap, layer.chunk] for layer in spec.attention]
+        kinds = [[layer.scale, layer.window, layer.softcap, layer.chunk] for layer in spec.attention]
         self._handle: int = _host.create(
-            self.pool_LBK2SH, self.scales_LBK2S, self.results_SMD, torch.tensor(layers, dtype=torch.float64),
+            self.pool_LBK2SH, self.scales_LBK2S, self.results_SMD, torch.tensor(kinds, dtype=torch.float64),
             _per_head(spec), spec.num_heads, num_threads, torch.tensor(cores or (), dtype=torch.int64), not pin_memory,
             self.mailbox_SW, flags_3S, mailbox_spin_s, mailbox_sleep_s,
         )  # fmt: skip
@@ -188,6 +195,7 @@ class HostTier:
         kv_bytes: int | None = None,
         mailbox: bool = False,
         max_rows: int = 1,
+        layers: range | None = None,
     ) -> Self:
         """Return the host tier that an engine's settings describe; `kv_bytes` of None takes the configured size."""
         on_cuda = device.type == "cuda"
@@ -197,7 +205,7 @@ class HostTier:
                 spec=spec, dtype=dtype, block_size=config.block_size, num_slots=config.max_host_requests,
                 kv_bytes=config.host_kv_bytes if kv_bytes is None else kv_bytes, kv_dtype=config.host_kv_dtype,
                 num_threads=num_threads, cores=config.host_cores, pin_memory=on_cuda, mailbox=mailbox, device=device,
-                max_rows=max_rows,
+                max_rows=max_rows, layers=layers,
             )  # fmt: skip
 
     def begin_token(self, slot: int, epoch: int, position: int, block_ids: Sequence[int], num_rows: int = 1) -> None:
@@ -226,7 +234,7 @@ class HostTier:
                 than tokens or has them apart, or the tier is closed. Nothing was queued.
             RuntimeError: A tensor has the wrong shape, dtype, layout or device. Nothing was queued.
         """
-        _submit(self._handle, layer, slots, q_PNH, k_PKH, v_PKH)
+        _submit(self._handle, layer - self._first_layer, slots, q_PNH, k_PKH, v_PKH)
 
     def expect(
         self, step: int, layers_R: Tensor, slots_R: Tensor, widths_R: Tensor | None = None, *, may_skip: bool = False
@@ -260,7 +268,7 @@ class HostTier:
             RuntimeError: A tensor has the wrong shape, dtype or layout. Nothing is expected.
         """
         widths_R = torch.ones_like(slots_R) if widths_R is None else widths_R
-        _expect(self._handle, step, layers_R, slots_R, widths_R, may_skip)
+        _expect(self._handle, step, layers_R - self._first_layer, slots_R, widths_R, may_skip)
 
     def cancel(self, slot: int) -> bool:
         """Drop the slot's task, if any, and unbind the slot.
@@ -341,8 +349,8 @@ class HostTier:
                 self._log_failure(message)
             if move_id == _NO_MOVE or not moves.takes(move_id, message):
                 event = HostEvent(
-                    kind=_KINDS[kind], slot=slot, epoch=epoch, layer=layer, position=position, move_id=move_id,
-                    message=message,
+                    kind=_KINDS[kind], slot=slot, epoch=epoch, layer=-1 if slot < 0 else layer + self._first_layer,
+                    position=position, move_id=move_id, message=message,
                 )  # fmt: skip
                 events.append(event)
         if moves.busy:

@@ -15,12 +15,17 @@ from omniserve.core.spec import ModelSpec
 
 
 class DeviceKVStorage:
-    """K and V of all layers on the device, head-major blocks (``[B, K, S, H]`` per layer)."""
+    """K and V on the device, head-major blocks (``[B, K, S, H]`` per layer).
+
+    Of all layers, or of ``layers``, for a rank that has these alone.
+    """
 
     def __init__(
-        self, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        shape = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, spec.head_size)
+        self, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
+        layers: range | None = None,
+    ) -> None:  # fmt: skip
+        layers = range(spec.num_layers) if layers is None else layers
+        shape = (len(layers), num_blocks, spec.num_kv_heads, block_size, spec.head_size)
         self.block_size = block_size
         self.k_LBKSH = torch.empty(shape, dtype=dtype, device=device)
         self.v_LBKSH = torch.empty(shape, dtype=dtype, device=device)
@@ -32,8 +37,9 @@ class DeviceKVStorage:
             # a step 0.1 s.
             pool.zero_()
         # Indexing a layer costs microseconds, so the views are made once.
-        self.k_layers = tuple(self.k_LBKSH.unbind(0))
-        self.v_layers = tuple(self.v_LBKSH.unbind(0))
+        self.k_layers = dict(zip(layers, self.k_LBKSH.unbind(0), strict=True))
+        """By the layer's number in the model."""
+        self.v_layers = dict(zip(layers, self.v_LBKSH.unbind(0), strict=True))
 
     def copy_slots(self, copies: Iterable[SlotCopy]) -> None:
         """Copy slots between blocks, one copy after another."""

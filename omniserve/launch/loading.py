@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from omniserve.engine.engine import Engine
     from omniserve.latency import Profile
     from omniserve.parallel.group import RankGroup
+    from omniserve.parallel.place import Place
 
 BUILTIN_MODEL_NAME = "omniserve-builtin"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -66,7 +67,7 @@ class EngineLoader:
             UnsupportedModelError: No layer family fits the model.
             ValueError: The settings or the profile do not fit it or this machine.
         """
-        if self.config.parallel.tensor_parallel_size > 1:
+        if self.config.parallel.num_ranks > 1:
             return self._make_with_ranks(progress)
         model = self.load_model(progress)
         from omniserve.engine.engine import Engine
@@ -121,15 +122,15 @@ class EngineLoader:
         from omniserve.parallel.follow import summary_of
         from omniserve.parallel.group import RankGroup
 
-        num_ranks = self.config.parallel.tensor_parallel_size
         group = RankGroup(
             self.config, self.load_rank, progress=progress, keeps_ranks=True,
             on_lost=_end_process if self.serves else None,
             shares_cores=self._device_of_rank(0) == "cpu" and self.config.parallel.rank_listen is None,
         )  # fmt: skip
         try:
-            model = self.load_rank(0, num_ranks, progress)
+            model = self.load_rank(group.place, progress)
             patched = patched_model(model, compile=self.config.execution.compile)
+            patched.keep_layers(group.place.layers(patched.num_layers))
             progress("waiting for the other ranks' parts of the model")
             group.await_loaded(summary_of(patched))
             if self.config.execution.compile:
@@ -137,7 +138,7 @@ class EngineLoader:
                 fused = has_constant_steps(self.config, patched.device)
                 patched.warm_up(fused=fused)
                 group.compile(fused=fused)
-            group.connect(patched.device)
+            group.connect(patched)
             return model, group
         except BaseException:
             group.close()
@@ -151,10 +152,8 @@ class EngineLoader:
         local = int(os.environ.get("LOCAL_RANK", rank))  # torchrun's
         return f"cuda:{local % max(1, torch.cuda.device_count())}"
 
-    def load_rank(
-        self, rank: int, num_ranks: int, progress: Callable[[str], None] = lambda what: None
-    ) -> PreTrainedModel:
-        """Load a rank's part of the model; the whole model passes through the main memory.
+    def load_rank(self, place: Place, progress: Callable[[str], None] = lambda what: None) -> PreTrainedModel:
+        """Load the model with a rank's part of each layer; the whole model passes through the main memory.
 
         Raises:
             OSError: There is no such model.
@@ -165,11 +164,11 @@ class EngineLoader:
 
         from omniserve.layers.sharding import shard
 
-        device = self._device_of_rank(rank)
+        device = self._device_of_rank(place.rank)
         if device != "cpu":
             _select_gpu(torch.device(device))
         whole = dataclasses.replace(self, device="cpu").load_model(progress)
-        return shard(whole, rank, num_ranks).to(torch.device(device))  # type: ignore[arg-type]
+        return shard(whole, place.shard, place.num_shards).to(torch.device(device))  # type: ignore[arg-type]
 
     def load_model(self, progress: Callable[[str], None]) -> PreTrainedModel:
         """Load the model alone.

@@ -87,7 +87,7 @@ def _measure(loader: EngineLoader, time_limit_s: float) -> Profile:
         print(message, file=sys.stderr)
 
     group: RankGroup | None = None
-    if loader.config.parallel.tensor_parallel_size > 1:
+    if loader.config.parallel.num_ranks > 1:
         model, group = loader.start_ranks(tell)
     else:
         model = loader.load_model(tell)

@@ -7,7 +7,7 @@ compiler cannot trace it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -88,6 +88,30 @@ def _check_adapters(model: nn.Module, inner: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} does more than the modules of the model, such as putting virtual tokens before the prompt"
         )
+
+
+def free_weights(model: nn.Module, modules: Set[int]) -> None:
+    """Free the weights of these modules, by their ids, in whatever form; those that others share stay."""
+    kept = {
+        id(tensor)
+        for module in model.modules()
+        if id(module) not in modules
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *_held(module).values())
+    }
+    for module in model.modules():
+        if id(module) not in modules:
+            continue
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and id(tensor) not in kept:
+                tensor.data = tensor.data.new_empty(0)
+        for name, tensor in _held(module).items():
+            if id(tensor) not in kept:
+                module.__dict__[name] = tensor.new_empty(0)
+
+
+def _held(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a module that are neither parameters nor buffers, such as prepacked weights."""
+    return {name: value for name, value in module.__dict__.items() if isinstance(value, Tensor)}
 
 
 def in_adapters(model: nn.Module) -> set[int]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from omniserve.layers.compiled import USUAL_TOKENS, compile_halves, source_digest
 from omniserve.layers.groups import HeldForm, groups_of
 from omniserve.layers.kept import KeptHalves
-from omniserve.layers.loaded import IdleHooks, check_loaded, in_adapters, language_model
+from omniserve.layers.loaded import IdleHooks, check_loaded, free_weights, in_adapters, language_model
 from omniserve.layers.merged import merge, mergeable, unmerge
 from omniserve.layers.packed import pack, pack_tied, packable, tied_embedding, unpack
 from omniserve.layers.states import RowGroup, StatePool
@@ -59,6 +59,8 @@ class PatchedModel:
         self.family = family
         self.spec = family.spec()
         self.num_layers = self.spec.num_layers
+        self.layers = range(self.num_layers)
+        """Those that are here: all, or after ``keep_layers`` a stage's."""
         self.dtype: torch.dtype = family.model.dtype
         self.device: torch.device = family.model.device
         self.embed = family.ends.embed
@@ -157,6 +159,22 @@ class PatchedModel:
             hidden_TD, q_TNH, k_TKH, v_TKH = self.post_pre(layer, attn_TD, hidden_TD, *next(tables))
         return self.post_attention(last, attend(last, hidden_TD, q_TNH, k_TKH, v_TKH), hidden_TD)
 
+    def keep_layers(self, layers: range) -> None:
+        """Keep these layers, and free the weights of the others, which cannot be called any more.
+
+        What runs between two attentions belongs to the second one, and what is behind the last to that.
+        """
+        self.layers = layers
+        numbered = [(number, layer) for number, layer in enumerate(self.family.layers)]
+        numbered += [
+            (min(number, self.num_layers - 1), between.part)
+            for number, several in enumerate(self.family.between)
+            for between in several
+        ]
+        gone = {id(module) for number, layer in numbered if number not in layers for module in layer.modules()}
+        gone -= {id(module) for number, layer in numbered if number in layers for module in layer.modules()}
+        free_weights(self.family.model, gone)
+
     def find_compiled(self, *, else_compile: bool, fused: bool = False) -> bool:
         """Take the halves that were compiled and kept before; return whether all are compiled now.
 
@@ -169,7 +187,7 @@ class PatchedModel:
         return not self._kept.missing
 
     def warm_up(self, *, fused: bool = False) -> None:
-        """Run every half once, with ``fused`` also ``post_pre``, so that the first request need not wait for compiling.
+        """Run every half that is here once, with ``fused`` also ``post_pre``, so that no request waits for compiling.
 
         They run on one row; on a GPU on a usual number of rows, because kernels are tuned to the first that they see.
         """
@@ -183,7 +201,7 @@ class PatchedModel:
             hidden_TD = self.embed(positions_T, positions_T)
             rotary = repeat(self.rotary(positions_T) or (None, None))
             for is_fused in (False, True)[: 1 + fused]:
-                hidden_TD = self.run_layers(range(self.num_layers), hidden_TD, rotary, attend, fused=is_fused)
+                hidden_TD = self.run_layers(self.layers, hidden_TD, rotary, attend, fused=is_fused)
             self.logits(hidden_TD[:1])  # the head is not compiled, and with many rows it takes much memory
 
 
@@ -233,11 +251,16 @@ def unpatch(model: Model) -> Model:
         The same model.
 
     Raises:
-        ValueError: The model is not patched.
+        ValueError: The model is not patched, or only some of its layers are left.
     """
-    installed: _Patch | None = language_model(model).__dict__.pop("_omniserve_patch", None)
+    inner = language_model(model)
+    installed: _Patch | None = inner.__dict__.get("_omniserve_patch")
     if installed is None:
         raise ValueError("the model is not patched")
+    patched: PatchedModel = inner.__dict__["omniserve"]
+    if len(patched.layers) < patched.num_layers:
+        raise ValueError("layers were freed, as other stages have them, and cannot be restored: load the model again")
+    del inner.__dict__["_omniserve_patch"]
     installed.remove()
     return model
 

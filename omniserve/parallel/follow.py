@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from omniserve.core.errors import OmniServeError, PeerLost, PeerRefused
@@ -17,9 +15,9 @@ from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel, patched_model
 from omniserve.ops import collectives
-from omniserve.ops.shared_memory import SharedMemoryGroup
+from omniserve.ops.stage_link import StageLink
 from omniserve.parallel import messages
-from omniserve.parallel.group import make_group, versions
+from omniserve.parallel.group import connect_collectives, stage_link, versions
 from omniserve.runner.lockstep import Lockstep
 from omniserve.runner.runner import ModelRunner
 
@@ -71,24 +69,27 @@ def follow(link: Link, rank: int | None = None) -> None:
     except PeerLost:
         raise
     except Exception as error:
-        logger.exception("rank %d failed", welcome.rank)
+        logger.exception("rank %d failed", welcome.place.rank)
         expected = isinstance(error, (ValueError, OSError, OmniServeError))
         link.send(messages.Failure(str(error) if expected else f"{type(error).__name__}: {error}"))
-        raise PeerLost(f"rank {welcome.rank} failed: {error}") from error
+        raise PeerLost(f"rank {welcome.place.rank} failed: {error}") from error
 
 
 class _Follower:
     def __init__(self, link: Link, welcome: messages.Welcome) -> None:
-        self._link, self._welcome = link, welcome
+        self._link, self._welcome, self._place = link, welcome, welcome.place
+        self._stage = StageLink()
         self._runner: ModelRunner | None = None
         self._tier: HostTier | None = None
         self._teller: threading.Thread | None = None
         self._is_over = threading.Event()
 
     def run(self) -> None:
-        model = self._welcome.load(self._welcome.rank, self._welcome.num_ranks)
+        place = self._place
+        model = self._welcome.load(place)
         patched = patched_model(model, compile=self._welcome.compile)
-        logger.info("rank %d of %d has its part of the model", self._welcome.rank, self._welcome.num_ranks)
+        patched.keep_layers(place.layers(patched.num_layers))
+        logger.info("rank %d of %d has its part of the model", place.rank, place.num_shards * place.num_stages)
         self._link.send(messages.Loaded(summary_of(patched)))
         try:
             while not isinstance(message := self._link.receive(), messages.Close):
@@ -102,11 +103,16 @@ class _Follower:
             case messages.Compile(fused):
                 model.warm_up(fused=fused)
                 self._link.send(messages.Ready())
-            case messages.Connect(place):
-                self._connect(model, place)
+            case messages.Connect(files, store):
+                group = connect_collectives(
+                    model.device, self._place, files, store, self._link.own_address, self._welcome.timeout_s
+                )
+                self._stage = stage_link(model, self._place, group)
                 self._link.send(messages.Ready())
             case messages.RunCollectives(calls, rows):
                 collectives.run(calls, rows, model.dtype, model.device)
+            case messages.PassRows(rows):
+                self._stage.pass_on(rows)
             case messages.Setup():
                 self._runner = self._set_up(model, message)
                 if self._tier is not None:
@@ -137,30 +143,22 @@ class _Follower:
         self._runner = self._tier = self._teller = None
         self._is_over.clear()
 
-    def _connect(self, model: PatchedModel, place: str | tuple[str, int]) -> None:
-        rank, size, timeout_s = self._welcome.rank, self._welcome.num_ranks, self._welcome.timeout_s
-        if isinstance(place, str):
-            collectives.connect(SharedMemoryGroup(place, rank, size, timeout_s))
-            return
-        store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=timeout_s))
-        collectives.connect(make_group(model.device, store, rank, size, self._link.own_address, timeout_s))
-
     def _set_up(self, model: PatchedModel, setup: messages.Setup) -> ModelRunner:
         storage = DeviceKVStorage(
             model.spec, num_blocks=setup.num_device_blocks, block_size=setup.config.block_size, dtype=model.dtype,
-            device=model.device,
+            device=model.device, layers=model.layers,
         )  # fmt: skip
         if setup.has_host_tier:
             self._tier = HostTier.of(
                 setup.config, model.spec, dtype=model.dtype, device=model.device, num_threads=setup.host_threads,
-                mailbox=setup.has_mailbox, max_rows=setup.max_host_rows,
+                mailbox=setup.has_mailbox, max_rows=setup.max_host_rows, layers=model.layers,
             )  # fmt: skip
         lockstep = FollowLockstep(self._link, timeout_s=self._welcome.timeout_s, shares_tokens=setup.shares_tokens)
         return ModelRunner(
             setup.config, model=model, storage=storage, sampler=None, tier=self._tier,
             host_threads=setup.host_threads, max_model_len=setup.max_model_len, is_directed=setup.is_directed,
             keep_halted=setup.keep_halted, safepoint=frozenset if setup.has_safepoints else None,
-            num_state_slots=setup.num_state_slots, lockstep=lockstep,
+            num_state_slots=setup.num_state_slots, lockstep=lockstep, stage=self._stage,
         )  # fmt: skip
 
     def _tell_events(self) -> None:

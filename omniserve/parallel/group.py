@@ -32,10 +32,13 @@ from omniserve.core.errors import PeerLost
 from omniserve.core.link import Link
 from omniserve.core.plan import HostEvent
 from omniserve.host.cores import cores_allowed
+from omniserve.layers.patching import PatchedModel
 from omniserve.ops import collectives
 from omniserve.ops.collectives import CollectiveCall, DistributedGroup
 from omniserve.ops.shared_memory import SharedMemoryGroup, make_file
+from omniserve.ops.stage_link import StageLink
 from omniserve.parallel import messages
+from omniserve.parallel.place import Place
 
 logger = logging.getLogger(__name__)
 
@@ -68,22 +71,61 @@ def pin_to_share(rank: int, num_ranks: int) -> None:
     torch.set_num_threads(len(share))
 
 
-def make_group(
-    device: torch.device, store: dist.Store, rank: int, num_ranks: int, address: str, timeout_s: float
-) -> DistributedGroup:
-    """Meet the other ranks at a store; return the group for tensors on this device.
+def connect_collectives(
+    device: torch.device, place: Place, files: Sequence[str] | None, store: tuple[str, int] | dist.Store | None,
+    address: str, timeout_s: float,
+) -> dist.ProcessGroup | None:  # fmt: skip
+    """Meet the other ranks, and connect the collectives of a stage's ranks; arguments as of ``messages.Connect``.
 
-    The sockets of gloo, on a CPU, are on this rank's ``address``.
+    The sockets of gloo, on a CPU, are on this rank's ``address``. On rank 0 ``store`` is the store itself.
+
+    Returns:
+        The group of all ranks, if they have a store.
     """
+    everybody: dist.ProcessGroup | None = None
+    if store is not None:
+        if isinstance(store, tuple):
+            store = dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=timeout_s))
+        num_ranks = place.num_shards * place.num_stages
+        everybody = _process_group(device, dist.PrefixStore("all", store), place.rank, num_ranks, address, timeout_s)
+    if place.num_shards == 1:
+        return everybody
+    if files is not None:
+        collectives.connect(SharedMemoryGroup(files[place.stage], place.shard, place.num_shards, timeout_s))
+    elif place.num_stages == 1:
+        collectives.connect(DistributedGroup(everybody))
+    else:
+        assert isinstance(store, dist.Store)
+        own = dist.PrefixStore(f"stage {place.stage}", store)
+        group = _process_group(device, own, place.shard, place.num_shards, address, timeout_s)
+        collectives.connect(DistributedGroup(group))
+    return everybody
+
+
+def stage_link(model: PatchedModel, place: Place, group: dist.ProcessGroup | None) -> StageLink:
+    """Return a rank's connections to the stages before and behind its own."""
+    if place.num_stages == 1:
+        return StageLink()
+    with torch.inference_mode(), collectives.alone():
+        ids_T = torch.zeros(1, dtype=torch.int64, device=model.device)
+        width = model.embed(ids_T, ids_T).shape[1]
+    return StageLink(
+        group, before=place.before, behind=place.behind, width=width, dtype=model.dtype, device=model.device
+    )
+
+
+def _process_group(
+    device: torch.device, store: dist.Store, rank: int, num_ranks: int, address: str, timeout_s: float
+) -> Any:
     options: Any
     if device.type == "cpu":
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=timeout_s)
-        return DistributedGroup(dist.ProcessGroupGloo(store, rank, num_ranks, options))
+        return dist.ProcessGroupGloo(store, rank, num_ranks, options)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    return DistributedGroup(dist.ProcessGroupNCCL(store, rank, num_ranks, options))
+    return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
 
 
 class RankGroup:
@@ -91,7 +133,7 @@ class RankGroup:
 
     Args:
         config: How many ranks, and where they come from.
-        load: ``load(rank, num_ranks)`` loads and patches a rank's part of the model; it is sent to the other ranks.
+        load: Loads the model with a rank's part of each layer; it is sent to the other ranks.
         progress: Is told how the start gets on.
         shares_cores: All ranks compute on the cores of this machine: each gets its share of them.
         keeps_ranks: The attribute of this name.
@@ -103,13 +145,17 @@ class RankGroup:
     """
 
     def __init__(
-        self, config: EngineConfig, load: Callable[[int, int], Any], *, progress: Callable[[str], None],
+        self, config: EngineConfig, load: Callable[[Place], Any], *, progress: Callable[[str], None],
         shares_cores: bool, keeps_ranks: bool = False, on_lost: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         self._config = config.parallel
         self._compile = config.execution.compile
-        self.size = self._config.tensor_parallel_size
+        self.size = self._config.num_ranks
         """How many ranks there are, rank 0 included."""
+        self.place = Place.of(0, self._config)
+        """Rank 0's."""
+        self.stage = StageLink()
+        """Rank 0's connection to the stage before its own."""
         self._load, self._on_lost = load, on_lost
         self.keeps_ranks = keeps_ranks
         """The ranks outlive the engine, and serve the next one."""
@@ -190,7 +236,8 @@ class RankGroup:
             new.close()
             raise PeerLost(f"{new.name} is refused: {why}")
         new.name = f"rank {rank}"
-        new.send(messages.Welcome(rank, self.size, self._load, self._compile, self._config.rank_timeout_s))
+        place = Place.of(rank, self._config)
+        new.send(messages.Welcome(place, self._load, self._compile, self._config.rank_timeout_s))
         waiting[rank] = new
 
     def _look_at_processes(self) -> None:
@@ -214,30 +261,36 @@ class RankGroup:
         """Let the other ranks find or make their compiled halves."""
         self._ask(messages.Compile(fused))
 
-    def connect(self, device: torch.device) -> None:
-        """Have all ranks meet for their collectives."""
-        timeout_s = self._config.rank_timeout_s
-        if self._config.rank_listen is None and device.type == "cpu":
-            path = make_file(self.size)
-            try:
-                self.tell(messages.Connect(path))
-                collectives.connect(SharedMemoryGroup(path, 0, self.size, timeout_s))
-            finally:
-                os.unlink(path)
-        else:
-            self._meet_at_store(device, timeout_s)
-        for each in self._links:
-            self._answer(each)
+    def connect(self, model: PatchedModel) -> None:
+        """Have all ranks meet for their collectives, and for the rows from stage to stage; ``model`` is rank 0's."""
+        place, shares_memory = self.place, self._shares_memory(model.device)
+        files = None
+        if shares_memory and place.num_shards > 1:
+            files = [make_file(place.num_shards) for _ in range(place.num_stages)]
+        address = None if shares_memory and place.num_stages == 1 else self._open_store()
+        try:
+            self.tell(messages.Connect(files, address))
+            group = connect_collectives(
+                model.device, place, files, self._store, self._address[0], self._config.rank_timeout_s
+            )
+            for each in self._links:
+                self._answer(each)
+        finally:
+            for file in files or ():
+                os.unlink(file)
+        self.stage = stage_link(model, place, group)
 
-    def _meet_at_store(self, device: torch.device, timeout_s: float) -> None:
+    def _shares_memory(self, device: torch.device) -> bool:
+        return self._config.rank_listen is None and device.type == "cpu"
+
+    def _open_store(self) -> tuple[str, int]:
         server = socket.create_server((self._address[0], 0))
         host, port = server.getsockname()[:2]
-        timeout = timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=self._config.rank_timeout_s)
         self._store = dist.TCPStore(
             host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=server.detach()
         )
-        self.tell(messages.Connect((host, port)))
-        collectives.connect(make_group(device, self._store, 0, self.size, self._address[0], timeout_s))
+        return host, port
 
     def run_collectives(
         self, calls: Sequence[CollectiveCall], rows: int, dtype: torch.dtype, device: torch.device
@@ -245,6 +298,11 @@ class RankGroup:
         """Have all ranks call collectives, to measure them."""
         self.tell(messages.RunCollectives(calls, rows))
         collectives.run(calls, rows, dtype, device)
+
+    def pass_rows(self, rows: int) -> None:
+        """Have rows pass all stages, to measure that; return when they are here."""
+        self.tell(messages.PassRows(rows))
+        self.stage.pass_on(rows)
 
     def begin_engine(self, setup: messages.Setup) -> None:
         """Have the other ranks make their runners; meanwhile this one makes its own, and captures graphs with them."""
@@ -357,7 +415,7 @@ class RankGroup:
             except PeerLost:
                 logger.debug("%s had gone before", each.name)
         collectives.disconnect()
-        self._store = None
+        self.stage, self._store = StageLink(), None
         _end_all(self._processes)
         for each in self._links:
             each.close()

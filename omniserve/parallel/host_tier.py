@@ -1,7 +1,8 @@
 """GroupHostTier: the host tier of rank 0, which speaks for those of all ranks.
 
-Each rank's tier holds its KV heads of the same blocks, and gets the same tasks and moves. So each event comes once from
-every rank; it counts when the last one has told it, and as failed if one of them has failed.
+Each rank's tier holds the KV of its heads and layers, in the same blocks, and gets the same moves. So the end of a move
+comes once from every rank, and that of a task from each rank of the layer's stage. It counts when the last one has told
+it, and as failed if one of them has failed.
 """
 
 from __future__ import annotations
@@ -11,50 +12,71 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from omniserve.core.plan import HostEvent, HostEventKind
-from omniserve.host.tier import HostTier
+from omniserve.host.tier import CANCELLED, HostTier
 from omniserve.parallel import messages
+from omniserve.parallel.place import Place
 
 _FAILURES = (HostEventKind.ATTENTION_FAILED, HostEventKind.MOVE_FAILED)
+_OF_MOVES = (HostEventKind.MOVE_DONE, HostEventKind.MOVE_FAILED)
 _LOOK_AGAIN_S = 0.0005
 
 
 class EventMerge:
-    """Counts the events of ``num_ranks`` ranks, and returns each once the last rank has told it."""
+    """Counts the events of ranks, and returns each once the last rank that has to has told it.
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    Args:
+        num_shards: Ranks of a stage.
+        num_stages: Stages.
+    """
+
+    def __init__(self, num_shards: int, num_stages: int = 1) -> None:
+        self._num_shards, self._num_ranks = num_shards, num_shards * num_stages
         self._told: dict[tuple[int, ...], list[HostEvent]] = {}
+        self._cancelled: dict[tuple[int, int], int] = {}  # slot, epoch -> ranks on which nothing uses it any more
 
     def add(self, events: Iterable[HostEvent]) -> list[HostEvent]:
         """Take the events of one rank; return those that all ranks have told now."""
         done: list[HostEvent] = []
         for event in events:
+            if event.message == CANCELLED:
+                done += self._cancel(event)
+                continue
             key = (event.slot, event.epoch, event.layer, event.position, event.move_id)
             told = self._told.setdefault(key, [])
             told.append(event)
-            if len(told) == self._num_ranks:
+            if len(told) == (self._num_ranks if event.kind in _OF_MOVES else self._num_shards):
                 del self._told[key]
                 worst = next((each for each in told if each.kind in _FAILURES), event)
                 done.append(dataclasses.replace(worst, seconds=max(each.seconds for each in told)))
         return done
+
+    def _cancel(self, event: HostEvent) -> list[HostEvent]:
+        """Count that nothing uses a slot on one more rank: every rank tells that of every slot that is cancelled."""
+        slot = event.slot, event.epoch
+        self._cancelled[slot] = self._cancelled.get(slot, 0) + 1
+        if self._cancelled[slot] < self._num_ranks:
+            return []
+        del self._cancelled[slot]
+        for key in [key for key in self._told if key[:2] == slot]:  # some ranks had a result before
+            del self._told[key]
+        return [event]
 
 
 class GroupHostTier(HostTier):
     """The host tier of rank 0. ``follow`` must be called before its first task."""
 
     def follow(
-        self, num_ranks: int, news: Callable[[], tuple[list[list[HostEvent]], bool, bool]],
-        tell: Callable[[Any], None],
-    ) -> None:  # fmt: skip
+        self, place: Place, news: Callable[[], tuple[list[list[HostEvent]], bool, bool]], tell: Callable[[Any], None]
+    ) -> None:
         """Speak for the tiers of all ranks from now on.
 
         Args:
-            num_ranks: How many there are, this one included.
+            place: This rank's.
             news: Returns the events of the others since the last call, a list for each message, whether all of them
                 are healthy, and whether one is stalled. Never waits.
             tell: Sends a message to the others.
         """
-        self._merge, self._news, self._tell = EventMerge(num_ranks), news, tell
+        self._merge, self._news, self._tell = EventMerge(place.num_shards, place.num_stages), news, tell
         self._others_healthy, self._others_stalled = True, False
 
     def poll(self) -> list[HostEvent]:

@@ -48,16 +48,49 @@ class LeadRunner(ModelRunner):
         super().__init__(config, **settings)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> Any:
+        self._tell(plan)
+        return self._launch_here(plan)
+
+    def _tell(self, plan: StepPlan) -> None:
         self._group.tell(messages.Launch(replace(plan, decision=None)))
+
+    def _launch_here(self, plan: StepPlan) -> LaunchedStep:
         try:
             return super().launch(plan)
         except RuntimeError as error:  # of a collective, which knows less than the rank itself
             raise PeerLost(self._group.why_lost(otherwise=f"a step failed: {error}")) from error
 
-    def collect(self, step: LaunchedStep) -> StepOutput:
-        return super().collect(step)
-
     def forget(self, request_id: str) -> None:
         self._group.tell(messages.Forget(request_id))
+        super().forget(request_id)
+
+
+class LastStageRunner(LeadRunner):
+    """The runner of rank 0 in a pipeline: the other stages begin a step as it is launched, this one as it is collected.
+
+    So several steps are under way, and this stage waits for the rows of the oldest one only when nothing else is to be
+    done. What a plan gives the host tier is given to this rank's in the same order.
+    """
+
+    def __init__(self, config: Any, **settings: Any) -> None:
+        self._under_way: dict[int, set[str]] = {}
+        """Step -> requests that have ended since it was launched; their ids may be in use again."""
+        super().__init__(config, **settings)
+
+    def launch(self, plan: StepPlan) -> Any:
+        self._tell(plan)
+        self._under_way[plan.step_id] = set()
+        has_host_rows = bool(plan.entries or plan.joins)
+        self.host_works = has_host_rows or (self._tier is not None and self._tier.attends)
+        return plan
+
+    @torch.inference_mode()
+    def collect(self, step: Any) -> StepOutput:
+        self._ended = self._under_way.pop(step.step_id)
+        return super().collect(self._launch_here(step))
+
+    def forget(self, request_id: str) -> None:
+        for ended in self._under_way.values():
+            ended.add(request_id)
         super().forget(request_id)

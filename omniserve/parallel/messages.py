@@ -9,6 +9,7 @@ from typing import Any
 from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, StepPlan
 from omniserve.ops.collectives import CollectiveCall
+from omniserve.parallel.place import Place
 
 # -- start -----------------------------------------------------------------------------------------------------------
 
@@ -23,11 +24,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """To it: which rank it is, and how it loads its part of the model (``load(rank, num_ranks)``)."""
+    """To it: its place, and how it loads the model, with its part of each layer."""
 
-    rank: int
-    num_ranks: int
-    load: Callable[[int, int], Any]
+    place: Place
+    load: Callable[[Place], Any]
     compile: bool
     timeout_s: float
 
@@ -57,8 +57,10 @@ class Compile:
 class Connect:
     """To it: where the ranks meet for their collectives."""
 
-    place: str | tuple[str, int]
-    """A file that they share, or the address of a store."""
+    files: Sequence[str] | None
+    """For each stage a file that its ranks share. None: collectives go through torch.distributed."""
+    store: tuple[str, int] | None
+    """Address of the store at which they meet for torch.distributed. None: nothing goes through it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,13 @@ class RunCollectives:
     """To it: call these, to measure them."""
 
     calls: Sequence[CollectiveCall]
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassRows:
+    """To it: pass so many rows on from stage to stage, to measure that."""
+
     rows: int
 
 

@@ -113,7 +113,7 @@ class ModuleBench:
         positions = torch.arange(num_rows, device=self.model.device) % self.model.spec.max_model_len
         embedded = self.model.embed(ids, positions)
         rotary = self.model.rotary(positions) or (None, None)
-        q_TNH, _, _ = self.model.pre_attention(0, embedded, *rotary)
+        q_TNH, _, _ = self.model.pre_attention(self.model.layers.start, embedded, *rotary)
         attn_TD = q_TNH.flatten(1).contiguous()
 
         decodes = min(num_rows, self._most_decodes)
@@ -124,7 +124,7 @@ class ModuleBench:
 
         def run() -> Tensor:
             return self.model.run_layers(
-                range(self.model.num_layers), embedded, repeat(rotary), lambda *_: attn_TD, between=between,
+                self.model.layers, embedded, repeat(rotary), lambda *_: attn_TD, between=between,
                 fused=self._served.is_constant(num_rows),
             )  # fmt: skip
 
@@ -170,7 +170,7 @@ class ModuleBench:
 
         def run() -> Tensor:
             out_TNH = q_TNH
-            for layer in range(spec.num_layers):
+            for layer in self.model.layers:
                 k_cache, v_cache = self.storage.k_layers[layer], self.storage.v_layers[layer]
                 torch.ops.omniserve.store_kv.default(k_TKH, v_TKH, k_cache, v_cache, inputs.slot_mapping)
                 out_TNH = self._served.attend(q_TNH, k_cache, v_cache, metadata, spec.attention[layer])
@@ -186,8 +186,9 @@ def _chunk_with_state(slot: int, *, start: int, count: int) -> DeviceChunk:
 def zeroed_storage(model: PatchedModel, num_blocks: int, block_size: int) -> DeviceKVStorage:
     """Return device KV of a model, every page of which was written."""
     storage = DeviceKVStorage(
-        model.spec, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device
-    )
+        model.spec, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device,
+        layers=model.layers,
+    )  # fmt: skip
     storage.k_LBKSH.zero_()
     storage.v_LBKSH.zero_()
     return storage

@@ -1,7 +1,8 @@
-"""What the collectives of a layer take, by rows: the latency model's gamma_T. Paper: omniserve 3.3.1.
+"""What ranks take to reach each other, by rows: the latency model's gamma_T and gamma_P. Paper: omniserve 3.3.1.
 
-A layer's collectives are found by running it: how many, of which kind, and how wide a row is in each. Then all ranks
-run those of the whole model, for a few numbers of rows.
+gamma_T is of the collectives of a layer, which are found by running it: how many, of which kind, and how wide a row is
+in each. Then all ranks run those of all their layers, for a few numbers of rows. gamma_P is of rows that pass all
+stages of a model, with the message that tells the ranks of a step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ROUNDS = 7
 
 
 def calls_of_layers(model: PatchedModel) -> list[CollectiveCall]:
-    """Return the collectives of all layers of a model, in their order."""
+    """Return the collectives of all layers that are here, in their order."""
 
     def attend(layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         return q_TNH.flatten(1).contiguous()
@@ -36,7 +37,7 @@ def calls_of_layers(model: PatchedModel) -> list[CollectiveCall]:
         hidden_TD = model.embed(ids_T, ids_T)
         rotary = repeat(model.rotary(ids_T) or (None, None))
         with collectives.recorded() as calls:
-            model.run_layers(range(model.num_layers), hidden_TD, rotary, attend)
+            model.run_layers(model.layers, hidden_TD, rotary, attend)
     return calls
 
 
@@ -49,7 +50,25 @@ def measure_collectives(
     for rows in sorted({min(rows, max_rows) for rows in _ROWS}):
         progress("collectives", timer.spent)
         seconds = sorted(time_collectives(model, group, calls, rows) for _ in range(_ROUNDS))
-        points.append((rows, seconds[len(seconds) // 4] / model.num_layers))
+        points.append((rows, seconds[len(seconds) // 4] / len(model.layers)))
+    return _fitted(points)
+
+
+def measure_hand_overs(group: RankGroup, timer: Timer, progress: Progress, *, max_rows: int) -> AlphaBeta:
+    """Return seconds in which rows pass all stages, by their number."""
+    points: list[tuple[float, float]] = []
+    for rows in sorted({min(rows, max_rows) for rows in _ROWS}):
+        progress("hand-overs", timer.spent)
+        seconds = []
+        for _ in range(_ROUNDS):
+            began_s = time.perf_counter()
+            group.pass_rows(rows)
+            seconds.append(time.perf_counter() - began_s)
+        points.append((rows, sorted(seconds)[len(seconds) // 4]))
+    return _fitted(points)
+
+
+def _fitted(points: Sequence[tuple[float, float]]) -> AlphaBeta:
     alpha_s, beta_s = fit_terms([(1.0, rows) for rows, _ in points], [seconds for _, seconds in points])
     return AlphaBeta(alpha_s=alpha_s, beta_s=beta_s)
 

@@ -65,6 +65,7 @@ class _HostBench:
             kv_bytes=min(config.host_kv_bytes, pool_bytes),
             mailbox=self._served.mailbox,
             max_rows=1 if self.spec.state_bytes else 1 + _DRAFTS,
+            layers=model.layers,
         )
         self.tier.pool_LBK2SH.zero_()  # pages that were never written are all one page, in every cache
         self._epoch, self._move_ids = 0, itertools.count()
@@ -109,12 +110,12 @@ class _HostBench:
         """Return the seconds of one layer's tasks: ``num_requests`` of them with ``context`` keys and drafts each."""
         slots = self.bind(num_requests, context, 1 + num_drafts)
         q, k, v = self.qkv(len(slots))
-        layers = min(self.spec.num_layers, _MAX_LAYERS)
+        layers = self.model.layers[:_MAX_LAYERS]
         began_s = time.perf_counter()
-        for layer in range(layers):
+        for layer in layers:
             self.tier.submit(layer, slots, q, k, v)
             self.wait_for(num_requests, HostEventKind.ATTENTION_DONE)
-        return (time.perf_counter() - began_s) / layers
+        return (time.perf_counter() - began_s) / len(layers)
 
     def grid(self) -> list[tuple[int, int]]:
         """Return (requests, context of each), smallest load first."""
@@ -187,7 +188,7 @@ class _HostBench:
             ops.residual_fetch.default(store_SD, rows_P, hidden_TD)
             if num_rows:
                 ops.residual_store.default(hidden_TD, store_SD, seats_P)
-                self.tier.submit(0, seats_P, q, k, v)
+                self.tier.submit(self.model.layers.start, seats_P, q, k, v)
 
         seconds = timer.time(run)
         self.wait_for(num_rows, HostEventKind.ATTENTION_DONE)
@@ -278,7 +279,7 @@ def _measure_piggyback(bench: _HostBench, timer: Timer) -> None:
 
 
 def _measure_moves(bench: _HostBench, timer: Timer) -> tuple[AlphaBeta, AlphaBeta]:
-    block_bytes = bench.spec.kv_block_bytes(bench.config.block_size)
+    block_bytes = bench.spec.part(bench.model.layers).kv_block_bytes(bench.config.block_size)
     num_blocks = min(16, bench.tier.num_blocks)
     storage = zeroed_storage(bench.model, num_blocks, bench.config.block_size)
     if not timer.counts_preparing:

@@ -17,7 +17,7 @@ from omniserve.latency.profile import Profile, default_folder, load_matching, pa
 from omniserve.layers.patching import patched_model
 from omniserve.ops.collectives import alone
 from omniserve.parallel.group import RankGroup
-from omniserve.profiling.collectives import measure_collectives
+from omniserve.profiling.collectives import measure_collectives, measure_hand_overs
 from omniserve.profiling.host import measure_host
 from omniserve.profiling.modules import measure_modules
 from omniserve.profiling.steps import measure_mixed_steps
@@ -80,12 +80,15 @@ def profile_model(
         with torch.inference_mode(), alone():
             modules = measure_modules(patched, config, fingerprint, timer, progress)
             host = measure_host(patched, config, fingerprint, timer, progress)
-        tensor_parallel = AlphaBeta()
+        tensor_parallel = pipeline_parallel = AlphaBeta()
         if group is not None:
             rows = config.max_num_batched_tokens
-            tensor_parallel = measure_collectives(patched, group, timer, progress, max_rows=rows)
+            if group.place.num_shards > 1:
+                tensor_parallel = measure_collectives(patched, group, timer, progress, max_rows=rows)
+            if group.place.num_stages > 1:
+                pipeline_parallel = measure_hand_overs(group, timer, progress, max_rows=rows)
         rows, seconds = modules["dense"]["alone"][-1]
-        row_s = patched.num_layers * seconds / rows
+        row_s = patched.num_layers * seconds / rows  # a row passes all stages
         steps = measure_mixed_steps(model, config, timer, progress, row_s=row_s, is_coarse=is_coarse, group=group)
     finally:
         torch.set_num_threads(threads_before)
@@ -97,6 +100,7 @@ def profile_model(
         conditions=surroundings.conditions(timer.spread()),
         is_coarse=is_coarse,
         tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
         **modules,
         **host,
     )

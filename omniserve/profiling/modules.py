@@ -109,7 +109,7 @@ def measure_modules(
             sampler.sample(state, module, point)
         slowest[module] = timer.typical(f"{module}, {states[-1]}", point) / load
     _repeat(sampler, timer, progress)
-    return _collect(timer, states, model.num_layers)
+    return _collect(timer, states, len(model.layers))
 
 
 def _most_rows(sampler: _Sampler, module: str, most: int, longest_s: float) -> int:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from omniserve.core.config import EngineConfig, HostsConfig
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import Request, SamplingParams, ServiceClass
-from omniserve.engine.capacity import fit_states, has_host_tier, num_blocks, pool_bytes
+from omniserve.engine.capacity import fit_states, has_host_tier, largest_part, num_blocks, pool_bytes
 from omniserve.engine.engine import Engine
 from omniserve.host.cores import available_cores
 from omniserve.latency import ModelShape, StepSample, features_of
@@ -178,13 +178,14 @@ def measure_mixed_steps(
     # A request of either class brings about max_prompt / 5 rows, and is there for about max_output / 3 steps.
     max_prompt = int(5 * rows_a_step * max_output / 3 / (2 * _MEAN_ACTIVE))
     max_prompt = max(1, min(longest // 2, _MAX_PROMPT, max(max_prompt, _LEAST_MAX_PROMPT)))
-    block_bytes = spec.kv_block_bytes(config.block_size)
+    here = largest_part(config, spec)
+    block_bytes = here.kv_block_bytes(config.block_size)
     blocks_each = -(-(max_prompt + max_output) // config.block_size)
     roomy = min(config.device_kv_bytes, round(2 * _MEAN_ACTIVE) * blocks_each * block_bytes)
     tight = min(config.device_kv_bytes, max(2 * blocks_each, round(_MEAN_ACTIVE * blocks_each / 4)) * block_bytes)
     config = dataclasses.replace(config, hosts=HostsConfig())  # only the engine that serves connects to CPU hosts
     host_bytes = min(config.host_kv_bytes, 2 * roomy)
-    has_tier = has_host_tier(config) and host_bytes >= spec.host_block_bytes(config.block_size, config.host_kv_dtype)
+    has_tier = has_host_tier(config) and host_bytes >= here.host_block_bytes(config.block_size, config.host_kv_dtype)
     pools = [(roomy, 0), (tight, host_bytes)] if has_tier else [(roomy, 0)]
     pools = pools[-1:] if is_coarse else pools
     longest_step = max(_LEAST_ROWS, int(min(timer.longest_s / row_s, config.max_num_batched_tokens)))
@@ -201,7 +202,7 @@ def measure_mixed_steps(
         if not host_bytes:  # a manager that keeps copies on the host cannot do without
             options = {name: value for name, value in config.scheduler_options.items() if name != "checkpoint_kv"}
             small = dataclasses.replace(small, kv="paged", scheduler_options=options)
-        num_device_blocks, _ = num_blocks(fit_states(small, spec), spec)
+        num_device_blocks, _ = num_blocks(fit_states(small, spec), here)
         load = partial(
             mixed_load,
             num_steps=4 * _MAX_SAMPLES,
@@ -225,6 +226,8 @@ def _measure_engine(
     with timer.preparing():
         # What a load found of another one's prompts would not be in its rows.
         execution = dataclasses.replace(config.execution, prefix_cache=False)
+        if config.parallel.pipeline_parallel_size > 1:  # a prediction is of one step that passes all stages
+            execution = dataclasses.replace(execution, async_steps=False)
         engine = Engine(model, dataclasses.replace(config, execution=execution), group=group)
     with engine:
         if not timer.counts_preparing:

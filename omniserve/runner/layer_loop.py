@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, repeat
 
@@ -18,6 +18,7 @@ from omniserve.core.plan import StepPlan
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import BetweenHook, PatchedModel, Rotary
 from omniserve.ops.attention import DeviceAttention
+from omniserve.ops.stage_link import StageLink
 from omniserve.ops.streams import upload
 from omniserve.runner.late_results import LateResults, MissedJoins
 from omniserve.runner.piggyback_rows import PiggybackRows
@@ -53,12 +54,15 @@ class LayerLoop:
     states: StepStates
     safepoint: Callable[[], Set[str]] | None
     """Asked between the layers of a step with preemptible rows which requests' rows must leave. None: they never do."""
+    stage: StageLink = field(default_factory=StageLink)
+    """Where rows come from and go to, if the model's layers are those of one stage of several."""
 
     def run(self, plan: StepPlan) -> LayersOutput:
         """Run the layers of a step whose rows are the same in all of them."""
         inputs, rotary, hidden_TD = self._begin(plan)
         between = self.states.of_plan(plan, inputs.missed)
-        hidden_TD = self._run_layers(range(self.model.num_layers), inputs, rotary, between, hidden_TD)
+        hidden_TD = self._run_layers(self.model.layers, inputs, rotary, between, hidden_TD)
+        self.stage.send(hidden_TD)
         return self._output(plan, inputs, hidden_TD)
 
     def run_one_by_one(self, plan: StepPlan, second: SecondBatch | None) -> LayersOutput:
@@ -158,11 +162,13 @@ class LayerLoop:
         return LayersOutput(hidden_TD, sampled, halted or {}, missed, doubtful)
 
     def _begin(self, plan: StepPlan) -> tuple[StepInputs, Iterator[Rotary], Tensor]:
-        """Return the inputs of a plan, the rotary tables of its layers, and what the first layer is given."""
+        """Return the inputs of a plan, the rotary tables of the layers here, and what the first of them is given."""
         inputs = self._inputs(plan)
+        rotary = islice(self._rotary(inputs), self.model.layers.start, None)
+        if not self.stage.is_first:
+            return inputs, rotary, self.stage.receive(len(inputs.token_ids_T))
         self.pending.fill(inputs.token_ids_T, plan)
-        hidden_TD = self.model.embed(inputs.token_ids_T, inputs.positions_T)
-        return inputs, self._rotary(inputs), hidden_TD
+        return inputs, rotary, self.model.embed(inputs.token_ids_T, inputs.positions_T)
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         block_size, num_layers = self.storage.block_size, self.model.num_layers

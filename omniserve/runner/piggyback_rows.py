@@ -62,7 +62,8 @@ class PiggybackRows:
         """Copy the results that join a step to the device; the step's stream waits for the copy, the host does not."""
         if self._stream is None:
             return
-        rows = rows_of([join for join in plan.joins if join.is_ready], self.max_rows)
+        here = self._model.layers
+        rows = rows_of([join for join in plan.joins if join.is_ready and join.layer in here], self.max_rows)
         if not rows:
             return
         self._gather(torch.tensor(rows))
@@ -80,13 +81,14 @@ class PiggybackRows:
         """Tell the host tier which tokens will leave this step for it, at which layers, and with how many rows."""
         if self._tier is None or self._tier.mailbox_SW is None:
             return
-        last = self._model.num_layers - 1
-        joins = sorted((join for join in plan.joins if join.layer < last), key=attrgetter("layer"))
+        here = self._model.layers
+        joins = sorted((join for join in plan.joins if join.layer + 1 in here), key=attrgetter("layer"))
+        entries = plan.entries if here.start == 0 else ()
         self._step += 1
         self._step_1.fill_(self._step)
-        if plan.entries or joins:
-            layers = [0] * len(plan.entries) + [join.layer + 1 for join in joins]
-            leaving: list[PiggybackEntry | PiggybackJoin] = [*plan.entries, *joins]
+        if entries or joins:
+            layers = [0] * len(entries) + [join.layer + 1 for join in joins]
+            leaving: list[PiggybackEntry | PiggybackJoin] = [*entries, *joins]
             tokens = [(token.slot, token.num_rows) for token in leaving]
             slots_R, widths_R = torch.tensor(tokens).t().contiguous().unbind()
             # A token is skipped where its result of the layer before is not there.

@@ -28,6 +28,7 @@ from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops.attention import resolve_attention
 from omniserve.ops.attention.native import attend_triton
+from omniserve.ops.stage_link import StageLink
 from omniserve.ops.streams import StreamEvent
 from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner, wants_graphs
 from omniserve.runner.late_results import LateResults, MissedJoins
@@ -72,7 +73,7 @@ class ModelRunner:
         self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, sampler: Sampler | None,
         tier: HostTier | None, host_threads: int, max_model_len: int, is_directed: bool, keep_halted: bool,
         safepoint: Callable[[], Set[str]] | None, num_state_slots: int, disk: DiskTier | None = None,
-        hosts: NetworkHosts | None = None, lockstep: Lockstep | None = None,
+        hosts: NetworkHosts | None = None, lockstep: Lockstep | None = None, stage: StageLink | None = None,
     ) -> None:  # fmt: skip
         self._lockstep = lockstep = lockstep or Lockstep()
         self._model, self._storage, self._sampler, self._tier, self._disk = model, storage, sampler, tier, disk
@@ -86,6 +87,8 @@ class ModelRunner:
         self._hosts = hosts
         self._late_results = LateResults(tier, lockstep)
         self._host_was_healthy = True
+        self._ended: Set[str] = frozenset()
+        """Requests that have ended since the step that is launched was planned: they need no token."""
         self.halted = HaltedRows(keep=keep_halted)
         """Rows that left a step between two layers."""
         self._pending = PendingTokens(model.device)
@@ -98,7 +101,7 @@ class ModelRunner:
         self.loop = LayerLoop(
             model=model, storage=storage, attend=attend, rows=self._rows, late_results=self._late_results,
             halted=self.halted, pending=self._pending, states=self.states,
-            safepoint=None if safepoint is None else partial(lockstep.agree, safepoint),
+            safepoint=None if safepoint is None else partial(lockstep.agree, safepoint), stage=stage or StageLink(),
         )  # fmt: skip
         """Runs the steps that fit no captured shape."""
         self.graphs: CudaGraphRunner | None = None
@@ -167,6 +170,8 @@ class ModelRunner:
             self.halted.forget(chunk.request_id for chunk in plan.chunks if not chunk.from_layer)
         second, hybrid = self._sub_batches(plan) if plan.pipelined else (None, None)
         layers = self._run_layers(plan, second, hybrid)
+        if not self.loop.stage.is_last:
+            return LaunchedStep(StepOutput(), None, end=StreamEvent(self._model.device))
         wanted = layers.sampled.scores
         scores, failed = score_prompts(self._model.logits, layers.hidden_TD, wanted) if wanted else ({}, {})
         hidden_TD = layers.hidden_TD[layers.sampled.rows]
@@ -187,6 +192,11 @@ class ModelRunner:
             if join.draft_ids and join.layer == last and join.request_id not in layers.missed
         }
         logits_RV = self._model.logits(hidden_TD)
+        if self._ended:
+            here = [row for row, request_id in enumerate(request_ids) if request_id not in self._ended]
+            logits_RV, request_ids = logits_RV[here], [request_ids[row] for row in here]
+            if not here:
+                return LaunchedStep(output, None, end=StreamEvent(self._model.device))
         if self._sampler is None:
             tokens_R = torch.empty(len(logits_RV), dtype=torch.int64, device=self._model.device)
             self._lockstep.share(tokens_R)

@@ -30,7 +30,7 @@ def warm_up_attention(
     """
     k_cache = storage.k_LBKSH
     device, dtype = k_cache.device, k_cache.dtype
-    layers = {spec.attention[layer]: layer for layer in range(spec.num_layers)}  # one of each kind
+    layers = {spec.attention[layer]: layer for layer in storage.k_layers}  # one of each kind
     for query_lens, num_blocks in _shapes(max_rows, max_requests, max_blocks, storage.block_size):
         num_rows, num_requests = sum(query_lens), len(query_lens)
         lens_R = torch.tensor(query_lens, dtype=torch.int32)

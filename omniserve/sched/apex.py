@@ -67,6 +67,7 @@ class APEXPolicy(OmniServePolicy):
 
     options_type = APEXOptions
     options: APEXOptions
+    awaits_host = True
 
     def set_up(self) -> None:
         super().set_up()

@@ -121,9 +121,10 @@ class NonPreemptivePolicy(Policy):
         batch, requests = Batch(self.requests, now_s), self.requests
         preemptions = requests.num_preemptions
         self._running = [state for state in self._running if state.phase is Phase.DEVICE]
-        for state in self._running:
+        free = [state for state in self._running if not state.is_held]
+        for state in free:
             while state.phase is Phase.DEVICE and batch.add(state) is Bound.MEMORY:
-                requests.preempt(next(last for last in reversed(self._running) if last.phase is Phase.DEVICE))
+                requests.preempt(next(last for last in reversed(free) if last.phase is Phase.DEVICE))
         if requests.num_preemptions == preemptions:
             known = {state.request_id for state in self._running}
             if batch.admit_waiting(LS) is None:

@@ -122,6 +122,9 @@ class Batch:
         Blocks are taken for *all* known tokens at the first chunk: two half-prefilled prompts can then never wait for
         each other's memory. What is refused has changed nothing.
         """
+        assert not state.is_held, (
+            f"{state.request_id} is held: a step in flight has it, so the policy must leave it out"
+        )
         count, refused_by = self.chunk_size(state, bound_s=bound_s, min_tokens=min_tokens)
         if refused_by is not None:
             return refused_by

@@ -127,6 +127,8 @@ class NEOPolicy(OmniServePolicy):
     too, which only slows them down); the first sub-batch has no host rows; prompts are computed into device memory.
     """
 
+    awaits_host = True
+
     def set_up(self) -> None:
         super().set_up()
         self._second = SecondBatch(self.requests)

@@ -21,6 +21,8 @@ from omniserve.sched.step_cost import Forecast
 class Policy:
     """Puts together a step from the requests that it is given. It reads no clock and touches no tensor.
 
+    A policy that keeps requests itself from step to step leaves out those that are held (``RequestState.is_held``).
+
     All but ``schedule`` are hooks, for policies that learn from what happens. Without a latency model there is no
     ``forecast`` of what a step will take.
     """
@@ -31,6 +33,8 @@ class Policy:
     """Its options."""
     offloads: ClassVar[bool] = False
     """It moves requests to the host tier."""
+    awaits_host: ClassVar[bool] = False
+    """Its steps wait for the host tier, with a second sub-batch (``StepPlan.pipelined``)."""
     busy_until_s: float = -math.inf
     """When the step in flight ends, as predicted, and the next one can begin; the engine keeps it."""
 
@@ -93,6 +97,15 @@ def policy_of(config: EngineConfig) -> tuple[type[Policy], PolicyOptions]:
     """
     policy = SCHEDULERS.get(config.scheduler)
     return policy, make_options(policy.options_type, config.scheduler_options, owner=f"scheduler {config.scheduler!r}")
+
+
+def why_not_in_stages(policy: type[Policy], options: PolicyOptions) -> str:
+    """Return why a policy's steps cannot be in flight together, each in another stage; empty: they can."""
+    if policy.awaits_host:
+        return "its steps wait for the host tier in each layer"
+    if options.preempts:
+        return "rows may leave its steps between two layers"
+    return ""
 
 
 def known_options(scheduler: str, values: Mapping[str, Value]) -> dict[str, Value]:

@@ -277,7 +277,7 @@ class RequestTable:
                 self._finish_move(event)
             elif event.kind is HostEventKind.TIER_DOWN:
                 self.host_is_up = False
-                for state in self.residents.queue:
+                for state in self.residents.queue.everyone():
                     if state.away is None:
                         self.preempt(state)
             elif event.kind is HostEventKind.HOST_LOST:
@@ -302,7 +302,7 @@ class RequestTable:
     def _leave_lost_hosts(self) -> None:
         """Preempt the requests on lost hosts whose token is not away; that of others fails, or comes to its end."""
         assert self.spreader is not None
-        lost = [state for state in self.residents.queue if self.spreader.is_lost(state.request_id)]
+        lost = [state for state in self.residents.queue.everyone() if self.spreader.is_lost(state.request_id)]
         for state in lost:
             if state.away is None:
                 self.preempt(state)

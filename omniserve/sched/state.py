@@ -93,6 +93,8 @@ class RequestState:
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     """So many of ``token_ids``, from the end, are PENDING_TOKEN: steps in flight sample them."""
+    is_held: bool = False
+    """No policy sees it for now: a step in flight samples its token, or it is another step's turn to have it."""
     slot: int = -1
     epoch: int = -1
     state_slot: int = -1
@@ -287,7 +289,10 @@ _PRIORITY_KEY = attrgetter("priority_key")
 
 
 class RequestQueue:
-    """Requests of one kind by class and then arrival, whatever order they were put in."""
+    """Requests of one kind by class and then arrival, whatever order they were put in.
+
+    Those that are held count, but only ``everyone`` yields them.
+    """
 
     def __init__(self) -> None:
         self._states: list[RequestState] = []
@@ -303,15 +308,22 @@ class RequestQueue:
 
     @property
     def first(self) -> RequestState | None:
-        """The oldest of the best class; None: the queue is empty."""
-        return self._states[0] if self._states else None
+        """The oldest of the best class; None: there is none to be seen."""
+        return next(iter(self), None)
 
     def __iter__(self) -> Iterator[RequestState]:
         """Best class first, oldest first in it, over a snapshot: the queue may change meanwhile."""
-        return iter(tuple(self._states))
+        return iter([state for state in self._states if not state.is_held])
 
     def __reversed__(self) -> Iterator[RequestState]:
-        return iter(tuple(reversed(self._states)))
+        return reversed(list(self))
+
+    def __contains__(self, state: object) -> bool:
+        return any(state is other for other in self._states)
+
+    def everyone(self) -> tuple[RequestState, ...]:
+        """Return all, in the same order."""
+        return tuple(self._states)
 
     def __len__(self) -> int:
         return len(self._states)

@@ -130,9 +130,10 @@ def test_cpu_hosts_are_started_again_and_no_request_is_lost(start: Callable[...,
 
 
 @pytest.mark.slow
-def test_a_rank_is_started_again(start: Callable[..., Cluster]) -> None:
+@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
+def test_a_rank_is_started_again(start: Callable[..., Cluster], parallel: str) -> None:
     (port,) = _free_ports(1)
-    cluster = start("--tensor-parallel-size", "2", "--rank-port", str(port))
+    cluster = start(f"--{parallel}-parallel-size", "2", "--rank-port", str(port))
     before = cluster.complete("once upon a time", 20, tier="default")
     (rank,) = cluster.actors("Rank")
     rank.kill()
@@ -148,10 +149,11 @@ def test_a_rank_is_started_again(start: Callable[..., Cluster]) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "give --cpu-hosts or --tensor-parallel-size"),
+        ([], "give --cpu-hosts, --tensor-parallel-size or"),
         (["--cpu-hosts", "1", "--tensor-parallel-size", "2"], "--cpu-hosts are for a model on one rank"),
         (["--cpu-hosts", "-1"], "--cpu-hosts must be >= 0"),
         (["--tensor-parallel-size", "0"], "--tensor-parallel-size must be >= 1"),
+        (["--cpu-hosts", "1", "--pipeline-parallel-size", "2"], "--cpu-hosts are for a model on one rank"),
         (["--cpu-hosts", "1", "--cpu-host-kv-gib", "0"], "--cpu-host-kv-gib must be > 0"),
         (["--cpu-hosts", "1", "--cpu-host-threads", "0"], "--cpu-host-threads must be >= 1"),
     ],

@@ -57,6 +57,42 @@ def test_unpatch_of_an_unpatched_model_is_an_error() -> None:
         unpatch(tiny_model("llama"))
 
 
+def _held_bytes(model: nn.Module) -> int:
+    """Return the bytes of all weights, prepacked ones as they are held."""
+    held = {
+        tensor.untyped_storage().data_ptr(): tensor.nbytes
+        for module in model.modules()
+        for tensor in (*module._parameters.values(), *module.__dict__.values())
+        if isinstance(tensor, torch.Tensor) and tensor.stride() != (0,) * tensor.ndim
+    }
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "opt", "mixtral"])
+@pytest.mark.parametrize("prepack", [False, "auto"])
+def test_layers_of_other_stages_are_freed_and_those_of_this_one_compute_the_same(family: str, prepack: Any) -> None:
+    model = patch(tiny_model(family, num_layers=4), compile=False, prepack=prepack)
+    patched: PatchedModel = model.omniserve
+    ids = torch.arange(5)
+    with torch.inference_mode():
+        rows = patched.embed(ids, ids)
+        rotary = patched.rotary(ids) or (None, None)
+        before = [tensor.clone() for tensor in patched.pre_attention(2, rows, *rotary)]
+        logits, num_bytes = patched.logits(rows), _held_bytes(model)
+        layer = sum(parameter.numel() for parameter in tiny_model(family, num_layers=1).parameters())
+        layer = sum(parameter.numel() for parameter in tiny_model(family, num_layers=2).parameters()) - layer
+        patched.keep_layers(range(2, 3))
+        for tensor, same in zip(patched.pre_attention(2, rows, *rotary), before, strict=True):
+            assert torch.equal(tensor, same)
+        assert torch.equal(patched.logits(rows), logits) and torch.equal(patched.embed(ids, ids), rows)
+        with pytest.raises((RuntimeError, IndexError)):
+            patched.pre_attention(0, rows, *rotary)
+    if not prepack:
+        assert num_bytes - _held_bytes(model) == 3 * 4 * layer
+    with pytest.raises(ValueError, match="layers were freed"):
+        unpatch(model)
+
+
 def test_conversion_of_a_prepacked_model_is_refused_before_anything_changed() -> None:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN has no bf16 on this CPU")

@@ -19,8 +19,10 @@ from omniserve.layers.patching import patched_model
 from omniserve.layers.sharding import shard
 from omniserve.parallel.follow import follow, summary_of
 from omniserve.parallel.group import RankGroup
+from omniserve.parallel.place import Place
 from tests.parity.engine_histories import Reference
-from tests.parity.models import tiny_model
+from tests.parity.models import MODELS, tiny_model
+from tests.parity.zoo import tiny
 
 
 class ForkedRanks(RankGroup):
@@ -34,12 +36,8 @@ class ForkedRanks(RankGroup):
             process.start()
             self._processes.append(_Started(process))  # type: ignore[arg-type]
 
-    def connect(self, device: torch.device) -> None:
-        if not self.uses_sockets:
-            super().connect(device)
-            return
-        self._meet_at_store(device, self._config.rank_timeout_s)
-        self.await_engine()
+    def _shares_memory(self, device: torch.device) -> bool:
+        return not self.uses_sockets
 
     uses_sockets = False
     """Collectives go as they would between machines."""
@@ -76,32 +74,41 @@ def _run_rank(address: tuple[str, int], secret: bytes, rank: int) -> None:
     follow(link.connect(address, secret, 10.0, "rank 0"), rank)
 
 
-def load_tiny(family: str, rank: int, num_ranks: int) -> PreTrainedModel:
-    """Return a rank's part of a tiny model."""
-    return shard(tiny_model(family), rank, num_ranks)
+def load_tiny(family: str, place: Place) -> PreTrainedModel:
+    """Return a tiny model with a rank's part of each layer."""
+    return shard(whole_model(family), place.shard, place.num_shards)
+
+
+def whole_model(family: str) -> PreTrainedModel:
+    """Return a tiny model: of a family, or of any type that transformers has."""
+    return tiny_model(family) if family in MODELS else tiny(family)
 
 
 @contextlib.contextmanager
 def ranks_of(
-    family: str, num_ranks: int = 2, *, timeout_s: float = 20.0, compile: bool = False,
-    load: Callable[[int, int], Any] | None = None, uses_sockets: bool = False,
+    family: str, num_shards: int = 2, *, num_stages: int = 1, timeout_s: float = 20.0, compile: bool = False,
+    load: Callable[[Place], Any] | None = None, uses_sockets: bool = False,
 ) -> Iterator[tuple[PreTrainedModel, ForkedRanks, ParallelConfig]]:  # fmt: skip
     """Start the ranks of a tiny model; they serve one engine after the other.
 
     Yields rank 0's part, the group, and the configuration.
     """
-    parallel = ParallelConfig(tensor_parallel_size=num_ranks, rank_timeout_s=timeout_s)
+    parallel = ParallelConfig(
+        tensor_parallel_size=num_shards, pipeline_parallel_size=num_stages, rank_timeout_s=timeout_s
+    )
     config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=compile))
     load = load or functools.partial(load_tiny, family)
     group = ForkedRanks(config, load, progress=lambda what: None, shares_cores=False, keeps_ranks=True)
     group.uses_sockets = uses_sockets
     try:
-        model = patch(load(0, num_ranks), compile=compile)
-        group.await_loaded(summary_of(patched_model(model, compile=compile)))
+        model = patch(load(group.place), compile=compile)
+        patched = patched_model(model, compile=compile)
+        patched.keep_layers(group.place.layers(patched.num_layers))
+        group.await_loaded(summary_of(patched))
         if compile:
-            model.omniserve.warm_up()
+            patched.warm_up()
             group.compile(fused=False)
-        group.connect(model.device)
+        group.connect(patched)
         yield model, group, parallel
     finally:
         group.close()
@@ -110,4 +117,4 @@ def ranks_of(
 @functools.cache
 def reference_of(family: str) -> Reference:
     """Return what Hugging Face makes of the whole model."""
-    return Reference(tiny_model(family))
+    return Reference(whole_model(family))

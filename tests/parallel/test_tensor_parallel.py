@@ -17,6 +17,7 @@ from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingPa
 from omniserve.core.config import DiskKVConfig, ParallelConfig
 from omniserve.core.errors import PeerLost
 from omniserve.layers.sharding import shard
+from omniserve.parallel.place import Place
 from omniserve.sched import SCHEDULERS
 from tests.parallel.ranks import ForkedRanks, load_tiny, ranks_of, reference_of
 from tests.parity.engine_histories import Tally, run_histories, run_history
@@ -143,10 +144,10 @@ def test_a_rank_that_hangs_ends_the_step_within_the_timeout(uses_sockets: bool) 
     assert "step failed" in told or "rank 1" in told
 
 
-def _fail_to_load(rank: int, num_ranks: int) -> Any:
-    if rank:
+def _fail_to_load(place: Place) -> Any:
+    if place.rank:
         raise OSError("the disk is full")
-    return load_tiny("llama", rank, num_ranks)
+    return load_tiny("llama", place)
 
 
 def test_a_rank_that_cannot_load_the_model_says_why() -> None:
@@ -154,8 +155,8 @@ def test_a_rank_that_cannot_load_the_model_says_why() -> None:
         pass
 
 
-def _load_another(rank: int, num_ranks: int) -> Any:
-    return load_tiny("qwen3" if rank else "llama", rank, num_ranks)
+def _load_another(place: Place) -> Any:
+    return load_tiny("qwen3" if place.rank else "llama", place)
 
 
 def test_a_rank_with_another_model_is_refused() -> None:

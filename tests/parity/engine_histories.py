@@ -25,7 +25,7 @@ from omniserve import (
     SamplingParams,
     TokenLogprob,
 )
-from omniserve.core.plan import HostEvent, PiggybackJoin, StepOutput, StepPlan
+from omniserve.core.plan import HostEvent, MoveDirection, PiggybackJoin, StepOutput, StepPlan
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.kv import BidirectionalKVManager, Tier, TieredKVManager
 from omniserve.latency import ModelShape, Profile
@@ -132,6 +132,8 @@ class Tally:
 
     host_tokens: int = 0
     piggyback_rows: int = 0
+    in_stages: int = 0
+    """Steps that began while another one was in a later stage."""
     hybrid_rows: int = 0
     late_joins: int = 0
     missed_joins: int = 0
@@ -241,23 +243,48 @@ def made_up_profile(model: PreTrainedModel, config: EngineConfig) -> Profile:
 
 
 def poison(engine: Engine) -> None:
-    """Fill blocks that nobody owns, and empty slots of shared ones, with NaN: who reads it shows it in its tokens."""
+    """Fill blocks that nobody owns, and empty slots of shared ones, with NaN: who reads it shows it in its tokens.
+
+    With several stages, steps in flight have not come to this rank yet: what they use is left out.
+    """
+    used: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+    used_states: set[int] = set()
+    for flight in engine._stepper._in_stages:
+        plan = flight.plan
+        for chunk in plan.chunks:
+            used[Tier.DEVICE].update(chunk.block_ids)
+        for entry in plan.entries:
+            used[Tier.HOST].update(entry.block_ids)
+        for move in plan.moves:
+            for tier, ids in ((Tier.HOST, move.src_block_ids), (Tier.DEVICE, move.dst_block_ids)):
+                used[tier if move.direction is MoveDirection.TO_DEVICE else _other(tier)].update(ids)
+        for copy in plan.relocations:
+            used[Tier.DEVICE].update((copy.source_block, copy.target_block))
+        used_states.update(row.state_slot for row in (*plan.chunks, *plan.entries, *plan.joins))
     storage = engine.runner._storage
     pools = [(Tier.DEVICE, storage.k_LBKSH), (Tier.DEVICE, storage.v_LBKSH)]
     if engine.host_tier is not None:
         pools.append((Tier.HOST, engine.host_tier.pool_LBK2SH))
     for tier, blocks_LB in pools:
-        free = torch.tensor(engine.kv.free_block_ids(tier), dtype=torch.long, device=blocks_LB.device)
+        free_ids = [block for block in engine.kv.free_block_ids(tier) if block not in used[tier]]
+        free = torch.tensor(free_ids, dtype=torch.long, device=blocks_LB.device)
         blocks_LB[:, free] = torch.nan
-    free_states = torch.tensor(engine.scheduler.requests.state_slots._free, dtype=torch.long)
+    free_slots = [slot for slot in engine.scheduler.requests.state_slots._free if slot not in used_states]
+    free_states = torch.tensor(free_slots, dtype=torch.long)
     for states in engine.runner.states.pool.layers:
         for pool in states.values():
             pool[free_states.to(pool.device)] = torch.nan
     if isinstance(kv := engine.kv, BidirectionalKVManager):
         for block, (ls, be) in kv._device.sharers.items():
+            if block in used[Tier.DEVICE]:
+                continue
             empty = slice(kv._device.num_in_tail(ls), kv.block_size - kv._device.num_in_tail(be))
             for pool in (storage.k_LBKSH, storage.v_LBKSH):
                 pool[:, block, :, empty] = torch.nan
+
+
+def _other(tier: Tier) -> Tier:
+    return Tier.DEVICE if tier is Tier.HOST else Tier.HOST
 
 
 def watch_late_joins(engine: Engine, tally: Tally, rng: random.Random) -> None:
@@ -413,6 +440,7 @@ def run_history(
             poison(engine)
             if disturb is not None:
                 disturb(asks)
+            tally.in_stages += bool(engine._stepper._in_stages)
             for output in engine.step():
                 got[output.request_id] += output.new_token_ids
                 if output.prompt_logprobs:

@@ -47,7 +47,9 @@ def warmed(
 
     cache = torch.zeros(1, 1, 1, 1, 1, dtype=dtype)
     layers = [cache[0]] * spec.num_layers
-    storage = SimpleNamespace(k_LBKSH=cache, k_layers=layers, v_layers=layers, block_size=block_size)
+    storage = SimpleNamespace(
+        k_LBKSH=cache, k_layers=dict(enumerate(layers)), v_layers=dict(enumerate(layers)), block_size=block_size
+    )
     warm_up_attention(
         attend, storage, spec, max_rows=max_rows, max_requests=MAX_REQUESTS, max_blocks=max_blocks,
         is_directed=is_directed,

@@ -292,6 +292,8 @@ def wants_graphs(config: EngineConfig, model: PatchedModel, attention: DeviceAtt
 
 def why_not_captured(model: PatchedModel, attention: DeviceAttention, config: EngineConfig) -> str:
     """Return why a CUDA graph cannot hold a model's steps, and what to do about it; empty if it can."""
+    if config.parallel.pipeline_parallel_size > 1:
+        return "a graph holds all layers, and with pipeline_parallel_size a rank has some; set step_graphs='off'"
     if model.has_between:
         return (
             "some layers do not attend or have state beside their attention, and the rows that pass there differ from "

@@ -1,0 +1,106 @@
+"""An engine of one process or of several ranks, with a random model of a few hundred million parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.common.models import random_llama
+from omniserve import Engine, EngineConfig, patch
+from omniserve.layers.sharding import shard
+from omniserve.parallel.follow import summary_of
+from omniserve.parallel.group import RankGroup, pin_to_share
+from omniserve.parallel.place import Place
+
+QWEN_HALF_B: dict[str, Any] = {
+    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+"""The layers of Qwen2.5-0.5B, with fewer tokens in the vocabulary."""
+
+
+def load(dtype: str, place: Place) -> PreTrainedModel:
+    """Return the model with a rank's part of each layer."""
+    model = random_llama(dtype=getattr(torch, dtype), **QWEN_HALF_B)
+    return shard(model, place.shard, place.num_shards)
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def engine_of(config: EngineConfig, dtype: str) -> Iterator[tuple[Engine, RankGroup | None]]:
+    """Yield an engine, and its ranks if the settings ask for several: all on this machine, with equal shares of cores.
+
+    With ``rank_listen`` two ranks reach each other as from machine to machine.
+    """
+    parallel = config.parallel
+    with contextlib.ExitStack() as stack:
+        group: RankGroup | None = None
+        if parallel.num_ranks > 1:
+            is_local = parallel.rank_listen is None
+            if not is_local:
+                command = [sys.executable, "-m", "omniserve.rank", "--join", str(parallel.rank_listen), "--rank", "1"]
+                command += ["--secret-file", str(parallel.rank_secret_file), "--share-cores", "2"]
+                joined = subprocess.Popen([*command, "--log-level", "warning"])
+                stack.callback(joined.wait)
+                stack.callback(joined.kill)
+                pin_to_share(0, 2)
+            group = RankGroup(config, functools.partial(load, dtype), progress=lambda what: None, shares_cores=is_local)
+        model = patch(load(dtype, Place.of(0, parallel)))
+        patched: Any = model.omniserve
+        if group is not None:
+            patched.keep_layers(group.place.layers(patched.num_layers))
+        patched.warm_up()
+        if group is not None:
+            group.await_loaded(summary_of(patched))
+            group.compile(fused=False)
+            group.connect(patched)
+        yield stack.enter_context(Engine(model, config, group=group)), group
+
+
+def in_turns(
+    arms: Sequence[str], serve: Callable[..., None], loads: Mapping[str, Any], *, rounds: int, arguments: Sequence[Any]
+) -> dict[str, dict[str, list[Any]]]:
+    """Measure arms in turn, each in a process of its own; return, by load and arm, what each round told.
+
+    Args:
+        serve: ``serve(arm, *arguments, pipe)`` sends "ready", and then answers each load, until there is None.
+        loads: By name.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    processes = []
+    for arm in arms:
+        pipes[arm], other = context.Pipe()
+        processes.append(context.Process(target=serve, args=(arm, *arguments, other)))
+        processes[-1].start()
+        assert pipes[arm].recv() == "ready"
+        print(f"{arm}: ready", file=sys.stderr)
+    raw: dict[str, dict[str, list[Any]]] = {name: {arm: [] for arm in arms} for name in loads}
+    for number in range(rounds + 1):
+        for name, each in loads.items():
+            for arm in arms if number % 2 else reversed(arms):
+                pipes[arm].send(each)
+                told = pipes[arm].recv()
+                if number:  # the first round warms caches
+                    raw[name][arm].append(told)
+    for arm in arms:
+        pipes[arm].send(None)
+    for process in processes:
+        process.join()
+    return raw

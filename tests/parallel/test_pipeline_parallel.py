@@ -1,0 +1,204 @@
+"""A model in stages: exact tokens for every family, with several steps in flight and any history."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from torch import nn
+
+from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams
+from omniserve.core.config import HostsConfig, ParallelConfig
+from omniserve.core.errors import PeerLost
+from omniserve.core.plan import HostEvent, HostEventKind
+from omniserve.host.tier import CANCELLED
+from omniserve.parallel.host_tier import EventMerge
+from omniserve.parallel.place import Place
+from omniserve.sched import SCHEDULERS
+from tests.parallel.ranks import ForkedRanks, ranks_of, reference_of
+from tests.parity.engine_histories import Tally, run_histories, run_history
+from tests.quick import slow_except
+
+FAMILIES = (
+    "llama", "llama_tied", "opt", "gpt2", "gpt_oss", "gemma2", "gemma3", "gemma4", "mixtral", "deepseek_v3", "cohere2",
+    "llama4", "bloom", "falcon", "phi3", "gpt_neox", "smollm3", "jamba", "falcon_h1", "qwen3_next", "nemotron_h",
+)  # fmt: skip
+_BLOCK = 8
+
+
+def _sizes(model: nn.Module) -> dict[str, Any]:
+    """Return a small device pool and a large host pool; with recurrent states beside it, sizes are drawn."""
+    spec = model.omniserve.spec
+    if spec.state_bytes:
+        return {}
+    block_bytes = spec.kv_block_bytes(_BLOCK)
+    return {"device_kv_bytes": 9 * block_bytes, "host_kv_bytes": 1 << 20, "max_host_requests": 16}
+
+
+@pytest.mark.parametrize("family", slow_except(("llama", "opt"), FAMILIES))
+def test_tokens_of_two_stages_equal_hugging_face(family: str) -> None:
+    with ranks_of(family, 1, num_stages=2) as (model, group, parallel):
+        run_histories(
+            model, reference_of(family), range(2), reach=("host_tokens", "in_stages"), has_profile=False, group=group,
+            parallel=parallel, faults=lambda seed: seed % 2 == 1, async_steps=lambda seed: seed != 1, **_sizes(model),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "num_shards", "num_stages"),
+    slow_except([("llama", 2, 2)], [("llama", 2, 2), ("gpt_neox", 1, 3), ("qwen3_moe", 2, 2), ("gemma3", 2, 2)]),
+)
+def test_stages_of_several_ranks(family: str, num_shards: int, num_stages: int) -> None:
+    with ranks_of(family, num_shards, num_stages=num_stages) as (model, group, parallel):
+        run_histories(
+            model, reference_of(family), range(3), reach=("host_tokens", "in_stages"), has_profile=False, group=group,
+            parallel=parallel, faults=lambda seed: seed % 2 == 1, async_steps=True, **_sizes(model),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "scheduler", slow_except(("omniserve",), sorted({*SCHEDULERS.names()} - {"apex", "neo", "conserve"}))
+)
+def test_every_policy_that_can_runs_in_stages(scheduler: str) -> None:
+    tally, reference = Tally(), reference_of("llama")
+    with ranks_of("llama", 1, num_stages=2) as (model, group, parallel):
+        for seed in range(400, 406):
+            run_history(
+                model, reference, seed, scheduler=scheduler, faults=seed % 2 == 0, deaths=seed % 4 == 2,
+                drafts=seed % 3 == 0, async_steps=seed % 4 != 1,
+                kv=("tiered", "incremental", "bidirectional")[seed % 3], tally=tally, group=group, parallel=parallel,
+                **_sizes(model),
+            )  # fmt: skip
+    assert tally.finished > 0 and tally.in_stages > 0
+
+
+@pytest.mark.slow
+def test_compiled_halves_of_a_stage() -> None:
+    with ranks_of("qwen3", 1, num_stages=2, compile=True) as (model, group, parallel):
+        run_histories(
+            model, reference_of("qwen3"), range(440, 442), reach=("host_tokens", "in_stages"), has_profile=False,
+            group=group, compile=True, parallel=parallel, async_steps=True, **_sizes(model),
+        )  # fmt: skip
+
+
+def test_decodes_are_dealt_out_to_the_steps_in_flight() -> None:
+    """Eight requests that decode: two steps in flight have four of them each, all the time."""
+    seen: list[int] = []
+    with ranks_of("llama", 1, num_stages=2) as (model, group, parallel):
+        config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=False), block_size=8)
+        with Engine(model, config, group=group) as engine:
+            engine.on_step = lambda plan, host_works, seconds: seen.append(len(plan.chunks))
+            sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+            requests = [Request(prompt_token_ids=[1, 2, index], sampling=sampling) for index in range(8)]
+            engine.generate(requests)
+    decodes = seen[1:-2]  # the first step has all prompts
+    assert len(decodes) > 30 and decodes.count(4) > 0.8 * len(decodes), seen
+
+
+# -- ranks that fail -------------------------------------------------------------------------------------------------
+
+
+def _serve_until_lost(model: nn.Module, group: ForkedRanks, parallel: ParallelConfig, fault: Any) -> str:
+    """Run steps, with a fault before one of them, until the engine says that a rank is lost; return what it says."""
+    config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=False), block_size=8, max_model_len=80)
+    with Engine(model, config, group=group) as engine:
+        for name in ("LS", "BE"):
+            sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+            engine.add(Request(prompt_token_ids=[1, 2, 3], sampling=sampling, service_class=name))
+        with pytest.raises(PeerLost) as lost:
+            for step in range(500):
+                if step == 3:
+                    fault()
+                engine.step()
+        return str(lost.value)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_is_killed_ends_the_step(victim: int) -> None:
+    with ranks_of("llama", 2, num_stages=2) as (model, group, parallel):
+        told = _serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[victim], signal.SIGKILL))
+    assert "rank" in told
+
+
+def test_a_stage_that_hangs_ends_the_step_within_the_timeout() -> None:
+    with ranks_of("llama", 1, num_stages=2, timeout_s=1.0) as (model, group, parallel):
+        began_s = time.monotonic()
+        told = _serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGSTOP))
+    assert time.monotonic() - began_s < 15.0
+    assert "step failed" in told or "rank 1" in told
+
+
+# -- places ----------------------------------------------------------------------------------------------------------
+
+
+def test_rank_0_is_in_the_last_stage() -> None:
+    places = [Place.of(rank, ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=3)) for rank in range(6)]
+    assert [(place.stage, place.shard) for place in places] == [(2, 0), (2, 1), (0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(place.before, place.behind) for place in places] == [
+        (4, None), (5, None), (None, 4), (None, 5), (2, 0), (3, 1),
+    ]  # fmt: skip
+    assert [place.layers(8) for place in places[::2]] == [range(6, 8), range(3), range(3, 6)]
+
+
+def test_a_rank_alone_has_all_layers() -> None:
+    place = Place.of(0, ParallelConfig())
+    assert (place.stage, place.before, place.behind, place.layers(5)) == (0, None, None, range(5))
+
+
+def _event(kind: HostEventKind, layer: int, *, move_id: int = -1, message: str = "") -> HostEvent:
+    return HostEvent(kind=kind, slot=1 if move_id < 0 else -1, epoch=3, layer=layer, move_id=move_id, message=message)
+
+
+def test_an_event_counts_when_all_ranks_that_have_its_layer_have_told_it() -> None:
+    merge = EventMerge(num_shards=2, num_stages=2)
+    done = _event(HostEventKind.ATTENTION_DONE, 5)
+    assert merge.add([done]) == [] and merge.add([done]) == [done]
+    moved = _event(HostEventKind.MOVE_DONE, -1, move_id=7)
+    assert [len(merge.add([moved])) for _ in range(4)] == [0, 0, 0, 1]
+
+
+def test_a_cancelled_slot_is_free_when_every_rank_says_so_whatever_it_did_last() -> None:
+    merge = EventMerge(num_shards=2, num_stages=2)
+    assert merge.add([_event(HostEventKind.ATTENTION_DONE, 2)]) == []  # of one rank before it was told to cancel
+    told = [merge.add([_event(HostEventKind.ATTENTION_FAILED, layer, message=CANCELLED)]) for layer in (2, 2, 0, 1)]
+    assert [len(events) for events in told] == [0, 0, 0, 1]
+    assert told[-1][0].kind is HostEventKind.ATTENTION_FAILED
+    assert not merge._told and not merge._cancelled
+
+
+# -- what cannot be in stages ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "why"),
+    [("neo", "its steps wait for the host tier"), ("apex", "wait"), ("conserve", "rows may leave")],
+)
+def test_policies_that_stop_between_layers_are_refused(scheduler: str, why: str) -> None:
+    with ranks_of("llama", 1, num_stages=2) as (model, group, parallel):
+        config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=False), scheduler=scheduler)
+        with pytest.raises(ValueError, match=f"pipeline_parallel_size is not for scheduler='{scheduler}': .*{why}"):
+            Engine(model, config, group=group)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"3 layers .* too few for 4 stages"), ranks_of("llama", 1, num_stages=4):
+        pass
+
+
+def test_settings_that_do_not_fit_stages_are_refused() -> None:
+    with pytest.raises(ValueError, match="pipeline_parallel_size must be >= 1"):
+        ParallelConfig(pipeline_parallel_size=0)
+    with pytest.raises(ValueError, match="cpu_hosts"):
+        EngineConfig(
+            parallel=ParallelConfig(pipeline_parallel_size=2),
+            hosts=HostsConfig(cpu_hosts=("127.0.0.1:1",), cpu_host_secret_file="secret"),
+        )
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
