@@ -9,7 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from omniserve.core.config import DiskKVConfig, EngineConfig, ExecutionConfig, HostsConfig, ParallelConfig
+from omniserve.core.config import (
+    DiskKVConfig,
+    EngineConfig,
+    ExecutionConfig,
+    HostsConfig,
+    ParallelConfig,
+    PrefillConfig,
+)
 from omniserve.core.errors import EngineStopped, OmniServeError, RequestRejected, Stalled, UnsupportedModelError
 from omniserve.core.request import (
     SLO,
@@ -46,6 +53,7 @@ __all__ = [
     "HostsConfig",
     "OmniServeError",
     "ParallelConfig",
+    "PrefillConfig",
     "Request",
     "RequestOutput",
     "RequestRejected",

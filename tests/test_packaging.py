@@ -34,9 +34,10 @@ ALLOWED = {
     "profiling": {"core", "ops", "kv", "latency", "layers", "host", "runner", "parallel", "engine"},
     "launch": {"core", "ops", "kv", "latency", "layers", "parallel", "sched", "engine", "profiling"},
     "server": {"core", "sampling", "launch"},
-    "cluster": {"core", "host", "parallel"},
+    "prefill": {"core", "kv", "host", "engine", "launch"},
+    "cluster": {"core", "host", "parallel", "prefill"},
 }
-"""{Server, cluster}, launch, {profiling, simulate}, engine, parallel, {sched, runner},
+"""Cluster, {server, prefill}, launch, {profiling, simulate}, engine, parallel, {sched, runner},
 {latency, kv, layers, host, sampling}, ops, core."""
 ENTRY_MODULES = {"batch": "server", "explain": "latency", "profile": "launch", "rank": "parallel"}
 """For ``python -m``, and the package of what each starts."""

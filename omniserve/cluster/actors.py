@@ -1,4 +1,4 @@
-"""What runs on a node of the cluster: a CPU host, or a rank, in the process of a Ray actor, with which it ends."""
+"""What runs on a node of the cluster: a CPU host, a rank or a prefill engine, in the process of a Ray actor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 import ray
 
@@ -40,6 +41,40 @@ class CPUHost:
     def address(self) -> str:
         """Return where it listens."""
         return "{}:{}".format(*self._server.address)
+
+
+class PrefillEngine:
+    """``python -m omniserve.prefill`` as an actor.
+
+    Args:
+        secret: What the engine's ``prefill_secret_file`` has.
+        ip: Where it listens; None: at the node's own address.
+        port: The same again if Ray starts it again, so that the engine finds it.
+        flags: Of the server; those that are not an engine's are left out.
+    """
+
+    def __init__(self, secret: bytes, ip: str | None, port: int, flags: Sequence[str]) -> None:
+        _log_to_stderr()
+        self._secret, self._address = secret, (ip or ray.util.get_node_ip_address(), port)
+        self._flags = ["--listen", self.address(), "--secret-file", "", *flags]
+        threading.Thread(target=self._serve, name="prefill", daemon=True).start()
+
+    def address(self) -> str:
+        """Return where it listens, once it has loaded the model."""
+        return "{}:{}".format(*self._address)
+
+    def _serve(self) -> None:
+        """Serve until this fails; Ray makes a new process then."""
+        from omniserve.prefill.cli import build_parser, run
+
+        try:
+            args, _ = build_parser().parse_known_args(self._flags)
+            run(args, self._secret, self._address, lambda server: None)
+        except Exception:  # whatever it is, the process ends with it
+            logging.getLogger("omniserve.cluster").exception("a prefill engine has failed")
+        finally:
+            time.sleep(_PAUSE_S)
+            os._exit(1)
 
 
 class Rank:

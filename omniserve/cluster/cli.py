@@ -1,4 +1,7 @@
-"""The command line that serves a model on a Ray cluster: CPU hosts and ranks on its nodes, the server on this one."""
+"""The command line that serves a model on a Ray cluster: the server on this node, and what helps it on the others.
+
+That is CPU hosts, ranks or prefill engines.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cpu-host-port", type=int, default=7001, metavar="PORT", help="of the first (default: 7001)")
     parser.add_argument(
+        "--prefill-engines", type=int, default=0, metavar="N", help="prefill engines, likewise (default: 0)"
+    )
+    parser.add_argument("--prefill-port", type=int, default=7101, metavar="PORT", help="of the first (default: 7101)")
+    parser.add_argument(
         "--tensor-parallel-size", type=int, default=1, metavar="N", help="as the server's; the others go to nodes"
     )
     parser.add_argument(
@@ -84,8 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.cpu_hosts < 0:
-        raise ValueError(f"--cpu-hosts must be >= 0, got {args.cpu_hosts}")
+    for name in ("cpu_hosts", "prefill_engines"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be >= 0, got {getattr(args, name)}")
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(args, name)}")
@@ -94,12 +102,13 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--cpu-host-kv-gib must be > 0, got {args.cpu_host_kv_gib:g}")
     if args.cpu_host_threads is not None and args.cpu_host_threads < 1:
         raise ValueError(f"--cpu-host-threads must be >= 1, got {args.cpu_host_threads}")
-    if args.cpu_hosts and num_ranks > 1:
-        raise ValueError("--cpu-hosts are for a model on one rank: leave them out, or the sizes of both parallels")
-    if not args.cpu_hosts and num_ranks == 1:
+    for name, count in (("--cpu-hosts", args.cpu_hosts), ("--prefill-engines", args.prefill_engines)):
+        if count and num_ranks > 1:
+            raise ValueError(f"{name} are for a model on one rank: leave them out, or the sizes of both parallels")
+    if not args.cpu_hosts and not args.prefill_engines and num_ranks == 1:
         raise ValueError(
-            "give --cpu-hosts, --tensor-parallel-size or --pipeline-parallel-size: without them, use python -m "
-            "omniserve.server"
+            "give --cpu-hosts, --prefill-engines, --tensor-parallel-size or --pipeline-parallel-size: without them, "
+            "use python -m omniserve.server"
         )
 
 
@@ -115,15 +124,22 @@ def _serve(args: argparse.Namespace, server_flags: Sequence[str]) -> int:
     is_local = args.address == _LOCAL
     ip = _LOOPBACK if is_local else str(ray.util.get_node_ip_address())
     hosts = _start_cpu_hosts(args, secret.encode(), _LOOPBACK if is_local else None)
+    prefills = _start_prefill_engines(args, secret.encode(), _LOOPBACK if is_local else None, server_flags)
     ranks = _start_ranks(args, secret.encode(), (ip, args.rank_port))
-    addresses = _addresses(hosts + ranks)
-    logger.info("Ray has started %d CPU hosts and %d ranks: %s", len(hosts), len(ranks), ", ".join(addresses))
+    addresses = _addresses(hosts + prefills + ranks)
+    logger.info(
+        "Ray has started %d CPU hosts, %d prefill engines and %d ranks: %s", len(hosts), len(prefills), len(ranks),
+        ", ".join(addresses),
+    )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="omniserve-") as folder:  # only this user can read it
         secret_file = Path(folder) / "secret"
         secret_file.write_text(secret)
         command = [sys.executable, "-m", "omniserve.server", *server_flags]
         if hosts:
             command += ["--cpu-hosts", ",".join(addresses[: len(hosts)]), "--cpu-host-secret-file", str(secret_file)]
+        if prefills:
+            of_prefills = addresses[len(hosts) : len(hosts) + len(prefills)]
+            command += ["--prefill-engines", ",".join(of_prefills), "--prefill-secret-file", str(secret_file)]
         if ranks:
             command += ["--tensor-parallel-size", str(args.tensor_parallel_size)]
             command += ["--pipeline-parallel-size", str(args.pipeline_parallel_size)]
@@ -153,17 +169,42 @@ def _start_cpu_hosts(args: argparse.Namespace, secret: bytes, ip: str | None) ->
 
     from omniserve.cluster.actors import CPUHost
 
-    nodes, started = _nodes(), []
-    for number in range(args.cpu_hosts):
-        node = nodes[number % len(nodes)]
-        sharers = len(range(number % len(nodes), args.cpu_hosts, len(nodes)))
+    started = []
+    for number, (node, num_before, sharers) in enumerate(_nodes_for(args.cpu_hosts)):
         threads = args.cpu_host_threads or max(1, int(node["Resources"].get("CPU", 1)) // sharers)
         actor = ray.remote(CPUHost).options(
             num_cpus=threads, max_restarts=-1, name=f"omniserve-cpu-host-{number}-{os.getpid()}",
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         )  # fmt: skip
         kv_bytes = int(args.cpu_host_kv_gib * GIB)
-        started.append(actor.remote(secret, ip, args.cpu_host_port + number // len(nodes), kv_bytes, threads))
+        started.append(actor.remote(secret, ip, args.cpu_host_port + num_before, kv_bytes, threads))
+    return started
+
+
+def _nodes_for(count: int) -> list[tuple[dict[str, Any], int, int]]:
+    """Return for each of ``count`` processes its node, how many have it before this one, and how many in all."""
+    nodes = _nodes()
+    return [
+        (nodes[number % len(nodes)], number // len(nodes), len(range(number % len(nodes), count, len(nodes))))
+        for number in range(count)
+    ]
+
+
+def _start_prefill_engines(
+    args: argparse.Namespace, secret: bytes, ip: str | None, server_flags: Sequence[str]
+) -> list[Any]:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from omniserve.cluster.actors import PrefillEngine
+
+    started, num_gpus = [], 1 if ray.cluster_resources().get("GPU", 0) else 0
+    for number, (node, num_before, _) in enumerate(_nodes_for(args.prefill_engines)):
+        actor = ray.remote(PrefillEngine).options(
+            num_cpus=1, num_gpus=num_gpus, max_restarts=-1, name=f"omniserve-prefill-{number}-{os.getpid()}",
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        )  # fmt: skip
+        started.append(actor.remote(secret, ip, args.prefill_port + num_before, list(server_flags)))
     return started
 
 

@@ -180,6 +180,33 @@ class HostsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrefillConfig:
+    """Prefill engines: processes with the same model that compute prompts (``python -m omniserve.prefill``).
+
+    Raises:
+        ValueError: A setting is out of its range.
+    """
+
+    prefill_engines: tuple[str, ...] = ()
+    """HOST:PORT of each. The KV of prompts that they compute comes into this machine's host memory, and from there to
+    the device. It goes over the network neither encrypted nor signed."""
+    prefill_secret_file: str | None = None
+    """File with a secret of at least 16 characters, which the prefill engines must know, too."""
+    prefill_placement: str = "sooner"
+    """Which prompts go there: where the first token comes sooner, or all of them."""
+    prefill_timeout_s: float = 10.0
+    """A prefill engine that says nothing for so long is lost: its prompts are computed here."""
+
+    def __post_init__(self) -> None:
+        if self.prefill_engines and self.prefill_secret_file is None:
+            raise ValueError("prefill_engines needs prefill_secret_file: they must know a secret")
+        if len(set(self.prefill_engines)) < len(self.prefill_engines):
+            raise ValueError(f"prefill_engines names one twice: {', '.join(self.prefill_engines)}")
+        if not (math.isfinite(self.prefill_timeout_s) and self.prefill_timeout_s > 0):
+            raise ValueError(f"prefill_timeout_s must be a number > 0, got {self.prefill_timeout_s}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of an engine.
 
@@ -228,6 +255,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Several processes for one model."""
     hosts: HostsConfig = field(default_factory=HostsConfig)
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
     """More machines for the host tier."""
 
     trace_steps: str | None = None
@@ -276,10 +304,14 @@ class EngineConfig:
             raise ValueError(
                 "cpu_hosts are used when this machine's host tier is full: give host_kv_bytes, if only a little"
             )
+        if self.prefill.prefill_engines and not self.host_kv_bytes:
+            raise ValueError("the KV of prefill_engines comes into host memory: give host_kv_bytes")
         if self.parallel.num_ranks > 1:
             sizes = "tensor_parallel_size and pipeline_parallel_size"
             if self.hosts.cpu_hosts:
                 raise ValueError(f"cpu_hosts are for a model on one rank: leave them out, or {sizes}")
+            if self.prefill.prefill_engines:
+                raise ValueError(f"prefill_engines are for a model on one rank: leave them out, or {sizes}")
             if self.disk_kv.gib:
                 raise ValueError(f"disk_kv is for a model on one rank: leave out disk_kv.gib, or {sizes}")
             if self.host_cores is not None:

@@ -6,6 +6,7 @@ follows is neither encrypted nor signed, so the network must be one that nobody 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -137,6 +138,11 @@ class Link:
         """Return the connection's file descriptor, which is the caller's now; every message has been received."""
         assert not self._buffer, f"{self.name} has sent more than was asked for"
         return self._socket.detach()
+
+    def shut_down(self) -> None:
+        """End the connection: whoever waits for a message learns of it."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

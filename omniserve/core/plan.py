@@ -155,6 +155,26 @@ class DiskCopy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RemotePrefill:
+    """Have a prefill engine compute the first tokens of a prompt, and bring their KV into host blocks."""
+
+    move_id: int
+    """From the same numbers as those of ``KVMove``; its event is PREFILL_DONE or PREFILL_FAILED."""
+    engine: int
+    """Which prefill engine, from 1."""
+    token_ids: tuple[int, ...]
+    """Of full blocks."""
+    first_block: int
+    """The KV of the blocks before it is here already."""
+    host_block_ids: tuple[int, ...]
+    """For the blocks from there on."""
+    service_class: str
+    ttft_s: float | None
+    """What is left of its TTFT."""
+    cache_salt: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SlotCopy:
     """Copy the slots ``[begin, end)`` of a device block (all layers, K and V) into those of another one."""
 
@@ -225,6 +245,10 @@ class StepPlan:
     """Copies to start; they run beside the steps."""
     disk_copies: tuple[DiskCopy, ...] = ()
     """Likewise."""
+    prefills: tuple[RemotePrefill, ...] = ()
+    """To be asked of prefill engines."""
+    prefill_cancels: tuple[int, ...] = ()
+    """Those of earlier plans that nobody waits for any more, by their ``move_id``; each still reports its event."""
     pipelined: tuple[PiggybackEntry | PiggybackJoin, ...] = ()
     """The second sub-batch of asymmetric pipelining: entries, then joins by layer, without drafts, that pass all layers
     they have left in this very step, while the device waits for each of their results (NEO; apex 2.3, 3.2)."""
@@ -326,6 +350,13 @@ class HostEventKind(enum.StrEnum):
     MOVE_FAILED = "move_failed"
     TIER_DOWN = "tier_down"
     """The last host thread died: what is on the host tier must be recomputed on the device."""
+    PREFILL_DONE = "prefill_done"
+    PREFILL_FAILED = "prefill_failed"
+    """The KV of a ``RemotePrefill`` has come; if it failed, that of its first ``num_blocks`` blocks."""
+    PREFILL_JOINED = "prefill_joined"
+    """A prefill engine can be asked; its number is ``host``."""
+    PREFILL_LOST = "prefill_lost"
+    """It cannot any more; what it was asked for has failed."""
     HOST_LOST = "host_lost"
     """A CPU host on the network is lost: what is there must be recomputed."""
     HOST_JOINED = "host_joined"
@@ -345,8 +376,8 @@ class HostEvent:
     host: int = 0
     """Of a host on the network: its number, from 1."""
     num_blocks: int = 0
-    """Of one that joined: its blocks, and how many threads attend there."""
+    """Of one that joined: its blocks, and how many threads attend there. Of a prefill: the blocks that have come."""
     num_threads: int = 0
     seconds: float = 0.0
-    """How long a ``DiskCopy`` took, from when a thread began it."""
+    """How long a ``DiskCopy`` took, from when a thread began it, or a ``RemotePrefill`` behind the one before it."""
     message: str = ""

@@ -60,6 +60,8 @@ class SchedulerStats:
     """Counter: tokens whose KV was copied back from the host for a request that begins with them."""
     disk_tokens: Mapping[str, int] = field(default_factory=dict)
     """Counter: tokens whose KV was read from disk, by the class of the request that it was read for first."""
+    prefilled_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Counter: tokens whose KV has come from prefill engines, by the class of the request."""
     resumed_tokens: int = 0
     """Counter: tokens of preempted requests whose KV was kept, so that they were not recomputed."""
     accepted_drafts: int = 0
@@ -68,6 +70,19 @@ class SchedulerStats:
     """Counter: guesses that were computed and are not in an output."""
     rejected: Mapping[str, int] = field(default_factory=dict)
     """Counter: requests refused by admission control, by class."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillEngineStats:
+    """A prefill engine, as the engine that asks it sees it."""
+
+    is_connected: bool
+    times_lost: int
+    """Counter."""
+    prompts: int
+    """Counter: those that it was asked for."""
+    failed: int
+    """Counter: of these, those that did not come, or in part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +102,8 @@ class EngineStats(SchedulerStats):
     """Counter: copies from and to disk that failed; a copy with a damaged block counts as one."""
     cpu_hosts: Mapping[str, CPUHostStats] = field(default_factory=dict)
     """By address; those of the network."""
+    prefill_engines: Mapping[str, PrefillEngineStats] = field(default_factory=dict)
+    """By address."""
     steps: int = 0
     step_seconds: float = 0.0
     """Counter: time spent in steps."""

@@ -29,9 +29,9 @@ from omniserve.engine.capacity import (
     prefix_settings,
     rows_per_host_request,
 )
-from omniserve.engine.cpu_hosts import connect_hosts
 from omniserve.engine.disk import check_disk, open_disk
 from omniserve.engine.fingerprint import fingerprint_of
+from omniserve.engine.network import connect_hosts, connect_prefill_engines
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, StepLog, Stepper
 from omniserve.host.cores import default_host_threads
@@ -196,6 +196,8 @@ class Engine:
         )
         self.hosts = connect_hosts(config, self.spec, self.host_tier, patched.dtype)
         """The CPU hosts on the network, if the settings ask for any."""
+        self.prefill_engines = connect_prefill_engines(config, self.spec, self.host_tier, self.kv, model)
+        """The prefill engines, if the settings ask for any."""
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
         # A chunk that began anew after it left would find the states of some layers ahead of it.
@@ -207,7 +209,7 @@ class Engine:
         )  # fmt: skip
         parts: dict[str, Any] = dict(
             model=patched, storage=storage, sampler=self._sampler, tier=self.host_tier, disk=self.disk,
-            hosts=self.hosts,
+            hosts=self.hosts, prefills=self.prefill_engines,
             safepoint=(lambda: this()._ask_who_must_leave()) if has_safepoints else None,
         )  # fmt: skip
         if group is None:
@@ -362,12 +364,13 @@ class Engine:
         """
         if self.host_tier is None:
             return
-        waits_for_disk = self.disk is not None and self.disk.busy
-        if self.host_tier.is_stalled and self.last_plan_was_empty and self.has_unfinished and not waits_for_disk:
+        waits_for_copies = self.disk is not None and self.disk.busy
+        waits_for_copies |= self.prefill_engines is not None and self.prefill_engines.busy
+        if self.host_tier.is_stalled and self.last_plan_was_empty and self.has_unfinished and not waits_for_copies:
             count = len(self._stepper.requests)
             what = f"{count} requests wait" if count else "what ended requests held waits"
             raise Stalled(f"{what} for the host tier, which is stalled (see the log): start the engine again")
-        self.host_tier.wait(min(timeout_s, _DISK_POLL_S) if waits_for_disk else timeout_s)
+        self.host_tier.wait(min(timeout_s, _DISK_POLL_S) if waits_for_copies else timeout_s)
 
     def use_profile(self, profile: Profile) -> None:
         """Predict by another profile from now on; the engine must have one. What is learned from steps begins anew.
@@ -440,6 +443,7 @@ class Engine:
             disk_bytes_written=disk.bytes_written,
             disk_failures=disk.failures,
             cpu_hosts=self.hosts.stats() if self.hosts is not None else {},
+            prefill_engines=self.prefill_engines.stats() if self.prefill_engines is not None else {},
             steps=self._log.num_steps,
             step_seconds=self._log.seconds,
             steps_by_threads=dict(self.runner.steps_by_threads),
@@ -478,6 +482,8 @@ class Engine:
                     self._group.end_engine()
                 if self.hosts is not None:
                     self.hosts.close()
+                if self.prefill_engines is not None:
+                    self.prefill_engines.close()
                 if self.host_tier is not None:
                     self.host_tier.close()
                 else:

@@ -385,6 +385,29 @@ class KeepsPrefixesOnHost(Protocol):
         ``CanCache.begin``, and with the move as in ``CanEvict.start_restore``: after LOST it has no table again.
         """
 
+    def want_copies(self, request_id: str, first: int, count: int) -> None:
+        """Note that blocks of a request on the device are worth a copy on the host: ``count`` from the first on."""
+
+    def host_block_of(self, key: bytes) -> int | None:
+        """Return the host block of this key, which stays until the next plan is made; None: the host has none."""
+
+    def start_awaiting_prefix(
+        self, host_keys: Sequence[bytes], keys: Sequence[bytes], *, reserve_blocks: int = 0
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """Take host blocks for KV that is to come from elsewhere; None if there is no room for all of it.
+
+        Args:
+            host_keys: Blocks on the host that will be used with them, which stay until then.
+            keys: Those of the blocks that are to come.
+            reserve_blocks: Host blocks that must still be free afterwards, those of prefixes counted as free.
+
+        Returns:
+            A number for ``end_awaiting_prefix``, of those of moves, and the blocks.
+        """
+
+    def end_awaiting_prefix(self, move_id: int, num_blocks: int) -> None:
+        """Book that so many of the blocks have come, the first ones, and that no more will."""
+
 
 @runtime_checkable
 class CanShare(Protocol):

@@ -105,6 +105,8 @@ class HostPrefixes:
         """Key -> host block, the last used last."""
         self._readers: Counter[bytes] = Counter()
         """Moves that read the block of a key; it stays meanwhile."""
+        self._coming: dict[int, tuple[Sequence[bytes], Sequence[bytes], Sequence[int]]] = {}
+        """What comes from elsewhere: keys of blocks here that will be used with it, its keys and its blocks."""
         self._copies: dict[int, KVMove] = {}
         self._sources: dict[int, tuple[int, bytes]] = {}
         """Device block -> the copy under way that is of use for it, and its key."""
@@ -112,6 +114,10 @@ class HostPrefixes:
     def has(self, key: bytes) -> bool:
         """Tell whether a host block has this key."""
         return key in self._blocks
+
+    def block_of(self, key: bytes) -> int | None:
+        """Return the host block of this key; None: there is none."""
+        return self._blocks.get(key)
 
     def is_copying(self, device_block: int) -> bool:
         """Tell whether a copy of a device block is under way."""
@@ -256,6 +262,33 @@ class HostPrefixes:
         self._reading |= dict.fromkeys(keys, move_id)
         return copy
 
+    def start_awaiting(
+        self, move_id: int, host_keys: Sequence[bytes], keys: Sequence[bytes], *, reserve: int
+    ) -> Sequence[int] | None:
+        """Take blocks for these keys, whose KV comes from elsewhere; None if there is no room.
+
+        ``host_keys`` are of blocks here that will be used with them, and stay until ``end_awaiting``.
+        """
+        self.begin_reading(host_keys)
+        if len(keys) > self._pool.num_free + self.num_reclaimable - reserve:
+            self.end_reading(host_keys)
+            return None
+        self.reclaim(len(keys) - self._pool.num_free)
+        blocks = self._pool.take(len(keys))
+        assert blocks is not None
+        self._coming[move_id] = (host_keys, keys, blocks)
+        return blocks
+
+    def end_awaiting(self, move_id: int, num_blocks: int) -> None:
+        """Keep the first blocks of what was awaited, which have come, and free the others."""
+        host_keys, keys, blocks = self._coming.pop(move_id)
+        self.end_reading(host_keys)
+        for number, (key, block) in reversed([*enumerate(zip(keys, blocks, strict=True))]):
+            if number < num_blocks and key not in self._blocks:
+                self._put(key, block)
+            else:
+                self._pool.give_back([block])
+
     def reading(self, key: bytes) -> int | None:
         """Return the copy from disk under way that brings the block of this key; None: there is none."""
         return self._reading.get(key)
@@ -291,6 +324,7 @@ class HostPrefixes:
     def num_held(self) -> int:
         """Host blocks that no request uses, and that are not free because of prefixes or copies of some."""
         num_coming = sum(len(copy.keys) for copy in self._disk_copies.values() if not copy.to_disk)
+        num_coming += sum(len(blocks) for _, _, blocks in self._coming.values())
         num_copied = sum(len(move.dst_block_ids) for move in self._copies.values())
         return len(self._blocks) - self._pool.num_used + num_copied + num_coming
 
@@ -303,6 +337,8 @@ class HostPrefixes:
         for copy in self._disk_copies.values():
             if not copy.to_disk:
                 yield from copy.host_block_ids
+        for _, _, blocks in self._coming.values():
+            yield from blocks
 
     def check(self) -> None:
         """Verify what there is beside the blocks.
@@ -349,6 +385,23 @@ class KeepsPrefixes(CachesPrefixes):
         move = self._new_move("", MoveDirection.TO_HOST, list(blocks), after=None, is_checkpoint=True)
         saved.begin_copy(move, keys)
         return move
+
+    def want_copies(self, request_id: str, first: int, count: int) -> None:
+        assert self._cache is not None
+        self._cache.want_copies(self.device_blocks(request_id)[first : first + count])
+
+    def host_block_of(self, key: bytes) -> int | None:
+        return self._prefixes.block_of(key)
+
+    def start_awaiting_prefix(
+        self, host_keys: Sequence[bytes], keys: Sequence[bytes], *, reserve_blocks: int = 0
+    ) -> tuple[int, tuple[int, ...]] | None:
+        move_id = next(self._move_ids)
+        blocks = self._prefixes.start_awaiting(move_id, host_keys, keys, reserve=reserve_blocks)
+        return None if blocks is None else (move_id, tuple(blocks))
+
+    def end_awaiting_prefix(self, move_id: int, num_blocks: int) -> None:
+        self._prefixes.end_awaiting(move_id, num_blocks)
 
     def has_disk(self) -> bool:
         return self._prefixes.disk is not None and self._keeps_prefixes

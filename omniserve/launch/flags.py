@@ -7,7 +7,14 @@ import dataclasses
 import re
 from typing import Any
 
-from omniserve.core.config import DiskKVConfig, EngineConfig, ExecutionConfig, HostsConfig, ParallelConfig
+from omniserve.core.config import (
+    DiskKVConfig,
+    EngineConfig,
+    ExecutionConfig,
+    HostsConfig,
+    ParallelConfig,
+    PrefillConfig,
+)
 from omniserve.core.options import make_options
 from omniserve.core.registry import Registry
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
@@ -30,13 +37,14 @@ def _names(registry: Registry[Any]) -> str:
     return f"{', '.join(registry.names())} or package.module:Class"
 
 
-_OTHERWISE = ("scheduler_options", "execution", "disk_kv", "parallel", "hosts", "classes")
+_OTHERWISE = ("scheduler_options", "execution", "disk_kv", "parallel", "hosts", "prefill", "classes")
 """Fields of EngineConfig that are given in parts."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig) if field.name not in _OTHERWISE)
 
 _DISK_FIELDS = tuple(field.name for field in dataclasses.fields(DiskKVConfig))
 _PARALLEL_FIELDS = tuple(field.name for field in dataclasses.fields(ParallelConfig))
 _HOSTS_FIELDS = tuple(field.name for field in dataclasses.fields(HostsConfig))
+_PREFILL_FIELDS = tuple(field.name for field in dataclasses.fields(PrefillConfig))
 
 FORMER_FLAGS = {
     "--max-step-tokens": "--max-num-batched-tokens",
@@ -106,6 +114,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_field_flags(parser, DiskKVConfig, _DISK_FIELDS, prefix="disk_kv_")
     add_field_flags(parser, ParallelConfig, _PARALLEL_FIELDS)
     add_field_flags(parser, HostsConfig, _HOSTS_FIELDS)
+    add_field_flags(parser, PrefillConfig, _PREFILL_FIELDS)
     classes = " ".join(map(_class_text, EngineConfig().classes))
     parser.add_argument(
         "--class",
@@ -148,6 +157,7 @@ def config_from(args: argparse.Namespace) -> EngineConfig:
             disk_kv=DiskKVConfig(**{name: getattr(args, f"disk_kv_{name}") for name in _DISK_FIELDS}),
             parallel=ParallelConfig(**{name: getattr(args, name) for name in _PARALLEL_FIELDS}),
             hosts=HostsConfig(**{name: getattr(args, name) for name in _HOSTS_FIELDS}),
+            prefill=PrefillConfig(**{name: getattr(args, name) for name in _PREFILL_FIELDS}),
             execution=make_options(ExecutionConfig, dict(args.execution or ()), owner="--execution"),
             classes=_with_ls_objectives(tuple(args.classes or EngineConfig().classes), args.ttft_s, args.tpot_s),
         )

@@ -10,7 +10,7 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from omniserve.core.config import EngineConfig, HostsConfig
+from omniserve.core.config import EngineConfig, HostsConfig, PrefillConfig
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import Request, SamplingParams, ServiceClass
 from omniserve.engine.capacity import fit_states, has_host_tier, largest_part, num_blocks, pool_bytes
@@ -183,7 +183,7 @@ def measure_mixed_steps(
     blocks_each = -(-(max_prompt + max_output) // config.block_size)
     roomy = min(config.device_kv_bytes, round(2 * _MEAN_ACTIVE) * blocks_each * block_bytes)
     tight = min(config.device_kv_bytes, max(2 * blocks_each, round(_MEAN_ACTIVE * blocks_each / 4)) * block_bytes)
-    config = dataclasses.replace(config, hosts=HostsConfig())  # only the engine that serves connects to CPU hosts
+    config = dataclasses.replace(config, hosts=HostsConfig(), prefill=PrefillConfig())  # those are the server's alone
     host_bytes = min(config.host_kv_bytes, 2 * roomy)
     has_tier = has_host_tier(config) and host_bytes >= here.host_block_bytes(config.block_size, config.host_kv_dtype)
     pools = [(roomy, 0), (tight, host_bytes)] if has_tier else [(roomy, 0)]

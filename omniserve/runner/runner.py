@@ -22,6 +22,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, StepOutput, StepPlan
 from omniserve.host.cores import CoreSplit
 from omniserve.host.disk import DiskTier
+from omniserve.host.prefill_engines import PrefillEngines
 from omniserve.host.remote import NetworkHosts
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
@@ -73,7 +74,8 @@ class ModelRunner:
         self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, sampler: Sampler | None,
         tier: HostTier | None, host_threads: int, max_model_len: int, is_directed: bool, keep_halted: bool,
         safepoint: Callable[[], Set[str]] | None, num_state_slots: int, disk: DiskTier | None = None,
-        hosts: NetworkHosts | None = None, lockstep: Lockstep | None = None, stage: StageLink | None = None,
+        hosts: NetworkHosts | None = None, prefills: PrefillEngines | None = None, lockstep: Lockstep | None = None,
+        stage: StageLink | None = None,
     ) -> None:  # fmt: skip
         self._lockstep = lockstep = lockstep or Lockstep()
         self._model, self._storage, self._sampler, self._tier, self._disk = model, storage, sampler, tier, disk
@@ -84,7 +86,7 @@ class ModelRunner:
         self.host_works = False
         """The host tier attended, or was given a task, when the last step began. Moves do not count: a copy takes a
         small part of a step, and the step would have half of the cores for all of its time."""
-        self._hosts = hosts
+        self._hosts, self._prefills = hosts, prefills
         self._late_results = LateResults(tier, lockstep)
         self._host_was_healthy = True
         self._ended: Set[str] = frozenset()
@@ -225,6 +227,8 @@ class ModelRunner:
             events = self._hosts.poll(events)
         if self._disk is not None and self._disk.busy:
             events += self._disk.poll()
+        if self._prefills is not None:
+            events += self._prefills.poll()
         if self._host_was_healthy and not self._tier.healthy:
             self._host_was_healthy = False
             events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
@@ -260,6 +264,12 @@ class ModelRunner:
         for copy in plan.disk_copies:
             assert self._disk is not None
             self._disk.start(copy)
+        for prefill in plan.prefills:
+            assert self._prefills is not None
+            self._prefills.start(prefill)
+        for move_id in plan.prefill_cancels:
+            assert self._prefills is not None
+            self._prefills.cancel(move_id)
         pipelined = (row for row in plan.pipelined if isinstance(row, PiggybackEntry))
         for entry in (*plan.entries, *pipelined):
             self._tier.begin_token(entry.slot, entry.epoch, entry.position, entry.block_ids, entry.num_rows)

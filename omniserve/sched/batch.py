@@ -386,6 +386,8 @@ class Batch:
             relocations=requests.take_relocations(),
             moves=(*self.moves, *self._restores, *copies),
             disk_copies=tuple(requests.disk_reads.take_copies()),
+            prefills=requests.remote_prefills.take_orders(),
+            prefill_cancels=requests.remote_prefills.take_cancels(),
             pipelined=tuple(host_rows.pipelined),
             hybrid=host_rows.hybrid,
             preemptible=preemptible,

@@ -55,6 +55,8 @@ class PrefixUse:
     """The disk was looked up since the request began to wait."""
     num_disk_waits: int = 0
     """Copies from disk that it has waited for since then."""
+    num_prefills: int = 0
+    """How often a prefill engine was asked for it since it began to wait."""
     may_restore: bool = True
     """A copy of its prefix from the host has not failed yet."""
     num_prompt_tokens: int | None = None
@@ -80,6 +82,7 @@ class Prefixes:
         self._host = kv if isinstance(kv, KeepsPrefixesOnHost) else None
         self._max_saved_blocks = max_saved_blocks
         self._num_ahead = kv.num_device_blocks if saves_early else 2 * max_saved_blocks
+        self._saves_all = False
         self._saving: dict[int, int] = {}
         """Move id -> blocks, of the copies to the host under way."""
         self.num_restored_tokens: Counter[str] = Counter()
@@ -95,6 +98,10 @@ class Prefixes:
     def is_on(self) -> bool:
         """Whether there is a cache."""
         return self._cache is not None
+
+    def save_all(self) -> None:
+        """Copy all that is computed to the host, at once, from now on: others take it from there."""
+        self._saves_all, self._num_ahead = True, self._kv.num_device_blocks
 
     def give_up(self) -> None:
         """Be as without a cache from now on. Copies under way still end."""
@@ -299,6 +306,8 @@ class Prefixes:
             keys = prefix.keys.up_to(state.token_ids, num_full)
             marks = state.kind is ServiceClass.LS
             self._cache.publish(state.request_id, first, keys[first:num_full], marks=marks)
+            if self._saves_all and self._host is not None:
+                self._host.want_copies(state.request_id, first, num_full - first)
             prefix.num_published = num_full
 
     def _found(self, state: RequestState) -> Sequence[bytes]:

@@ -15,6 +15,7 @@ from omniserve.sched.disk_reads import MOST_LOOKED_UP, DiskReads
 from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.prefix_queue import PrefixQueue
 from omniserve.sched.prefixes import Coming, Prefixes
+from omniserve.sched.remote_prefills import MOST_ASKED_FOR, RemotePrefills
 from omniserve.sched.residents import HostResidents
 from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
 from omniserve.sched.state_slots import StateSlots
@@ -22,14 +23,18 @@ from omniserve.sched.step_cost import Forecast
 
 logger = logging.getLogger(__name__)
 
+_OF_PREFILLS = (
+    HostEventKind.PREFILL_DONE, HostEventKind.PREFILL_FAILED, HostEventKind.PREFILL_JOINED, HostEventKind.PREFILL_LOST,
+)  # fmt: skip
+
 
 class RequestTable:
     """The requests that have not ended, the queue that each is in, and the KV moves under way.
 
-    A request is in exactly one of ``waiting[kind]``, ``disk_reads``, ``device[kind]``, ``residents.queue`` and
-    ``moving``, by its phase, or in none of them and ENDING. WAITING, READING and ENDING requests have no block table.
-    HOST requests hold a slot, and so do MOVING ones that come from the host tier or go there; with ``offloads``,
-    requests may. With ``preempts``, plans may have preemptible rows.
+    A request is in exactly one of ``waiting[kind]``, ``disk_reads`` or ``remote_prefills``, ``device[kind]``,
+    ``residents.queue`` and ``moving``, by its phase, or in none of them and ENDING. WAITING, READING and ENDING
+    requests have no block table. HOST requests hold a slot, and so do MOVING ones that come from the host tier or go
+    there; with ``offloads``, requests may. With ``preempts``, plans may have preemptible rows.
     """
 
     def __init__(self, *, limits: SchedulerLimits, kv: KVManager, offloads: bool, preempts: bool = False) -> None:
@@ -64,6 +69,7 @@ class RequestTable:
         can_keep = isinstance(kv, CanEvict) and not limits.num_state_slots
         self.evicter = kv if isinstance(kv, CanEvict) and can_keep and not self.prefixes.is_on else None
         self.disk_reads = DiskReads(kv, self.prefixes, max_blocks=blocks_per_step)
+        self.remote_prefills = RemotePrefills(kv, self.prefixes, limits.config)
         self._offloads = offloads
         self._draining: dict[int, RequestState] = {}
         self._cancels: list[int] = []
@@ -109,6 +115,7 @@ class RequestTable:
                 self._leave_host(state)
         elif phase is Phase.READING:
             self.disk_reads.forget(state)
+            self.remote_prefills.forget(state)
         elif phase in (Phase.WAITING, Phase.DEVICE):
             (self.waiting if phase is Phase.WAITING else self.device)[state.kind].remove(state)
             self.kv.free(state.request_id)
@@ -136,20 +143,34 @@ class RequestTable:
         state.blocked_since_s = None
         self.device[state.kind].add(state)
 
-    def start_disk_reads(self, forecast: Forecast | None) -> None:
-        """Take the first WAITING requests from their queues whose KV is to be read from disk; they come back then."""
-        if not (self.disk_reads.is_on and self.host_is_up):
+    def start_reading(self, forecast: Forecast | None, now_s: float) -> None:
+        """Take WAITING requests from their queues whose KV is to come from disk or from a prefill engine.
+
+        They come back when it is there.
+        """
+        if not self.host_is_up:
             return
-        for kind, most in MOST_LOOKED_UP.items():
-            for state in list(itertools.islice(self.waiting[kind], most)):
-                if self.disk_reads.start(state, forecast, reserve_blocks=self.host_headroom):
-                    self.waiting[kind].remove(state)
-                    state.phase = Phase.READING
+        reserve = self.host_headroom
+        if self.disk_reads.is_on:
+            for kind, most in MOST_LOOKED_UP.items():
+                for state in list(itertools.islice(self.waiting[kind], most)):
+                    if self.disk_reads.start(state, forecast, reserve_blocks=reserve):
+                        self._read(state)
+        if self.remote_prefills.is_on:
+            for kind, most in MOST_ASKED_FOR.items():
+                for state in list(itertools.islice(self.waiting[kind], most)):
+                    if self.remote_prefills.start(state, now_s, forecast, reserve_blocks=reserve):
+                        self._read(state)
+
+    def _read(self, state: RequestState) -> None:
+        self.waiting[state.kind].remove(state)
+        state.phase = Phase.READING
 
     def give_up_prefixes(self) -> None:
         """Find, publish, copy and write no prefixes any more; to be called when a step has failed."""
         self.prefixes.give_up()
         self.disk_reads.give_up()
+        self.remote_prefills.give_up()
 
     def coming(self, state: RequestState) -> Coming | None:
         """Return the KV that will be copied to the device for a new WAITING request; None: nothing."""
@@ -286,6 +307,10 @@ class RequestTable:
                 assert self.spreader is not None
                 self.hosts.add(event.host)
                 self.spreader.add_host(event.host, event.num_blocks, event.num_threads)
+            elif event.kind in _OF_PREFILLS:
+                if (back := self.remote_prefills.on_event(event)) is not None:
+                    back.phase = Phase.WAITING
+                    self.waiting[back.kind].add(back)
             else:
                 self._finish_attention(event)
         if self._has_lost_hosts:
@@ -376,6 +401,7 @@ class RequestTable:
     def _wait(self, state: RequestState) -> None:
         self.state_slots.release(state)
         self.disk_reads.look_again(state)
+        self.remote_prefills.look_again(state)
         state.num_computed_tokens = 0
         state.halted = None
         state.phase = Phase.WAITING
@@ -463,7 +489,7 @@ class RequestTable:
             phase, about = state.phase, (state.request_id, state.phase, state.slot)
             homes = {
                 Phase.WAITING: state in self.waiting[state.kind],
-                Phase.READING: state in self.disk_reads,
+                Phase.READING: state in self.disk_reads or state in self.remote_prefills,
                 Phase.DEVICE: state in self.device[state.kind],
                 Phase.HOST: state in self.residents.queue,
                 Phase.MOVING: any(other is state for other, _ in self.moving.values()),

@@ -169,7 +169,7 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> StepPlan:
         """Decide the next step; allocates the KV it needs."""
-        self.requests.start_disk_reads(self.policy.forecast)
+        self.requests.start_reading(self.policy.forecast, now_s)
         if self._num_stages == 1:
             return self.policy.schedule(now_s)
         others = [state for queue in self.requests.device.values() for state in self._of_other_steps(queue)]
@@ -473,6 +473,7 @@ class Scheduler:
             cached_tokens={name: self.requests.prefixes.num_cached_tokens[name] for name in self._classes},
             restored_tokens={name: self.requests.prefixes.num_restored_tokens[name] for name in self._classes},
             disk_tokens={name: self.requests.disk_reads.num_read_tokens[name] for name in self._classes},
+            prefilled_tokens={name: self.requests.remote_prefills.num_tokens[name] for name in self._classes},
             **counters,
             rejected=dict(self._rejected),
         )

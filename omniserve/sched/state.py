@@ -32,7 +32,7 @@ class Phase(enum.StrEnum):
     """Where a request is."""
 
     WAITING = "waiting"  # has no block table: new, or preempted
-    READING = "reading"  # likewise, and KV of its first tokens is being read from disk
+    READING = "reading"  # likewise, and KV of its first tokens is coming from disk or from a prefill engine
     DEVICE = "device"  # KV on the device
     ENDING = "ending"  # its last token is pending: it needs no KV any more, and is not scheduled
     MOVING = "moving"  # KV is being copied; not schedulable
@@ -107,6 +107,8 @@ class RequestState:
     first_token_s: float | None = None
     last_token_s: float | None = None
     predicted_ttft_s: float | None = None
+    predicted_here_s: float | None = None
+    """The same, if no prefill engine computes its prompt; None: there was none to be asked."""
     soonest_ttft_s: float | None = None
     """What was predicted if BE work gives way entirely."""
     host_since_s: float | None = None

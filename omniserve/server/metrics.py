@@ -184,6 +184,20 @@ class _EngineCollector(Collector):
                 ("cpu_host_moved_bytes", "KV moved to and from a CPU host", {n: h.moved_bytes for n, h in hosts}),
             ):
                 yield _counter(name, help_text, values, of_host)
+        if s.prefill_engines:
+            of_engine, engines = ["prefill_engine"], s.prefill_engines.items()
+            connected = {name: int(each.is_connected) for name, each in engines}
+            yield _gauge("prefill_engine_connected", "1 while a prefill engine can be asked", connected, of_engine)
+            for name, help_text, values in (
+                (
+                    "prefill_engine_losses",
+                    "Times that a prefill engine was lost",
+                    {n: e.times_lost for n, e in engines},
+                ),
+                ("prefill_engine_prompts", "Prompts that it was asked for", {n: e.prompts for n, e in engines}),
+                ("prefill_engine_failures", "Of these, those that did not come", {n: e.failed for n, e in engines}),
+            ):
+                yield _counter(name, help_text, values, of_engine)
         yield _gauge("latency_error", "Mean |predicted - measured| / measured of steps", s.latency_error)
         yield _gauge("latency_drift", "Measured over predicted time of steps, uncorrected", s.latency_drift)
         yield _gauge(
@@ -198,6 +212,8 @@ class _EngineCollector(Collector):
         yield _counter("restored_tokens", help_text, s.restored_tokens, by_class)
         help_text = "Tokens of prefixes whose KV was read from disk"
         yield _counter("disk_tokens", help_text, s.disk_tokens, by_class)
+        help_text = "Tokens of prompts whose KV has come from prefill engines"
+        yield _counter("prefilled_tokens", help_text, s.prefilled_tokens, by_class)
         yield _counter("swaps", "Requests whose KV moved", {"out": s.swaps_out, "in": s.swaps_in}, ["direction"])
         by_threads = {str(num_threads): num_steps for num_threads, num_steps in sorted(s.steps_by_threads.items())}
         yield _counter("steps_by_threads", "Steps by the device tier's CPU threads", by_threads, ["threads"])

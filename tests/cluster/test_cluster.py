@@ -130,6 +130,24 @@ def test_cpu_hosts_are_started_again_and_no_request_is_lost(start: Callable[...,
 
 
 @pytest.mark.slow
+def test_a_prefill_engine_is_started_again(start: Callable[..., Cluster]) -> None:
+    (port,) = _free_ports(1)
+    cluster = start("--prefill-engines", "1", "--prefill-port", str(port), server=("--prefill-placement", "always"))
+
+    def goes_there() -> bool:
+        prompt = f"{time.monotonic()}: " + "once upon a time " * 30
+        before = cluster.metric("prefilled_tokens_total")
+        cluster.complete(prompt, 5, tier="default")
+        return cluster.metric("prefilled_tokens_total") > before
+
+    _wait_until(goes_there, "a prompt on the prefill engine")
+    (engine,) = cluster.actors("PrefillEngine")
+    engine.kill()
+    cluster.complete("once upon a time " * 30, 5, tier="default")
+    _wait_until(goes_there, "the prefill engine that Ray has started again")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
 def test_a_rank_is_started_again(start: Callable[..., Cluster], parallel: str) -> None:
     (port,) = _free_ports(1)
@@ -149,7 +167,8 @@ def test_a_rank_is_started_again(start: Callable[..., Cluster], parallel: str) -
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "give --cpu-hosts, --tensor-parallel-size or"),
+        ([], "give --cpu-hosts, --prefill-engines, --tensor-parallel-size or"),
+        (["--prefill-engines", "1", "--tensor-parallel-size", "2"], "--prefill-engines are for a model on one rank"),
         (["--cpu-hosts", "1", "--tensor-parallel-size", "2"], "--cpu-hosts are for a model on one rank"),
         (["--cpu-hosts", "-1"], "--cpu-hosts must be >= 0"),
         (["--tensor-parallel-size", "0"], "--tensor-parallel-size must be >= 1"),

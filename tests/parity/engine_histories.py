@@ -132,6 +132,8 @@ class Tally:
 
     host_tokens: int = 0
     piggyback_rows: int = 0
+    prefilled_tokens: int = 0
+    """Tokens whose KV has come from prefill engines."""
     in_stages: int = 0
     """Steps that began while another one was in a later stage."""
     hybrid_rows: int = 0
@@ -456,6 +458,7 @@ def run_history(
         else:
             raise AssertionError(f"seed {seed}: unfinished after all steps: {engine.stats()}")
         stats = engine.stats()
+        tally.prefilled_tokens += engine.scheduler.requests.remote_prefills.num_tokens.total()
         if tier is not None:
             for host in tier.hosts():
                 tally.network_tasks += host.tasks_sent

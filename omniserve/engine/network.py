@@ -1,0 +1,75 @@
+"""The CPU hosts and prefill engines on the network that an engine's settings ask for."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from transformers import PreTrainedModel
+
+from omniserve.core.config import EngineConfig
+from omniserve.core.spec import ModelSpec
+from omniserve.engine.fingerprint import kv_fingerprint
+from omniserve.host.prefill_engines import PrefillEngines
+from omniserve.host.remote import NetworkHosts
+from omniserve.host.tier import HostTier
+from omniserve.kv import KV_MANAGERS, CanCache, CanShare, CanSpread, KVManager
+from omniserve.sched import policy_of
+
+logger = logging.getLogger(__name__)
+
+
+def connect_hosts(
+    config: EngineConfig, spec: ModelSpec, tier: HostTier | None, dtype: torch.dtype
+) -> NetworkHosts | None:
+    """Connect the host tier to the hosts; None if none are wanted.
+
+    Raises:
+        ValueError, OSError: The settings cannot have hosts, or see ``NetworkHosts``.
+    """
+    if not config.hosts.cpu_hosts:
+        return None
+    manager = KV_MANAGERS.get(config.kv)
+    if tier is None or not issubclass(manager, CanSpread) or issubclass(manager, CanShare):
+        raise ValueError(f"kv={config.kv!r} moves nothing to cpu_hosts: set kv to tiered or incremental")
+    if policy_of(config)[0].offloads is False:
+        logger.warning("scheduler=%r moves no request to a host: cpu_hosts are of no use", config.scheduler)
+    return NetworkHosts(
+        config.hosts, tier, spec=spec, dtype=dtype, block_size=config.block_size, kv_dtype=config.host_kv_dtype,
+        num_slots=config.max_host_requests,
+    )  # fmt: skip
+
+
+def connect_prefill_engines(
+    config: EngineConfig, spec: ModelSpec, tier: HostTier | None, kv: KVManager, model: PreTrainedModel
+) -> PrefillEngines | None:
+    """Connect to the prefill engines; None if none are wanted.
+
+    Raises:
+        ValueError, OSError: The settings cannot have any, or see ``PrefillEngines``.
+    """
+    if not config.prefill.prefill_engines:
+        return None
+    require_shared_kv(config, spec, tier, kv, "prefill_engines")
+    assert tier is not None
+    return PrefillEngines(
+        config.prefill, tier.pool_LBK2SH, fingerprint=kv_fingerprint(model, config),
+        classes=[spec.name for spec in config.classes],
+    )  # fmt: skip
+
+
+def require_shared_kv(config: EngineConfig, spec: ModelSpec, tier: HostTier | None, kv: KVManager, what: str) -> None:
+    """See that an engine can give KV of prompts to others, or take it from them.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if spec.state_bytes:
+        raise ValueError(f"{what}: the model has recurrent states, which no block holds")
+    if tier is None or not isinstance(kv, CanCache) or not kv.caches_prefixes():
+        raise ValueError(
+            f"{what} need a host tier and a prefix cache: set kv to tiered, host_kv_bytes above 0, and prefix_cache to "
+            "True"
+        )
+    if config.host_kv_dtype != "auto" or not config.execution.host_prefixes:
+        raise ValueError(f"{what} need host_kv_dtype='auto' and host_prefixes")

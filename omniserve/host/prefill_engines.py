@@ -1,0 +1,329 @@
+"""PrefillEngines: the prefill engines as an engine sees them. Connects to them, asks them, and takes KV from them.
+
+Messages are pickled (``core.link``). Blocks come in the layout of the host pool, as they are on the other end's, so the
+model, its weights and how blocks are laid out must be the same (``fingerprint``). Paper: omniserve 5.4.4.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from omniserve import __version__
+from omniserve.core import link
+from omniserve.core.config import PrefillConfig
+from omniserve.core.errors import PeerLost, PeerRefused
+from omniserve.core.link import Link
+from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
+from omniserve.core.stats import PrefillEngineStats
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """From an engine that comes."""
+
+    fingerprint: str
+    """Of the weights, and of how blocks are laid out."""
+    block_bytes: int
+    classes: tuple[str, ...]
+    """Names of the classes of its requests."""
+    version: str = __version__
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """To it: it may ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """To it, in the place of a welcome."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """From it: compute this, and send the KV of the blocks from ``first_block`` on, in their order."""
+
+    prefill: RemotePrefill
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """From it: nobody waits for this any more. What is left of it ends by ``Failed``."""
+
+    move_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """To it: the next blocks."""
+
+    move_id: int
+    data: bytes
+    """``[blocks, L, ...]``, each layer's part as in the host pool."""
+    checksum: int
+    """CRC-32 of ``data``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """To it: all blocks of this have been sent."""
+
+    move_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """To it: no more blocks of this will come."""
+
+    move_id: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """To it, every now and then."""
+
+
+@dataclass(slots=True)
+class _Order:
+    prefill: RemotePrefill
+    began_s: float
+    num_blocks: int = 0
+    """Blocks that have come."""
+
+
+@dataclass(slots=True)
+class _Engine:
+    """A prefill engine; needs the lock, but for what its own thread alone uses."""
+
+    number: int
+    address: tuple[str, int]
+    link: Link | None = None
+    orders: dict[int, _Order] = field(default_factory=dict)
+    last_end_s: float = 0.0
+    num_asked: int = 0
+    num_failed: int = 0
+    times_lost: int = 0
+
+    @property
+    def name(self) -> str:
+        return "the prefill engine at {}:{}".format(*self.address)
+
+
+class PrefillEngines:
+    """Keeps connections to prefill engines, in a thread for each. One thread calls it.
+
+    Every ``RemotePrefill`` that is started yields exactly one PREFILL_DONE or PREFILL_FAILED.
+
+    Args:
+        config: Where they are.
+        pool_LBK2SH: The host tier's pool, into which blocks come.
+        fingerprint: Of the weights, and of how blocks are laid out.
+        classes: Names of the classes of requests.
+
+    Raises:
+        ValueError: One refuses this engine for good, or a setting is wrong: the message says why.
+        OSError: The file with the secret cannot be read.
+    """
+
+    def __init__(self, config: PrefillConfig, pool_LBK2SH: Tensor, *, fingerprint: str, classes: Sequence[str]) -> None:
+        assert config.prefill_secret_file is not None
+        self._secret, self._timeout_s = link.read_secret(config.prefill_secret_file), config.prefill_timeout_s
+        self._pool_LBK2SH = pool_LBK2SH
+        self._block_bytes = pool_LBK2SH[:, 0].nbytes
+        self._hello = Hello(fingerprint, self._block_bytes, tuple(classes))
+        self._engines = [
+            _Engine(number, link.host_and_port(address)) for number, address in enumerate(config.prefill_engines, 1)
+        ]
+        self._lock = threading.Lock()
+        self._events: list[HostEvent] = []
+        self._refused: str | None = None
+        self._is_closed = threading.Event()
+        self._first = [threading.Event() for _ in self._engines]
+        self._threads = [
+            threading.Thread(target=self._keep, args=(each,), name=f"prefill-{each.number}", daemon=True)
+            for each in self._engines
+        ]
+        for thread in self._threads:
+            thread.start()
+        for first in self._first:
+            first.wait()
+        if self._refused is not None:
+            self.close()
+            raise ValueError(self._refused)
+
+    # -- called by the engine ------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """True while something that was asked for has not ended."""
+        return any(each.orders for each in self._engines) or bool(self._events)
+
+    def start(self, prefill: RemotePrefill) -> None:
+        """Ask an engine. Its host blocks are not used otherwise until the event."""
+        engine = self._engines[prefill.engine - 1]
+        with self._lock:
+            peer = engine.link
+            if peer is None:
+                self._events.append(HostEvent(kind=HostEventKind.PREFILL_FAILED, move_id=prefill.move_id))
+                return
+            engine.orders[prefill.move_id] = _Order(prefill, time.monotonic())
+            engine.num_asked += 1
+        self._tell(peer, Ask(prefill))
+
+    def cancel(self, move_id: int) -> None:
+        """Say that nobody waits for a prefill any more; its event comes all the same."""
+        for engine in self._engines:
+            if move_id in engine.orders and (peer := engine.link) is not None:
+                self._tell(peer, Cancel(move_id))
+
+    @staticmethod
+    def _tell(peer: Link, message: object) -> None:
+        try:
+            peer.send(message)
+        except PeerLost:
+            logger.debug("%s is gone: its thread finds that out, too", peer.name)
+
+    def poll(self) -> list[HostEvent]:
+        """Return what has happened since the last call. Never blocks."""
+        if not self._events:
+            return []
+        with self._lock:
+            events, self._events = self._events, []
+        return events
+
+    def stats(self) -> dict[str, PrefillEngineStats]:
+        """Return what there is to tell of each engine, by its address."""
+        return {
+            "{}:{}".format(*each.address): PrefillEngineStats(
+                is_connected=each.link is not None, times_lost=each.times_lost, prompts=each.num_asked,
+                failed=each.num_failed,
+            )
+            for each in self._engines
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """End the connections. A second call does nothing."""
+        self._is_closed.set()
+        with self._lock:
+            for engine in self._engines:
+                if engine.link is not None:
+                    engine.link.shut_down()
+        for thread in self._threads:
+            thread.join()
+
+    # -- the thread of an engine ---------------------------------------------------------------------------------
+
+    def _keep(self, engine: _Engine) -> None:
+        """Connect to an engine, take what it sends, and connect again when it is lost."""
+        pause_s, first = _FIRST_PAUSE_S, self._first[engine.number - 1]
+        while not self._is_closed.is_set():
+            try:
+                peer = self._connect(engine)
+            except PeerRefused as error:
+                if not first.is_set():
+                    self._refused = str(error)
+                    first.set()
+                    return
+                logger.warning("%s", error)
+            except (OSError, PeerLost) as error:
+                level = logging.DEBUG if first.is_set() else logging.WARNING
+                logger.log(level, "%s does not answer, and is left out until it does: %s", engine.name, error)
+            else:
+                pause_s = _FIRST_PAUSE_S
+                logger.info("%s has joined", engine.name)
+                first.set()
+                self._serve(engine, peer)
+            first.set()
+            self._is_closed.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _connect(self, engine: _Engine) -> Link:
+        peer = link.connect(engine.address, self._secret, _CONNECT_S, engine.name)
+        try:
+            peer.send(self._hello)
+            answer = peer.receive(self._timeout_s)
+        except PeerLost:
+            peer.close()
+            raise
+        if not isinstance(answer, Welcome):
+            peer.close()
+            why = answer.why if isinstance(answer, Refused) else f"it answers {type(answer).__name__}"
+            raise PeerRefused(f"{engine.name} refuses this engine: {why}")
+        with self._lock:
+            engine.link, engine.last_end_s = peer, time.monotonic()
+            self._events.append(HostEvent(kind=HostEventKind.PREFILL_JOINED, host=engine.number))
+        return peer
+
+    def _serve(self, engine: _Engine, peer: Link) -> None:
+        try:
+            while not self._is_closed.is_set():
+                self._take(engine, peer.receive(self._timeout_s))
+        except (PeerLost, ValueError, KeyError) as error:
+            if not self._is_closed.is_set():
+                logger.warning("%s is lost: %s", engine.name, error)
+        finally:
+            with self._lock:
+                engine.link = None
+                engine.times_lost += 1
+                orders, engine.orders = engine.orders, {}
+                self._events.append(HostEvent(kind=HostEventKind.PREFILL_LOST, host=engine.number))
+                for order in orders.values():
+                    self._end(order, HostEventKind.PREFILL_FAILED, 0.0)
+            peer.close()
+
+    def _take(self, engine: _Engine, message: object) -> None:
+        match message:
+            case Alive():
+                pass
+            case Blocks(move_id, data, checksum):
+                self._put(engine.orders[move_id], data, checksum)
+            case Done(move_id) | Failed(move_id):
+                is_done = isinstance(message, Done)
+                if isinstance(message, Failed) and message.why:
+                    logger.info("%s: %s", engine.name, message.why)
+                with self._lock:
+                    order = engine.orders.pop(move_id)
+                    now_s = time.monotonic()
+                    seconds = now_s - max(order.began_s, engine.last_end_s)
+                    engine.last_end_s = now_s
+                    whole = order.num_blocks == len(order.prefill.host_block_ids)
+                    kind = HostEventKind.PREFILL_DONE if is_done and whole else HostEventKind.PREFILL_FAILED
+                    self._end(order, kind, seconds)
+            case _:
+                raise ValueError(f"it sends {type(message).__name__}")
+
+    def _put(self, order: _Order, data: bytes, checksum: int) -> None:
+        """Write blocks to the pool."""
+        if zlib.crc32(data) != checksum:
+            raise ValueError("blocks have come with a wrong checksum")
+        count, rest = divmod(len(data), self._block_bytes)
+        ids = order.prefill.host_block_ids[order.num_blocks : order.num_blocks + count]
+        if rest or not count or len(ids) < count:
+            raise ValueError(f"it sends {len(data)} bytes of blocks, which is not what was asked for")
+        pool = self._pool_LBK2SH
+        blocks = torch.frombuffer(bytearray(data), dtype=pool.dtype).view(count, pool.shape[0], *pool.shape[2:])
+        pool[:, list(ids)] = blocks.transpose(0, 1)
+        order.num_blocks += count
+
+    def _end(self, order: _Order, kind: HostEventKind, seconds: float) -> None:
+        self._engines[order.prefill.engine - 1].num_failed += kind is HostEventKind.PREFILL_FAILED
+        self._events.append(HostEvent(
+            kind=kind, move_id=order.prefill.move_id, num_blocks=order.num_blocks, seconds=seconds,
+            host=order.prefill.engine,
+        ))  # fmt: skip

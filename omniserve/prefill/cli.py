@@ -1,0 +1,100 @@
+"""The command line of a prefill engine: it computes prompts for engines that decode, and sends them the KV.
+
+    python -m omniserve.prefill --listen HOST:PORT --secret-file FILE --model PATH_OR_HUB_ID
+
+The model must be the same as that of the engines, and so must --block-size and the names of classes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from omniserve.core import link
+from omniserve.core.errors import OmniServeError
+from omniserve.launch.dataclass_flags import positive
+from omniserve.launch.flags import add_engine_flags, config_from
+from omniserve.launch.loading import EngineLoader, builtin_model_path
+
+if TYPE_CHECKING:
+    from omniserve.prefill.server import PrefillServer
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser."""
+    parser = argparse.ArgumentParser(
+        prog="python -m omniserve.prefill",
+        description="Compute prompts for engines that decode, and send them the KV. The model, --block-size and the "
+        "names of classes must be those of the engines.",
+    )
+    parser.add_argument(
+        "--listen", required=True, metavar="HOST:PORT", help="address of this machine that engines connect to"
+    )
+    parser.add_argument(
+        "--secret-file",
+        required=True,
+        metavar="PATH",
+        help="the same secret as the engines' --prefill-secret-file, 16 characters or more",
+    )
+    parser.add_argument(
+        "--profile-time-limit", type=positive, default=30.0, metavar="SECONDS", help="of measuring (default: 30)"
+    )
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    add_engine_flags(parser)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve as a prefill engine until a signal ends it; return the exit status."""
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        run(args, link.read_secret(args.secret_file), link.host_and_port(args.listen), _end_by_signals)
+    except (ValueError, OSError, OmniServeError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _end_by_signals(server: PrefillServer) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
+        server.close()
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    print("listens at {}:{}".format(*server.address), flush=True)
+
+
+def run(
+    args: argparse.Namespace, secret: bytes, address: tuple[str, int], on_start: Callable[[PrefillServer], None]
+) -> None:
+    """Make an engine of flags, and serve as a prefill engine; ``on_start`` is called when it listens.
+
+    Raises:
+        OSError: There is no such model, or the address cannot be used.
+        ValueError: The settings do not fit the model or a prefill engine.
+        UnsupportedModelError: The model is not supported.
+    """
+    config = config_from(args)
+    if config.prefill.prefill_engines or config.parallel.num_ranks > 1:
+        raise ValueError("a prefill engine is one process, and asks no others: leave out the flags for that")
+    model = builtin_model_path() if args.model is None else args.model
+    loader = EngineLoader(
+        model=model, dtype=args.dtype, device=args.device, config=config, profile_time_limit_s=args.profile_time_limit
+    )
+    engine = loader(lambda message: logging.getLogger("omniserve.prefill").info("%s", message))
+    # These import torch, for which --help need not wait.
+    from omniserve.engine.fingerprint import kv_fingerprint
+    from omniserve.prefill.server import PrefillServer
+
+    with engine:
+        fingerprint = kv_fingerprint(engine.model.family.model, config)
+        server = PrefillServer(engine, fingerprint=fingerprint, secret=secret, address=address)
+        on_start(server)
+        server.run()

@@ -1,0 +1,303 @@
+"""PrefillServer: an engine that computes prompts for others, and sends blocks of KV as soon as they are in host memory.
+
+Its engine is like any other: the policy puts best-effort prompts beside latency-sensitive ones up to the same bounds,
+and prompts that begin alike share what was computed. Blocks are copied to the host pool as they are full, beside the
+steps (``Prefixes.save_all``). From there they are sent, in their order. Paper: omniserve 5.4.4.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from omniserve import __version__
+from omniserve.core import link
+from omniserve.core.errors import PeerLost, RequestRejected
+from omniserve.core.link import Link
+from omniserve.core.plan import RemotePrefill
+from omniserve.core.request import SLO, Request, SamplingParams
+from omniserve.engine.engine import Engine
+from omniserve.engine.network import require_shared_kv
+from omniserve.host.prefill_engines import Alive, Ask, Blocks, Cancel, Done, Failed, Hello, Refused, Welcome
+from omniserve.kv.base import KeepsPrefixesOnHost
+from omniserve.kv.prefix_cache import PrefixKeys
+
+logger = logging.getLogger(__name__)
+
+_HELLO_S, _ALIVE_S, _LOOK_S = 10.0, 1.0, 0.2
+_STEP_WAIT_S = 0.001
+_PIECE_BYTES, _MOST_QUEUED_BYTES = 4 << 20, 64 << 20
+_PATIENCE = 50
+"""Steps in which the blocks of a prompt that is computed must come to the host."""
+
+
+class _Session:
+    """An engine that asks: its connection, and the threads that receive and send."""
+
+    def __init__(self, peer: Link, inbox: queue.SimpleQueue[tuple[_Session, object]]) -> None:
+        self.peer = peer
+        self.queued_bytes = 0
+        """Of blocks that are to be sent."""
+        self._inbox = inbox
+        self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        for target in (self._receive, self._send):
+            threading.Thread(target=target, name="prefill-link", daemon=True).start()
+
+    def send(self, message: object) -> None:
+        """Send a message, in the order of these calls; this does not wait."""
+        if isinstance(message, Blocks):
+            with self._lock:
+                self.queued_bytes += len(message.data)
+        self._outbox.put(message)
+
+    def close(self) -> None:
+        """End the connection and the threads."""
+        self._outbox.put(None)
+        self.peer.shut_down()
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._inbox.put((self, self.peer.receive()))
+        except (PeerLost, OSError) as error:
+            self._inbox.put((self, error))
+
+    def _send(self) -> None:
+        with contextlib.suppress(PeerLost):  # the other thread finds that out, too
+            while True:
+                try:
+                    message = self._outbox.get(timeout=_ALIVE_S)
+                except queue.Empty:
+                    message = Alive()
+                if message is None:
+                    return
+                self.peer.send(message)
+                if isinstance(message, Blocks):
+                    with self._lock:
+                        self.queued_bytes -= len(message.data)
+
+
+@dataclass(slots=True)
+class _Export:
+    """A prompt that is computed for a session."""
+
+    session: _Session
+    move_id: int
+    request_id: str
+    keys: Sequence[bytes]
+    num_sent: int
+    """First blocks that were sent, or need not be."""
+    is_computed: bool = False
+    num_waits: int = 0
+    """Steps since then without a block to send."""
+
+
+@dataclass(slots=True)
+class _Counters:
+    asked: int = 0
+    done: int = 0
+    failed: int = 0
+    blocks_sent: int = 0
+
+
+class PrefillServer:
+    """Serves engines from ``run`` to ``close``; the engine's steps run in the thread that calls ``run``.
+
+    Args:
+        engine: Is closed by whoever made it.
+        fingerprint: ``kv_fingerprint`` of it.
+        secret: What an engine must know.
+        address: Where to listen; port 0: any.
+
+    Raises:
+        OSError: The address cannot be used.
+        ValueError: The engine cannot give its KV to others.
+    """
+
+    def __init__(
+        self, engine: Engine, *, fingerprint: str, secret: bytes, address: tuple[str, int] = ("127.0.0.1", 0)
+    ) -> None:
+        require_shared_kv(engine.config, engine.spec, engine.host_tier, engine.kv, "prefill engines")
+        assert engine.host_tier is not None and isinstance(engine.kv, KeepsPrefixesOnHost)
+        self._engine, self._kv, self._pool_LBK2SH = engine, engine.kv, engine.host_tier.pool_LBK2SH
+        engine.scheduler.requests.prefixes.save_all()
+        self._fingerprint, self._secret = fingerprint, secret
+        self._block_bytes = self._pool_LBK2SH[:, 0].nbytes
+        self._inbox: queue.SimpleQueue[tuple[_Session, object]] = queue.SimpleQueue()
+        self._sessions: set[_Session] = set()
+        self._exports: dict[str, _Export] = {}
+        self._num_requests = 0
+        self.counters = _Counters()
+        self._is_closed = threading.Event()
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._listener = socket.create_server(address, family=family)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        """Where it listens."""
+        threading.Thread(target=self._accept, name="prefill-accept", daemon=True).start()
+
+    def run(self) -> None:
+        """Compute prompts until ``close``.
+
+        Raises:
+            Stalled: The engine's host tier is.
+        """
+        engine = self._engine
+        while not self._is_closed.is_set():
+            self._take_messages(blocks=not (self._exports or engine.has_unfinished))
+            if not (self._exports or engine.has_unfinished):
+                continue
+            for output in engine.step():
+                if output.finished and (export := self._exports.get(output.request_id)) is not None:
+                    export.is_computed = True
+            for export in list(self._exports.values()):
+                self._send_blocks(export)
+            if engine.last_plan_was_empty:
+                engine.wait(_STEP_WAIT_S)
+        for session in list(self._sessions):
+            self._end(session)
+
+    def close(self) -> None:
+        """Have ``run`` return. May be called from any thread, and from a signal's handler."""
+        self._is_closed.set()
+        with contextlib.suppress(OSError):  # it is closed
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    # -- connections -----------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while not self._is_closed.is_set():
+            try:
+                connection, address = self._listener.accept()
+            except OSError as error:
+                if not self._is_closed.is_set():
+                    logger.error("no engine can connect any more: %s", error)
+                return
+            name = f"the engine at {address[0]}:{address[1]}"
+            threading.Thread(target=self._greet, args=(connection, name), name="prefill-greet", daemon=True).start()
+
+    def _greet(self, connection: socket.socket, name: str) -> None:
+        """Let a new connection prove itself, and see that its engine has the same model."""
+        try:
+            peer = link.accept(connection, self._secret, name)
+            hello = peer.receive(_HELLO_S)
+            if (why := self._why_refused(hello)) is not None:
+                peer.send(Refused(why))
+                peer.close()
+                logger.warning("%s is refused: %s", name, why)
+                return
+            peer.send(Welcome())
+        except PeerLost as error:
+            logger.warning("a connection is refused: %s", error)
+            return
+        logger.info("%s has joined", name)
+        session = _Session(peer, self._inbox)
+        self._inbox.put((session, None))
+
+    def _why_refused(self, hello: object) -> str | None:
+        if not isinstance(hello, Hello):
+            return f"it sends {type(hello).__name__}"
+        if hello.version != __version__:
+            return f"it runs OmniServe {hello.version}, and this one {__version__}"
+        if hello.block_bytes != self._block_bytes or hello.fingerprint != self._fingerprint:
+            return "it has another model, other weights, another dtype or block_size"
+        known = {spec.name for spec in self._engine.config.classes}
+        if unknown := [name for name in hello.classes if name not in known]:
+            return f"it has classes that are not known here: {', '.join(unknown)}; give both the same"
+        return None
+
+    def _end(self, session: _Session) -> None:
+        """Forget an engine and what it has asked for."""
+        self._sessions.discard(session)
+        for export in [export for export in self._exports.values() if export.session is session]:
+            self._drop(export)
+        session.close()
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def _take_messages(self, *, blocks: bool) -> None:
+        """Take the messages that are there; without anything else to do, wait a moment for one."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                session, message = self._inbox.get(timeout=_LOOK_S) if blocks else self._inbox.get_nowait()
+                blocks = False
+                match message:
+                    case None:
+                        self._sessions.add(session)
+                    case Ask(prefill):
+                        self._begin(session, prefill)
+                    case Cancel(move_id):
+                        self._cancel(session, move_id)
+                    case _:
+                        logger.warning("%s is lost: %s", session.peer.name, message)
+                        self._end(session)
+
+    def _begin(self, session: _Session, prefill: RemotePrefill) -> None:
+        self.counters.asked += 1
+        self._num_requests += 1
+        request_id = f"prefill-{self._num_requests}"
+        request = Request(
+            prompt_token_ids=list(prefill.token_ids), request_id=request_id, cache_salt=prefill.cache_salt,
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
+            service_class=prefill.service_class, slo=SLO(ttft_s=prefill.ttft_s or None),
+        )  # fmt: skip
+        block_size = self._engine.config.block_size
+        keys = PrefixKeys(block_size, salt=prefill.cache_salt)
+        count = len(prefill.token_ids) // block_size
+        export = _Export(
+            session, prefill.move_id, request_id, keys.up_to(prefill.token_ids, count)[:count], prefill.first_block
+        )
+        try:
+            self._engine.add(request)
+        except (ValueError, RequestRejected) as error:
+            self._fail(export, str(error))
+            return
+        self._exports[request_id] = export
+
+    def _cancel(self, session: _Session, move_id: int) -> None:
+        for export in list(self._exports.values()):
+            if export.session is session and export.move_id == move_id:
+                self._drop(export)
+                self._fail(export, "")
+
+    def _drop(self, export: _Export) -> None:
+        del self._exports[export.request_id]
+        self._engine.abort(export.request_id)
+
+    def _fail(self, export: _Export, why: str) -> None:
+        self.counters.failed += 1
+        export.session.send(Failed(export.move_id, why))
+
+    def _send_blocks(self, export: _Export) -> None:
+        """Send what has come to the host of a prompt, and its end."""
+        if export.session.queued_bytes > _MOST_QUEUED_BYTES:
+            return
+        most, blocks = max(1, _PIECE_BYTES // self._block_bytes), list[int]()
+        for key in export.keys[export.num_sent :]:
+            if len(blocks) == most or (block := self._kv.host_block_of(key)) is None:
+                break
+            blocks.append(block)
+        if blocks:
+            data = self._pool_LBK2SH[:, blocks].transpose(0, 1).contiguous().view(torch.uint8).numpy().tobytes()
+            export.session.send(Blocks(export.move_id, data, zlib.crc32(data)))
+            export.num_sent += len(blocks)
+            self.counters.blocks_sent += len(blocks)
+            export.num_waits = 0
+        if export.num_sent == len(export.keys):
+            del self._exports[export.request_id]
+            self.counters.done += 1
+            export.session.send(Done(export.move_id))
+        elif export.is_computed and not blocks and not self._engine.scheduler.is_saving:
+            export.num_waits += 1
+            if export.num_waits > _PATIENCE:
+                del self._exports[export.request_id]
+                self._fail(export, "host memory is short: a prompt was computed, but its KV was not kept")

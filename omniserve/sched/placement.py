@@ -1,0 +1,87 @@
+"""Placement: which prompts go to a prefill engine. Subclass it, write ``choose``, and register it.
+
+Paper: omniserve 5.4.4 (prefill and decode on instances of their own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omniserve.core.registry import Registry
+from omniserve.core.request import ServiceClass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """A prompt that waits."""
+
+    kind: ServiceClass
+    num_tokens: int
+    """So many of its tokens would be computed by a prefill engine; the last few are computed here."""
+    local_s: float | None
+    """In so many seconds its first token is predicted if it is computed here; None: nothing is predicted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillEngine:
+    """A prefill engine that can be asked."""
+
+    number: int
+    ls_tokens: int
+    """Tokens of latency-sensitive prompts that it has been given and has not computed."""
+    tokens: int
+    """Those of all prompts."""
+    token_s: float | None
+    """Seconds that it lately took for a token, hand-over included; None: it has computed nothing yet."""
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return when it is predicted to be done with a latency-sensitive prompt; 0 if nothing is known of it yet."""
+        return (self.ls_tokens + num_tokens) * (self.token_s or 0.0)
+
+
+class Placement:
+    """Chooses an engine for each prompt.
+
+    Args:
+        max_step_tokens: Tokens of the largest step of an engine.
+    """
+
+    def __init__(self, max_step_tokens: int) -> None:
+        self.max_step_tokens = max_step_tokens
+
+    def choose(self, prompt: Prompt, engines: Sequence[PrefillEngine]) -> PrefillEngine | None:
+        """Return the engine that is to compute a prompt, of those that can be asked; None: it is computed here.
+
+        A best-effort prompt is asked about again in each step as long as it waits, a latency-sensitive one once.
+        """
+        raise NotImplementedError
+
+
+PLACEMENTS: Registry[type[Placement]] = Registry("placement", package="omniserve.sched")
+
+
+@PLACEMENTS.register("always")
+class Always(Placement):
+    """Sends every prompt to the engine that has least to do."""
+
+    def choose(self, prompt: Prompt, engines: Sequence[PrefillEngine]) -> PrefillEngine | None:
+        return min(engines, key=lambda engine: engine.tokens, default=None)
+
+
+@PLACEMENTS.register("sooner")
+class Sooner(Placement):
+    """Sends a latency-sensitive prompt to where its first token is predicted sooner; best-effort ones fill the engines.
+
+    An engine computes latency-sensitive prompts first, in their order. Of best-effort ones it has two steps of work
+    ahead at most: the others are computed by whichever engine has time first, this one included.
+    """
+
+    def choose(self, prompt: Prompt, engines: Sequence[PrefillEngine]) -> PrefillEngine | None:
+        if prompt.kind is ServiceClass.BE:
+            free = [engine for engine in engines if engine.tokens < 2 * self.max_step_tokens]
+            return min(free, key=lambda engine: engine.tokens, default=None)
+        best = min(engines, key=lambda engine: engine.seconds(prompt.num_tokens), default=None)
+        if best is None or (prompt.local_s is not None and best.seconds(prompt.num_tokens) >= prompt.local_s):
+            return None
+        return best

@@ -1,0 +1,184 @@
+"""RemotePrefills: requests whose prompts a prefill engine computes wait beside their queue until the KV is here.
+
+It comes into host memory. From there it is copied to the device as they are admitted, like any prefix that the host has
+(``sched.prefixes``); the last tokens, less than a block and one more, are computed here. Paper: omniserve 5.4.4.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from omniserve.core.config import EngineConfig
+from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
+from omniserve.core.request import ServiceClass
+from omniserve.kv.base import KeepsPrefixesOnHost, KVManager
+from omniserve.sched import prefixes
+from omniserve.sched.placement import PLACEMENTS, PrefillEngine, Prompt
+from omniserve.sched.prefixes import Prefixes
+from omniserve.sched.state import LS, RequestState
+from omniserve.sched.step_cost import Forecast
+
+_MOST_TRIES = 2
+_RATE = 1 / 4
+"""Weight of the last prompt in the time that a token takes."""
+
+MOST_ASKED_FOR = {ServiceClass.LS: 64, ServiceClass.BE: 4}
+"""How many requests of a kind are asked about in a step, from the first of its queue on."""
+
+
+@dataclass(slots=True)
+class _Order:
+    """What an engine was asked for."""
+
+    engine: int
+    state: RequestState | None
+    """None: the request has ended."""
+    kind: ServiceClass
+    service_class: str
+    num_tokens: int
+
+
+class RemotePrefills:
+    """Asks prefill engines for prompts, and books what comes of it."""
+
+    def __init__(self, kv: KVManager, prefixes: Prefixes, config: EngineConfig) -> None:
+        wanted = bool(config.prefill.prefill_engines)
+        self._kv = kv if wanted and isinstance(kv, KeepsPrefixesOnHost) and prefixes.is_on else None
+        self._prefixes, self._block_size = prefixes, kv.block_size
+        self._placement = PLACEMENTS.get(config.prefill.prefill_placement)(config.max_num_batched_tokens)
+        self._token_s: dict[int, float | None] = {}
+        """By engine that can be asked."""
+        self._orders: dict[int, _Order] = {}
+        self._begun: list[RemotePrefill] = []
+        self._cancels: list[int] = []
+        self.num_tokens: Counter[str] = Counter()
+        """Counter, by class: tokens whose KV has come from prefill engines."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is an engine to be asked."""
+        return bool(self._kv is not None and self._token_s)
+
+    def give_up(self) -> None:
+        """Ask for nothing any more. What was asked for still comes."""
+        self._kv = None
+
+    def __contains__(self, state: RequestState) -> bool:
+        """Tell whether a request waits for an engine."""
+        return any(order.state is state for order in self._orders.values())
+
+    def states(self) -> Iterator[RequestState]:
+        """Yield the requests that wait for engines."""
+        yield from (order.state for order in self._orders.values() if order.state is not None)
+
+    def start(self, state: RequestState, now_s: float, forecast: Forecast | None, *, reserve_blocks: int) -> bool:
+        """Let an engine compute a WAITING request's prompt, if the placement says so and there is room for its KV.
+
+        ``reserve_blocks``: host blocks to leave free.
+        """
+        use = state.prefix
+        if self._kv is None or use is None or not use.may_restore or use.num_prefills >= _MOST_TRIES:
+            return False
+        keys, num_on_device, num_on_host = self._prefixes.parts(state)
+        first = num_on_device + num_on_host
+        num_tokens = (len(keys) - first) * self._block_size
+        if num_tokens < prefixes.LEAST_RESTORED_TOKENS:
+            return False
+        local_s = self._local_s(state, now_s, first * self._block_size, forecast)
+        chosen = self._placement.choose(
+            Prompt(kind=state.kind, num_tokens=num_tokens, local_s=local_s), [*map(self._view, self._token_s)]
+        )
+        if chosen is None:
+            if state.kind is LS:
+                use.num_prefills = _MOST_TRIES  # it is not asked about again
+            return False
+        taken = self._kv.start_awaiting_prefix(keys[num_on_device:first], keys[first:], reserve_blocks=reserve_blocks)
+        if taken is None:
+            return False
+        move_id, blocks = taken
+        ttft_s = state.slo.ttft_s
+        self._begun.append(RemotePrefill(
+            move_id=move_id, engine=chosen.number, token_ids=tuple(state.token_ids[: len(keys) * self._block_size]),
+            first_block=first, host_block_ids=blocks, service_class=state.service_class,
+            ttft_s=None if ttft_s is None else max(0.0, state.arrival_s + ttft_s - now_s),
+            cache_salt=state.request.cache_salt,
+        ))  # fmt: skip
+        self._orders[move_id] = _Order(chosen.number, state, state.kind, state.service_class, num_tokens)
+        use.num_prefills += 1
+        use.num_coming = num_on_host + len(blocks)
+        return True
+
+    def predict(self, state: RequestState) -> float | None:
+        """Return in how many seconds an engine is predicted to have computed a new request's prompt.
+
+        None: none would be asked, or none has told yet how fast it is.
+        """
+        if not self.is_on or state.prefix is None:
+            return None
+        keys, num_on_device, num_on_host = self._prefixes.parts(state)
+        num_tokens = (len(keys) - num_on_device - num_on_host) * self._block_size
+        if num_tokens < prefixes.LEAST_RESTORED_TOKENS:
+            return None
+        known = [engine for engine in map(self._view, self._token_s) if engine.token_s is not None]
+        return min((engine.seconds(num_tokens) for engine in known), default=None)
+
+    def _view(self, number: int) -> PrefillEngine:
+        orders = [order for order in self._orders.values() if order.engine == number]
+        return PrefillEngine(
+            number=number, tokens=sum(order.num_tokens for order in orders), token_s=self._token_s[number],
+            ls_tokens=sum(order.num_tokens for order in orders if order.kind is LS),
+        )  # fmt: skip
+
+    @staticmethod
+    def _local_s(state: RequestState, now_s: float, start: int, forecast: Forecast | None) -> float | None:
+        """Return in how many seconds a request's first token comes if its prompt is computed here."""
+        predicted_s = state.predicted_ttft_s if state.predicted_here_s is None else state.predicted_here_s
+        if predicted_s is not None:
+            return max(0.0, state.arrival_s + predicted_s - now_s)
+        if forecast is None:
+            return None
+        return forecast.step().seconds_with(start, state.num_tokens - start, samples=1)
+
+    def forget(self, state: RequestState) -> None:
+        """Forget a request that waits for an engine and has ended."""
+        for move_id, order in self._orders.items():
+            if order.state is state:
+                order.state = None
+                self._cancels.append(move_id)
+
+    def take_orders(self) -> tuple[RemotePrefill, ...]:
+        """Return, once, what was asked for; for the plan that is decided."""
+        begun, self._begun = tuple(self._begun), []
+        return begun
+
+    def take_cancels(self) -> tuple[int, ...]:
+        """Return, once, what nobody waits for any more."""
+        cancels, self._cancels = tuple(self._cancels), []
+        return cancels
+
+    def on_event(self, event: HostEvent) -> RequestState | None:
+        """Book an event of a prefill engine; return the request that waits no more, if there is one."""
+        if event.kind is HostEventKind.PREFILL_JOINED:
+            self._token_s[event.host] = None
+            return None
+        if event.kind is HostEventKind.PREFILL_LOST:
+            self._token_s.pop(event.host, None)
+            return None
+        order = self._orders.pop(event.move_id)
+        if self._kv is None:  # given up: the blocks stay taken, as nobody is to find them
+            return order.state
+        self._kv.end_awaiting_prefix(event.move_id, event.num_blocks)
+        self.num_tokens[order.service_class] += event.num_blocks * self._block_size
+        if event.kind is HostEventKind.PREFILL_DONE and order.engine in self._token_s:
+            token_s, before_s = event.seconds / order.num_tokens, self._token_s[order.engine]
+            self._token_s[order.engine] = token_s if before_s is None else before_s + _RATE * (token_s - before_s)
+        if order.state is not None and order.state.prefix is not None and event.kind is HostEventKind.PREFILL_DONE:
+            order.state.prefix.num_prefills = _MOST_TRIES  # what the host loses meanwhile is computed here
+        return order.state
+
+    def look_again(self, state: RequestState) -> None:
+        """Ask about a request anew that comes to wait again, as it was preempted."""
+        if state.prefix is not None:
+            state.prefix.num_prefills = 0

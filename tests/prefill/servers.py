@@ -1,0 +1,92 @@
+"""Prefill engines of tiny models, each a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from omniserve import Engine, EngineConfig, patch
+from omniserve.engine.fingerprint import kv_fingerprint
+from omniserve.prefill.server import PrefillServer
+from tests.engine_settings import flat_config
+from tests.parity.models import tiny_model
+
+SECRET = "a secret of some length"
+
+
+def config_of(model: PreTrainedModel, **settings: Any) -> EngineConfig:
+    """Return settings of a prefill engine for a patched tiny model."""
+    block_bytes = model.omniserve.spec.kv_block_bytes(8)
+    sizes = {
+        "block_size": 8, "device_kv_bytes": 40 * block_bytes, "host_kv_bytes": 60 * block_bytes, "kv": "tiered",
+        "max_num_batched_tokens": 24, "host_threads": 1, "compile": False, "prefix_cache": True,
+        "max_host_requests": 4, "async_steps": False,
+    }  # fmt: skip
+    return flat_config({**sizes, **settings})
+
+
+class Server:
+    """A prefill engine in a process of its own."""
+
+    def __init__(self, process: BaseProcess, pipe: Connection) -> None:
+        self.process, self._pipe = process, pipe
+        self.address: tuple[str, int] = pipe.recv()
+
+    def stats(self) -> dict[str, int]:
+        """Return its counters."""
+        self._pipe.send("stats")
+        told: dict[str, int] = self._pipe.recv()
+        return told
+
+    def close(self) -> None:
+        self._pipe.close()
+        self.process.join(20)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+
+
+@contextlib.contextmanager
+def prefill_server(family: str, port: int = 0, dtype: str = "float32", **settings: Any) -> Iterator[Server]:
+    """Run a prefill engine with a tiny model of its own."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    pipe, other = context.Pipe()
+    process = context.Process(target=_serve, args=(family, port, dtype, settings, other))
+    process.start()
+    other.close()
+    server = Server(process, pipe)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _serve(family: str, port: int, dtype: str, settings: dict[str, Any], pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    model = patch(tiny_model(family, getattr(torch, dtype)), compile=False)
+    config = config_of(model, **settings)
+    with Engine(model, config) as engine:
+        server = PrefillServer(
+            engine, fingerprint=kv_fingerprint(model, config), secret=SECRET.encode(), address=("127.0.0.1", port)
+        )
+        pipe.send(server.address)
+
+        def answer() -> None:
+            with contextlib.suppress(EOFError):
+                while True:
+                    pipe.recv()
+                    pipe.send(dataclasses.asdict(server.counters))
+            server.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        server.run()
