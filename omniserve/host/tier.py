@@ -268,7 +268,8 @@ class HostTier:
             RuntimeError: A tensor has the wrong shape, dtype or layout. Nothing is expected.
         """
         widths_R = torch.ones_like(slots_R) if widths_R is None else widths_R
-        _expect(self._handle, step, layers_R - self._first_layer, slots_R, widths_R, may_skip)
+        layers_R = layers_R - self._first_layer if self._first_layer else layers_R
+        _expect(self._handle, step, layers_R, slots_R, widths_R, may_skip)
 
     def cancel(self, slot: int) -> bool:
         """Drop the slot's task, if any, and unbind the slot.

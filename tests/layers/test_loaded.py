@@ -67,7 +67,7 @@ def test_a_peft_model_is_patched_as_it_is(peft: Any, family: str) -> None:
     with Engine(model, EngineConfig(device_kv_bytes=1 << 20, host_kv_bytes=0)) as engine:
         assert engine.model is model.omniserve
     with torch.inference_mode():
-        assert torch.equal(model(input_ids=IDS).logits, before)
+        torch.testing.assert_close(model(input_ids=IDS).logits, before)  # packed weights are summed in another order
     assert unpatch(model) is model
     assert not hasattr(model, "omniserve")
     assert sorted(model.__dict__) == names and forwards(model) == state
@@ -157,7 +157,7 @@ def test_hooks_on_one_device_are_out_while_patched(family: str) -> None:
     patch(model, compile=False)
     assert [name for name, forward in forwards(model).items() if forward is not None] == [""]
     with torch.inference_mode():
-        assert torch.equal(model(IDS).logits, before)
+        torch.testing.assert_close(model(IDS).logits, before)
     unpatch(model)
     assert forwards(model) == state
 
