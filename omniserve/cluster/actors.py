@@ -50,7 +50,8 @@ class PrefillEngine:
         secret: What the engine's ``prefill_secret_file`` has.
         ip: Where it listens; None: at the node's own address.
         port: The same again if Ray starts it again, so that the engine finds it.
-        flags: Of the server; those that are not an engine's are left out.
+        flags: Of the server. Those that are not an engine's are left out, and so are the files of its disk tier and of
+            its trace, which two processes must not share.
     """
 
     def __init__(self, secret: bytes, ip: str | None, port: int, flags: Sequence[str]) -> None:
@@ -60,7 +61,7 @@ class PrefillEngine:
         threading.Thread(target=self._serve, name="prefill", daemon=True).start()
 
     def address(self) -> str:
-        """Return where it listens, once it has loaded the model."""
+        """Return where it will listen, when it has loaded the model."""
         return "{}:{}".format(*self._address)
 
     def _serve(self) -> None:
@@ -69,8 +70,9 @@ class PrefillEngine:
 
         try:
             args, _ = build_parser().parse_known_args(self._flags)
+            args.disk_kv_gib, args.disk_kv_keep, args.trace_steps = 0.0, False, None
             run(args, self._secret, self._address, lambda server: None)
-        except Exception:  # whatever it is, the process ends with it
+        except BaseException:  # whatever it is, an exit of the parser too: the process ends with it
             logging.getLogger("omniserve.cluster").exception("a prefill engine has failed")
         finally:
             time.sleep(_PAUSE_S)

@@ -70,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level="INFO", format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         _check(args)
+        if args.prefill_engines and any(flag.split("=")[0] == "--config" for flag in server_flags):
+            raise ValueError("prefill engines read no --config: give the settings of the model as flags behind --")
         import ray
     except ValueError as error:
         parser.error(str(error))

@@ -125,7 +125,7 @@ class Link:
         del self._buffer[:end]
         try:
             return self._codec.loads(data)
-        except ValueError as error:
+        except Exception as error:  # pickle raises any
             raise PeerLost(f"{self.name} sends a message that cannot be read: {error}") from error
 
     def _wait(self, timeout_s: float | None) -> None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from omniserve.core.config import EngineConfig
-from omniserve.core.errors import EngineStopped, Stalled
+from omniserve.core.errors import EngineStopped, PeerLost, Stalled
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import Completion, Request, RequestLimits, RequestOutput, ServiceClass
 from omniserve.core.spec import ModelSpec
@@ -60,7 +60,9 @@ from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
 
 logger = logging.getLogger(__name__)
 
-_DISK_POLL_S = 0.001
+_COPY_POLL_S = 0.001
+_PREFILL_WAIT_S = 0.005
+"""Nothing but prefill engines works for this one: to look more often for new requests would take their cores."""
 _LAST_WRITES_S = 10.0
 _IDLE_STEPS = 3  # a block that has just been filled is copied two plans later at the soonest
 COARSE_MARGIN = 1.2
@@ -364,13 +366,16 @@ class Engine:
         """
         if self.host_tier is None:
             return
-        waits_for_copies = self.disk is not None and self.disk.busy
-        waits_for_copies |= self.prefill_engines is not None and self.prefill_engines.busy
+        waits_for_disk = self.disk is not None and self.disk.busy
+        waits_for_copies = waits_for_disk or (self.prefill_engines is not None and self.prefill_engines.busy)
         if self.host_tier.is_stalled and self.last_plan_was_empty and self.has_unfinished and not waits_for_copies:
             count = len(self._stepper.requests)
             what = f"{count} requests wait" if count else "what ended requests held waits"
             raise Stalled(f"{what} for the host tier, which is stalled (see the log): start the engine again")
-        self.host_tier.wait(min(timeout_s, _DISK_POLL_S) if waits_for_copies else timeout_s)
+        if self.prefill_engines is not None and not (self.host_tier.busy or waits_for_disk):
+            self.prefill_engines.wait(max(timeout_s, _PREFILL_WAIT_S))
+        else:
+            self.host_tier.wait(min(timeout_s, _COPY_POLL_S) if waits_for_copies else timeout_s)
 
     def use_profile(self, profile: Profile) -> None:
         """Predict by another profile from now on; the engine must have one. What is learned from steps begins anew.
@@ -479,7 +484,7 @@ class Engine:
                 if self.disk is not None:
                     self.disk.close()
                 if self._group is not None:
-                    self._group.end_engine()
+                    self._end_on_ranks(self._group)
                 if self.hosts is not None:
                     self.hosts.close()
                 if self.prefill_engines is not None:
@@ -488,6 +493,14 @@ class Engine:
                     self.host_tier.close()
                 else:
                     drain(self.model.device)
+
+    def _end_on_ranks(self, group: RankGroup) -> None:
+        if not group.is_lost:
+            try:
+                self._stepper.finish()  # or the next engine of these ranks would get the rows of this one's steps
+            except (PeerLost, Stalled) as error:
+                logger.warning("steps in flight did not end: %s", error)
+        group.end_engine()
 
     def _write_prefixes(self) -> None:
         """Abort all requests, and write the prefixes to disk that are still to be written."""
@@ -498,7 +511,7 @@ class Engine:
             while num_idle < _IDLE_STEPS and time.monotonic() < deadline_s:
                 self.step()
                 if self.scheduler.is_saving:
-                    self.wait(_DISK_POLL_S)
+                    self.wait(_COPY_POLL_S)
                 num_idle = 0 if self.scheduler.is_saving else num_idle + 1
         except (RuntimeError, Stalled) as error:
             logger.warning("some prefixes were not written to disk: %s", error)

@@ -192,6 +192,11 @@ class Stepper:
                 outputs += self._collect(self._in_stages.popleft())
         return outputs
 
+    def finish(self) -> None:
+        """Wait for the steps in flight, and drop what they give. Nothing is stepped after this."""
+        while self._in_stages:
+            self._runner.collect(self._in_stages.popleft().launched)
+
     def abort(self, request_id: str) -> bool:
         """End a request now and free what it holds; False if it is unknown or has finished."""
         if self._scheduler.abort(request_id, self._clock()) is None:

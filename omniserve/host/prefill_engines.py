@@ -6,7 +6,9 @@ model, its weights and how blocks are laid out must be the same (``fingerprint``
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import threading
 import time
 import zlib
@@ -114,6 +116,8 @@ class _Engine:
     number: int
     address: tuple[str, int]
     link: Link | None = None
+    outbox: queue.SimpleQueue[object] = field(default_factory=queue.SimpleQueue)
+    """What is to be sent; a new one for each connection, as None ends it."""
     orders: dict[int, _Order] = field(default_factory=dict)
     last_end_s: float = 0.0
     num_asked: int = 0
@@ -152,6 +156,7 @@ class PrefillEngines:
         ]
         self._lock = threading.Lock()
         self._events: list[HostEvent] = []
+        self._has_news = threading.Event()
         self._refused: str | None = None
         self._is_closed = threading.Event()
         self._first = [threading.Event() for _ in self._engines]
@@ -178,26 +183,19 @@ class PrefillEngines:
         """Ask an engine. Its host blocks are not used otherwise until the event."""
         engine = self._engines[prefill.engine - 1]
         with self._lock:
-            peer = engine.link
-            if peer is None:
-                self._events.append(HostEvent(kind=HostEventKind.PREFILL_FAILED, move_id=prefill.move_id))
+            if engine.link is None:
+                self._tell(HostEvent(kind=HostEventKind.PREFILL_FAILED, move_id=prefill.move_id))
                 return
             engine.orders[prefill.move_id] = _Order(prefill, time.monotonic())
             engine.num_asked += 1
-        self._tell(peer, Ask(prefill))
+            engine.outbox.put(Ask(prefill))
 
     def cancel(self, move_id: int) -> None:
         """Say that nobody waits for a prefill any more; its event comes all the same."""
-        for engine in self._engines:
-            if move_id in engine.orders and (peer := engine.link) is not None:
-                self._tell(peer, Cancel(move_id))
-
-    @staticmethod
-    def _tell(peer: Link, message: object) -> None:
-        try:
-            peer.send(message)
-        except PeerLost:
-            logger.debug("%s is gone: its thread finds that out, too", peer.name)
+        with self._lock:
+            for engine in self._engines:
+                if move_id in engine.orders:
+                    engine.outbox.put(Cancel(move_id))
 
     def poll(self) -> list[HostEvent]:
         """Return what has happened since the last call. Never blocks."""
@@ -205,7 +203,12 @@ class PrefillEngines:
             return []
         with self._lock:
             events, self._events = self._events, []
+            self._has_news.clear()
         return events
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until ``poll`` has something to return or the time is over."""
+        self._has_news.wait(timeout_s)
 
     def stats(self) -> dict[str, PrefillEngineStats]:
         """Return what there is to tell of each engine, by its address."""
@@ -231,7 +234,16 @@ class PrefillEngines:
 
     def _keep(self, engine: _Engine) -> None:
         """Connect to an engine, take what it sends, and connect again when it is lost."""
-        pause_s, first = _FIRST_PAUSE_S, self._first[engine.number - 1]
+        try:
+            self._keep_on(engine, self._first[engine.number - 1])
+        except Exception as error:  # a defect: the engine at least goes on without this one
+            logger.exception("%s is given up", engine.name)
+            self._refused = f"{engine.name}: {type(error).__name__}: {error}"
+        finally:
+            self._first[engine.number - 1].set()
+
+    def _keep_on(self, engine: _Engine, first: threading.Event) -> None:
+        pause_s = _FIRST_PAUSE_S
         while not self._is_closed.is_set():
             try:
                 peer = self._connect(engine)
@@ -266,25 +278,38 @@ class PrefillEngines:
             why = answer.why if isinstance(answer, Refused) else f"it answers {type(answer).__name__}"
             raise PeerRefused(f"{engine.name} refuses this engine: {why}")
         with self._lock:
-            engine.link, engine.last_end_s = peer, time.monotonic()
-            self._events.append(HostEvent(kind=HostEventKind.PREFILL_JOINED, host=engine.number))
+            engine.link, engine.last_end_s, engine.outbox = peer, time.monotonic(), queue.SimpleQueue()
+            self._tell(HostEvent(kind=HostEventKind.PREFILL_JOINED, host=engine.number))
         return peer
 
+    def _send(self, outbox: queue.SimpleQueue[object], peer: Link) -> None:
+        """Send what there is, in a thread: a step waits for no connection."""
+        with contextlib.suppress(PeerLost):  # the other thread finds that out, too
+            while (message := outbox.get()) is not None:
+                peer.send(message)
+
     def _serve(self, engine: _Engine, peer: Link) -> None:
+        outbox = engine.outbox
+        sender = threading.Thread(target=self._send, args=(outbox, peer), name="prefill-send", daemon=True)
+        sender.start()
         try:
             while not self._is_closed.is_set():
                 self._take(engine, peer.receive(self._timeout_s))
-        except (PeerLost, ValueError, KeyError) as error:
+        except Exception as error:  # whatever it sends: it is not to be trusted any more
             if not self._is_closed.is_set():
-                logger.warning("%s is lost: %s", engine.name, error)
+                what = error if isinstance(error, (PeerLost, ValueError)) else f"{type(error).__name__}: {error}"
+                logger.warning("%s is lost: %s", engine.name, what)
         finally:
             with self._lock:
                 engine.link = None
                 engine.times_lost += 1
                 orders, engine.orders = engine.orders, {}
-                self._events.append(HostEvent(kind=HostEventKind.PREFILL_LOST, host=engine.number))
+                self._tell(HostEvent(kind=HostEventKind.PREFILL_LOST, host=engine.number))
                 for order in orders.values():
                     self._end(order, HostEventKind.PREFILL_FAILED, 0.0)
+            outbox.put(None)
+            peer.shut_down()  # or the other thread might be sending for ever
+            sender.join()
             peer.close()
 
     def _take(self, engine: _Engine, message: object) -> None:
@@ -321,9 +346,13 @@ class PrefillEngines:
         pool[:, list(ids)] = blocks.transpose(0, 1)
         order.num_blocks += count
 
+    def _tell(self, event: HostEvent) -> None:
+        self._events.append(event)
+        self._has_news.set()
+
     def _end(self, order: _Order, kind: HostEventKind, seconds: float) -> None:
         self._engines[order.prefill.engine - 1].num_failed += kind is HostEventKind.PREFILL_FAILED
-        self._events.append(HostEvent(
+        self._tell(HostEvent(
             kind=kind, move_id=order.prefill.move_id, num_blocks=order.num_blocks, seconds=seconds,
             host=order.prefill.engine,
         ))  # fmt: skip

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_MOST_UNDER_WAY = 64
-
 
 class StageLink:
     """A rank's connections to the stages before and behind its own.
@@ -24,14 +22,17 @@ class StageLink:
         before: The rank whose rows come here; None: this stage is the first.
         behind: The rank that gets this one's; None: this stage is the last.
         width: D.
+        most_under_way: So many sends are kept until they are waited for: more than there are steps in flight, so that
+            the oldest one has been received by then.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, before: int | None = None, behind: int | None = None,
-        width: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+        width: int = 0, most_under_way: int = 2, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
     ) -> None:  # fmt: skip
         self._group, self._before, self._behind = group, before, behind
         self._width, self._dtype, self._device = width, dtype, device
+        self._most_under_way = most_under_way
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
     @property
@@ -72,7 +73,8 @@ class StageLink:
     def send(self, rows_TD: Tensor) -> None:
         """Send a step's rows to the stage behind, if there is one. Nothing may write to them later.
 
-        This waits for no receiver, unless very many steps are under way.
+        A CPU waits for no receiver, as long as no more steps are in flight than there are stages. A GPU's stream does:
+        what is launched behind this begins when the rows have gone.
 
         Raises:
             RuntimeError: The rank is gone.
@@ -86,5 +88,5 @@ class StageLink:
             work.wait()  # the stream does; the memory is reused in its order
             return
         self._under_way.append((work, rows_TD))
-        while self._under_way and (len(self._under_way) > _MOST_UNDER_WAY or self._under_way[0][0].is_completed()):
+        while len(self._under_way) > self._most_under_way:  # gloo tells only in wait() that a send is over
             self._under_way.popleft()[0].wait()

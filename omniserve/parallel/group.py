@@ -110,8 +110,9 @@ def stage_link(model: PatchedModel, place: Place, group: dist.ProcessGroup | Non
         ids_T = torch.zeros(1, dtype=torch.int64, device=model.device)
         width = model.embed(ids_T, ids_T).shape[1]
     return StageLink(
-        group, before=place.before, behind=place.behind, width=width, dtype=model.dtype, device=model.device
-    )
+        group, before=place.before, behind=place.behind, width=width, most_under_way=place.num_stages,
+        dtype=model.dtype, device=model.device,
+    )  # fmt: skip
 
 
 def _process_group(
@@ -327,6 +328,11 @@ class RankGroup:
         return answer
 
     # -- steps ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_lost(self) -> bool:
+        """A rank is gone, so that no step can run any more."""
+        return self._lost is not None
 
     def tell(self, message: Any) -> None:
         """Send a message to all other ranks.

@@ -29,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
     parser = argparse.ArgumentParser(
         prog="python -m omniserve.prefill",
+        allow_abbrev=False,  # Ray gives it the server's flags, of which it takes those that it knows
         description="Compute prompts for engines that decode, and send them the KV. The model, --block-size and the "
         "names of classes must be those of the engines.",
     )

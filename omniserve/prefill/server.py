@@ -12,6 +12,7 @@ import logging
 import queue
 import socket
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _HELLO_S, _ALIVE_S, _LOOK_S = 10.0, 1.0, 0.2
 _STEP_WAIT_S = 0.001
+_LONGEST_STEP_S = 60.0
+"""An engine whose step takes longer does not say that it is alive any more."""
 _PIECE_BYTES, _MOST_QUEUED_BYTES = 4 << 20, 64 << 20
 _PATIENCE = 50
 """Steps in which the blocks of a prompt that is computed must come to the host."""
@@ -44,6 +47,8 @@ class _Session:
 
     def __init__(self, peer: Link, inbox: queue.SimpleQueue[tuple[_Session, object]]) -> None:
         self.peer = peer
+        self.turned_s = time.monotonic()
+        """When the thread with the engine's steps was last seen to get on."""
         self.queued_bytes = 0
         """Of blocks that are to be sent."""
         self._inbox = inbox
@@ -77,6 +82,8 @@ class _Session:
                 try:
                     message = self._outbox.get(timeout=_ALIVE_S)
                 except queue.Empty:
+                    if time.monotonic() - self.turned_s > _LONGEST_STEP_S:
+                        continue
                     message = Alive()
                 if message is None:
                     return
@@ -150,20 +157,28 @@ class PrefillServer:
         Raises:
             Stalled: The engine's host tier is.
         """
+        try:
+            while not self._is_closed.is_set():
+                self._turn()
+        finally:
+            for session in self._sessions:
+                session.close()
+
+    def _turn(self) -> None:
+        """Take messages, run a step if there is something to do, and send what has come of it."""
         engine = self._engine
-        while not self._is_closed.is_set():
-            self._take_messages(blocks=not (self._exports or engine.has_unfinished))
-            if not (self._exports or engine.has_unfinished):
-                continue
-            for output in engine.step():
-                if output.finished and (export := self._exports.get(output.request_id)) is not None:
-                    export.is_computed = True
-            for export in list(self._exports.values()):
-                self._send_blocks(export)
-            if engine.last_plan_was_empty:
-                engine.wait(_STEP_WAIT_S)
-        for session in list(self._sessions):
-            self._end(session)
+        for session in self._sessions:
+            session.turned_s = time.monotonic()
+        self._take_messages(blocks=not (self._exports or engine.has_unfinished))
+        if not (self._exports or engine.has_unfinished):
+            return
+        for output in engine.step():
+            if output.finished and (export := self._exports.get(output.request_id)) is not None:
+                export.is_computed = True
+        for export in list(self._exports.values()):
+            self._send_blocks(export)
+        if engine.last_plan_was_empty:
+            engine.wait(_STEP_WAIT_S)
 
     def close(self) -> None:
         """Have ``run`` return. May be called from any thread, and from a signal's handler."""

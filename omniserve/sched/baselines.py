@@ -121,10 +121,12 @@ class NonPreemptivePolicy(Policy):
         batch, requests = Batch(self.requests, now_s), self.requests
         preemptions = requests.num_preemptions
         self._running = [state for state in self._running if state.phase is Phase.DEVICE]
-        free = [state for state in self._running if not state.is_held]
-        for state in free:
+        for state in [state for state in self._running if not state.is_held]:
             while state.phase is Phase.DEVICE and batch.add(state) is Bound.MEMORY:
-                requests.preempt(next(last for last in reversed(free) if last.phase is Phase.DEVICE))
+                last = next(last for last in reversed(self._running) if last.phase is Phase.DEVICE)
+                if last.is_in_flight:
+                    break  # it gives way when its step has ended
+                requests.preempt(last)
         if requests.num_preemptions == preemptions:
             known = {state.request_id for state in self._running}
             if batch.admit_waiting(LS) is None:

@@ -197,7 +197,7 @@ class Batch:
     ) -> Bound | None:
         """Schedule a DEVICE request; if blocks are short, others give way (youngest first) until it fits.
 
-        If none is left that can, the request itself gives way.
+        If none is left that can, the request itself gives way; but it waits for one that a step in flight has.
 
         Args:
             victims: Kinds that may lose a request, first to last; of the request's own kind only those behind it do.
@@ -206,6 +206,8 @@ class Batch:
         let_go = let_go or self._requests.preempt
         while (refused_by := self.add(state, bound_s=bound_s, min_tokens=min_tokens)) is Bound.MEMORY:
             victim = self.youngest_victim(state, victims)
+            if victim is not None and victim.is_in_flight:
+                break
             let_go(victim or state)
             if victim is None:
                 break
@@ -236,7 +238,10 @@ class Batch:
         device = self._requests.device
         for state in by_arrival(device[kind] for kind in kinds):
             while state.phase is Phase.DEVICE and self.add(state) is Bound.MEMORY:
-                self._requests.preempt(by_arrival(device.values())[-1])
+                youngest = max((s for queue in device.values() for s in queue.everyone()), key=lambda s: s.order)
+                if youngest.is_in_flight:
+                    return  # it gives way when its step has ended
+                self._requests.preempt(youngest)
 
     def admit_waiting(self, kind: ServiceClass, *, victims: Iterable[ServiceClass] = ()) -> Bound | None:
         """Admit waiting requests of one kind in order, until one is kept out; return by what.
@@ -275,14 +280,20 @@ class Batch:
         return True
 
     def youngest_victim(self, state: RequestState, kinds: Iterable[ServiceClass]) -> RequestState | None:
-        """Return which request ``run_or_preempt`` would preempt for ``state``; None if none is left."""
+        """Return which request ``run_or_preempt`` would preempt for ``state``; None if none is left.
+
+        One that a step in flight has, if all others are gone.
+        """
+        in_flight: RequestState | None = None
         for kind in kinds:
-            for victim in reversed(self._requests.device[kind]):
+            for victim in reversed(self._requests.device[kind].everyone()):
                 same_kind = victim.kind is state.kind
                 if victim in self or victim is state or (same_kind and victim.priority_key < state.priority_key):
                     continue
-                return victim
-        return None
+                if not victim.is_in_flight:
+                    return victim
+                in_flight = in_flight or victim
+        return in_flight
 
     def start_move(self, state: RequestState, direction: MoveDirection, *, reserve_blocks: int = 0) -> bool:
         """Begin to move a request that stands at a token boundary to the other tier; False if there is no room."""

@@ -81,7 +81,7 @@ class Sooner(Placement):
         if prompt.kind is ServiceClass.BE:
             free = [engine for engine in engines if engine.tokens < 2 * self.max_step_tokens]
             return min(free, key=lambda engine: engine.tokens, default=None)
-        best = min(engines, key=lambda engine: engine.seconds(prompt.num_tokens), default=None)
+        best = min(engines, key=lambda each: (each.seconds(prompt.num_tokens), each.tokens), default=None)
         if best is None or (prompt.local_s is not None and best.seconds(prompt.num_tokens) >= prompt.local_s):
             return None
         return best

@@ -21,7 +21,8 @@ from omniserve.sched.step_cost import Forecast
 class Policy:
     """Puts together a step from the requests that it is given. It reads no clock and touches no tensor.
 
-    A policy that keeps requests itself from step to step leaves out those that are held (``RequestState.is_held``).
+    A policy that keeps requests itself from step to step leaves out those that are held (``RequestState.is_held``), and
+    lets none give way that is in flight.
 
     All but ``schedule`` are hooks, for policies that learn from what happens. Without a latency model there is no
     ``forecast`` of what a step will take.

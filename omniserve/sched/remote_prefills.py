@@ -23,6 +23,8 @@ from omniserve.sched.step_cost import Forecast
 _MOST_TRIES = 2
 _RATE = 1 / 4
 """Weight of the last prompt in the time that a token takes."""
+_FORGETTING = 1 / 16
+"""By so much the time falls each time that an engine is found too slow: or one slow prompt would be the last."""
 
 MOST_ASKED_FOR = {ServiceClass.LS: 64, ServiceClass.BE: 4}
 """How many requests of a kind are asked about in a step, from the first of its queue on."""
@@ -61,9 +63,18 @@ class RemotePrefills:
         """Whether there is an engine to be asked."""
         return bool(self._kv is not None and self._token_s)
 
-    def give_up(self) -> None:
-        """Ask for nothing any more. What was asked for still comes."""
+    def give_up(self) -> list[RequestState]:
+        """Ask for nothing any more; return the requests that wait for engines, and do so no more."""
+        waiting = [*self.states()]
+        for order in self._orders.values():
+            order.state = None
         self._kv = None
+        return waiting
+
+    @property
+    def is_cancelling(self) -> bool:
+        """Whether an engine is to be told that nobody waits for something."""
+        return bool(self._cancels)
 
     def __contains__(self, state: RequestState) -> bool:
         """Tell whether a request waits for an engine."""
@@ -93,6 +104,8 @@ class RemotePrefills:
         if chosen is None:
             if state.kind is LS:
                 use.num_prefills = _MOST_TRIES  # it is not asked about again
+                for number, token_s in self._token_s.items():
+                    self._token_s[number] = None if token_s is None else (1 - _FORGETTING) * token_s
             return False
         taken = self._kv.start_awaiting_prefix(keys[num_on_device:first], keys[first:], reserve_blocks=reserve_blocks)
         if taken is None:
@@ -167,8 +180,8 @@ class RemotePrefills:
             self._token_s.pop(event.host, None)
             return None
         order = self._orders.pop(event.move_id)
-        if self._kv is None:  # given up: the blocks stay taken, as nobody is to find them
-            return order.state
+        if self._kv is None:
+            return None  # given up: the blocks stay taken, as nobody is to find them
         self._kv.end_awaiting_prefix(event.move_id, event.num_blocks)
         self.num_tokens[order.service_class] += event.num_blocks * self._block_size
         if event.kind is HostEventKind.PREFILL_DONE and order.engine in self._token_s:

@@ -131,7 +131,8 @@ class RequestTable:
 
         Copies of cached prefixes to the host do not count: no request waits for them.
         """
-        return not (self.states or self.moving or self.abandoned_moves or self._draining or self.checkpoints.busy)
+        is_busy = self.checkpoints.busy or self.remote_prefills.is_cancelling
+        return not (self.states or self.moving or self.abandoned_moves or self._draining or is_busy)
 
     # -- changes of place ----------------------------------------------------------------------------------------
 
@@ -170,7 +171,9 @@ class RequestTable:
         """Find, publish, copy and write no prefixes any more; to be called when a step has failed."""
         self.prefixes.give_up()
         self.disk_reads.give_up()
-        self.remote_prefills.give_up()
+        for state in self.remote_prefills.give_up():
+            state.phase = Phase.WAITING
+            self.waiting[state.kind].add(state)
 
     def coming(self, state: RequestState) -> Coming | None:
         """Return the KV that will be copied to the device for a new WAITING request; None: nothing."""

@@ -174,18 +174,18 @@ class Scheduler:
             return self.policy.schedule(now_s)
         others = [state for queue in self.requests.device.values() for state in self._of_other_steps(queue)]
         for state in others:
-            state.is_held = True
+            state.is_passed_over = True
         try:
             return self.policy.schedule(now_s)
         finally:
             for state in others:
-                state.is_held = False
+                state.is_passed_over = False
 
     def _of_other_steps(self, queue: RequestQueue) -> list[RequestState]:
         """Return the decodes that the next step leaves to others: its share are those that have waited longest."""
         decodes = [state for state in queue.everyone() if state.decodes]
         share = -(-len(decodes) // self._num_stages)
-        free = sorted((state for state in decodes if not state.is_held), key=_last_token_s)
+        free = sorted((state for state in decodes if not state.is_in_flight), key=_last_token_s)
         return free[share:]
 
     def update(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
@@ -283,7 +283,7 @@ class Scheduler:
                 rows += self._arrived(state, 0, output)
         if self._num_stages > 1:
             for settled in rows:
-                settled.state.is_held = True
+                settled.state.is_in_flight = True
         self._in_flight[plan.step_id] = _Advanced(rows, assumed_joins)
 
     def _verify_drafts(self, state: RequestState, chunk: DeviceChunk, output: StepOutput) -> None:
@@ -326,7 +326,7 @@ class Scheduler:
             self.requests.residents.settle(join, joined=join.state.request_id not in output.missed)
         for settled in advanced.rows:
             state, chunk = settled.state, settled.chunk
-            state.is_held = False
+            state.is_in_flight = False
             request_id = state.request_id
             if self.requests.states.get(request_id) is not state:
                 continue  # it has ended; the id may be another request's

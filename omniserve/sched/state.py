@@ -93,8 +93,10 @@ class RequestState:
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     """So many of ``token_ids``, from the end, are PENDING_TOKEN: steps in flight sample them."""
-    is_held: bool = False
-    """No policy sees it for now: a step in flight samples its token, or it is another step's turn to have it."""
+    is_in_flight: bool = False
+    """A step in another stage of the model samples its token: until then no step can have it, nor can it give way."""
+    is_passed_over: bool = False
+    """It is another step's turn to have it."""
     slot: int = -1
     epoch: int = -1
     state_slot: int = -1
@@ -131,6 +133,11 @@ class RequestState:
     def __post_init__(self) -> None:
         self.max_num_tokens = len(self.token_ids) + self.request.sampling.max_tokens
         self.num_rows_to_score = self.request.num_rows_to_score
+
+    @property
+    def is_held(self) -> bool:
+        """No step can have it for now, and so no queue shows it to a policy."""
+        return self.is_in_flight or self.is_passed_over
 
     @property
     def service_class(self) -> str:

@@ -226,9 +226,10 @@ class _Serving:
         engine, link, names = self._engine, self._link, self._names
         accepted: list[tuple[str, float | None]] = []
         self._collector.collect(is_idle=not engine.has_unfinished)
-        if block and not engine.has_unfinished and engine.config.hosts.cpu_hosts:
+        has_helpers = engine.config.hosts.cpu_hosts or engine.config.prefill.prefill_engines
+        if block and not engine.has_unfinished and has_helpers:
             while not link.wait(_IDLE_STEP_S):
-                engine.step()  # without requests, it only takes note of CPU hosts that were lost or have joined
+                engine.step()  # without requests, it only takes note of those that were lost or have joined
         command = link.receive(block=block and not engine.has_unfinished)
         # However many come, those that were taken get on.
         until_s = time.monotonic() + max(_LEAST_TAKING_S, _TAKING * self._step_s)

@@ -99,6 +99,24 @@ def test_decodes_are_dealt_out_to_the_steps_in_flight() -> None:
     assert len(decodes) > 30 and decodes.count(4) > 0.8 * len(decodes), seen
 
 
+def test_steps_in_flight_of_an_engine_that_is_closed_do_not_reach_the_next_one() -> None:
+    reference = reference_of("llama")
+    with ranks_of("llama", 1, num_stages=2) as (model, group, parallel):
+        config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=False), block_size=8)
+        sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+        requests = [Request(prompt_token_ids=prompt, sampling=sampling) for prompt in reference.prompts]
+        for _ in range(3):
+            with Engine(model, config, group=group) as engine:
+                for request in requests:
+                    engine.add(request)
+                for _ in range(5):
+                    engine.step()
+                assert engine._stepper.is_in_flight
+        with Engine(model, config, group=group) as engine:
+            told = [completion.token_ids for completion in engine.generate(requests)]
+    assert [list(each) for each in told] == [list(each[:8]) for each in reference.tokens]
+
+
 # -- ranks that fail -------------------------------------------------------------------------------------------------
 
 
