@@ -37,6 +37,7 @@ def _config(prefill: PrefillConfig, chunk: int) -> EngineConfig:
     return EngineConfig(
         scheduler="sarathi", max_num_batched_tokens=chunk, max_model_len=8192, device_kv_bytes=1 << 30,
         host_kv_bytes=1 << 30, prefill=prefill,
+        device_threads=available_cores(),  # asked for: none is left to the process that has just worked
     )  # fmt: skip
 
 
