@@ -1,7 +1,7 @@
 """Link: messages between two processes of one engine, over a TCP connection of their own.
 
 Both ends first prove that they know a secret: each answers the other's random challenge with an HMAC-SHA256 of it. What
-follows is neither encrypted nor signed, so the network must be one that nobody else can write to.
+follows has checksums (CRC-32), but is neither encrypted nor signed: use a network that nobody else can write to.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import select
 import socket
 import struct
 import threading
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from omniserve.core.errors import PeerLost, PeerRefused
 
-_MAGIC = b"omniserve-link-1\n"
+_MAGIC = b"omniserve-link-2\n"
 _CHALLENGE_BYTES, _DIGEST_BYTES = 32, 32
-_LENGTH = struct.Struct("<Q")
+_HEADER = struct.Struct("<QI")
+"""Length and checksum of what follows."""
 _MOST_BYTES = 1 << 30
 _CHUNK = 1 << 16
 _HANDSHAKE_S = 10.0
@@ -76,7 +78,7 @@ class Link:
         data = self._codec.dumps(message)
         try:
             with self._lock:
-                self._socket.sendall(_LENGTH.pack(len(data)) + data)
+                self._socket.sendall(_HEADER.pack(len(data), zlib.crc32(data)) + data)
         except OSError as error:
             raise PeerLost(f"{self.name} is gone: {error}") from error
 
@@ -113,16 +115,18 @@ class Link:
 
     def _take(self) -> Any:
         """Take a whole message out of the buffer."""
-        if len(self._buffer) < _LENGTH.size:
+        if len(self._buffer) < _HEADER.size:
             return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
+        length, checksum = _HEADER.unpack_from(self._buffer)
         if length > _MOST_BYTES:
             raise PeerLost(f"{self.name} sends a message of {length} bytes")
-        end = _LENGTH.size + length
+        end = _HEADER.size + length
         if len(self._buffer) < end:
             return None
-        data = memoryview(self._buffer)[_LENGTH.size : end].tobytes()
+        data = memoryview(self._buffer)[_HEADER.size : end].tobytes()
         del self._buffer[:end]
+        if zlib.crc32(data) != checksum:
+            raise PeerLost(f"{self.name} sends a message with a wrong checksum")
         try:
             return self._codec.loads(data)
         except Exception as error:  # pickle raises any

@@ -11,7 +11,6 @@ import logging
 import queue
 import threading
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -77,8 +76,6 @@ class Blocks:
     move_id: int
     data: bytes
     """``[blocks, L, ...]``, each layer's part as in the host pool."""
-    checksum: int
-    """CRC-32 of ``data``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +313,8 @@ class PrefillEngines:
         match message:
             case Alive():
                 pass
-            case Blocks(move_id, data, checksum):
-                self._put(engine.orders[move_id], data, checksum)
+            case Blocks(move_id, data):
+                self._put(engine.orders[move_id], data)
             case Done(move_id) | Failed(move_id):
                 is_done = isinstance(message, Done)
                 if isinstance(message, Failed) and message.why:
@@ -333,10 +330,8 @@ class PrefillEngines:
             case _:
                 raise ValueError(f"it sends {type(message).__name__}")
 
-    def _put(self, order: _Order, data: bytes, checksum: int) -> None:
+    def _put(self, order: _Order, data: bytes) -> None:
         """Write blocks to the pool."""
-        if zlib.crc32(data) != checksum:
-            raise ValueError("blocks have come with a wrong checksum")
         count, rest = divmod(len(data), self._block_bytes)
         ids = order.prefill.host_block_ids[order.num_blocks : order.num_blocks + count]
         if rest or not count or len(ids) < count:

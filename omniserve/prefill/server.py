@@ -13,7 +13,6 @@ import queue
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -303,7 +302,7 @@ class PrefillServer:
             blocks.append(block)
         if blocks:
             data = self._pool_LBK2SH[:, blocks].transpose(0, 1).contiguous().view(torch.uint8).numpy().tobytes()
-            export.session.send(Blocks(export.move_id, data, zlib.crc32(data)))
+            export.session.send(Blocks(export.move_id, data))
             export.num_sent += len(blocks)
             self.counters.blocks_sent += len(blocks)
             export.num_waits = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_a_message_may_come_in_pieces(pair: tuple[Link, socket.socket]) -> None:
 
     made, other = pair
     data = pickle.dumps("a message")
-    whole = struct.pack("<Q", len(data)) + data
+    whole = struct.pack("<QI", len(data), zlib.crc32(data)) + data
     for byte in whole[:-1]:
         other.sendall(bytes([byte]))
         assert made.receive_now() is None
@@ -116,7 +117,7 @@ def test_silence_and_nonsense_are_told(pair: tuple[Link, socket.socket]) -> None
     made, other = pair
     with pytest.raises(PeerLost, match=r"rank 1 has not answered for 0\.05 s"):
         made.receive(0.05)
-    other.sendall(struct.pack("<Q", 1 << 60))
+    other.sendall(struct.pack("<QI", 1 << 60, 0))
     with pytest.raises(PeerLost, match="a message of"):
         made.receive(5.0)
 
@@ -136,3 +137,10 @@ def test_a_secret_is_long_enough(tmp_path: Any) -> None:
         link.read_secret(str(file))
     file.write_text("long enough, and more\n")
     assert link.read_secret(str(file)) == b"long enough, and more"
+
+
+def test_a_message_that_was_damaged_ends_the_connection(pair: tuple[Link, socket.socket]) -> None:
+    made, other = pair
+    other.sendall(struct.pack("<QI", 6, zlib.crc32(b"[1, 2]") ^ 1) + b"[1, 2]")
+    with pytest.raises(PeerLost, match="wrong checksum"):
+        made.receive(5.0)

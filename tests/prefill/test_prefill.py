@@ -23,6 +23,7 @@ from tests.host.proxy import Proxy
 from tests.parity.engine_histories import Tally, made_up_profile, run_histories, run_history
 from tests.parity.models import MODELS, tiny_model
 from tests.parity.test_engine import model_and_reference
+from tests.parity.test_network import cuts
 from tests.parity.zoo import tiny
 from tests.prefill.servers import SECRET, Server, config_of, prefill_server
 from tests.quick import slow_except
@@ -66,20 +67,6 @@ def behind_proxies(servers: list[Server]) -> Iterator[list[Proxy]]:
     finally:
         for proxy in proxies:
             proxy.close()
-
-
-def cuts(proxies: list[Proxy]) -> Callable[[random.Random], None]:
-    for proxy in proxies:
-        proxy.corrupt = ""  # a secret that is spoilt as an engine starts is a wrong one
-
-    def disturb(rng: random.Random) -> None:
-        chance = rng.random()
-        if chance < 0.03:
-            rng.choice(proxies).cut()
-        elif chance < 0.04:
-            rng.choice(proxies).corrupt = "down"
-
-    return disturb
 
 
 @pytest.mark.parametrize("family", slow_except(("llama", "gemma2"), MODELS))
