@@ -77,6 +77,8 @@ def _measure(engine: Engine, rows: int, *, is_prompt: bool) -> float:
         prompt = [rng.randrange(32000) for _ in range(rows if is_prompt else _PROMPT)]
         sampling = SamplingParams(max_tokens=1 if is_prompt else _OUTPUT, ignore_eos=True)
         engine.add(Request(prompt_token_ids=prompt, sampling=sampling, service_class="LS"))
+        while is_prompt and engine.has_unfinished:  # prompts one by one: two short ones would share a step
+            engine.step()
     while engine.has_unfinished:
         engine.step()
     engine.on_step = None

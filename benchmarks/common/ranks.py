@@ -37,7 +37,7 @@ def load(dtype: str, place: Place) -> PreTrainedModel:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody listens at."""
+    """Return a port of the loopback interface that is not in use."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
@@ -81,26 +81,30 @@ def in_turns(
     Args:
         serve: ``serve(arm, *arguments, pipe)`` sends "ready", and then answers each load, until there is None.
         loads: By name.
+
+    Raises:
+        EOFError: When an arm's process has failed.
     """
     context = multiprocessing.get_context("spawn")
-    pipes: dict[str, Connection] = {}
-    processes = []
-    for arm in arms:
-        pipes[arm], other = context.Pipe()
-        processes.append(context.Process(target=serve, args=(arm, *arguments, other)))
-        processes[-1].start()
-        assert pipes[arm].recv() == "ready"
-        print(f"{arm}: ready", file=sys.stderr)
     raw: dict[str, dict[str, list[Any]]] = {name: {arm: [] for arm in arms} for name in loads}
-    for number in range(rounds + 1):
-        for name, each in loads.items():
-            for arm in arms if number % 2 else reversed(arms):
-                pipes[arm].send(each)
-                told = pipes[arm].recv()
-                if number:  # the first round warms caches
-                    raw[name][arm].append(told)
-    for arm in arms:
-        pipes[arm].send(None)
-    for process in processes:
-        process.join()
+    with contextlib.ExitStack() as stack:
+        pipes: dict[str, Connection] = {}
+        for arm in arms:
+            mine, other = context.Pipe()
+            process = context.Process(target=serve, args=(arm, *arguments, other))
+            process.start()
+            other.close()  # so that ``recv`` ends when the process does
+            stack.callback(process.join)
+            pipes[arm] = stack.enter_context(mine)  # closing it ends the process, if it is still there
+            assert mine.recv() == "ready"
+            print(f"{arm}: ready", file=sys.stderr)
+        for number in range(rounds + 1):
+            for name, each in loads.items():
+                for arm in arms if number % 2 else reversed(arms):
+                    pipes[arm].send(each)
+                    told = pipes[arm].recv()
+                    if number:  # the first round warms caches
+                        raw[name][arm].append(told)
+        for pipe in pipes.values():
+            pipe.send(None)
     return raw

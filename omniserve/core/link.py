@@ -144,7 +144,7 @@ class Link:
         return self._socket.detach()
 
     def shut_down(self) -> None:
-        """End the connection: whoever waits for a message learns of it."""
+        """End the connection. A thread that is receiving or sending gets PeerLost."""
         with contextlib.suppress(OSError):  # it has ended
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -248,7 +248,7 @@ class StepPlan:
     prefills: tuple[RemotePrefill, ...] = ()
     """To be asked of prefill engines."""
     prefill_cancels: tuple[int, ...] = ()
-    """Those of earlier plans that nobody waits for any more, by their ``move_id``; each still reports its event."""
+    """``move_id`` of earlier prefills whose requests have ended: they are stopped. Each still has its event."""
     pipelined: tuple[PiggybackEntry | PiggybackJoin, ...] = ()
     """The second sub-batch of asymmetric pipelining: entries, then joins by layer, without drafts, that pass all layers
     they have left in this very step, while the device waits for each of their results (NEO; apex 2.3, 3.2)."""

@@ -1,7 +1,6 @@
 """PrefillEngines: the prefill engines as an engine sees them. Connects to them, asks them, and takes KV from them.
 
-Messages are pickled (``core.link``). Blocks come in the layout of the host pool, as they are on the other end's, so the
-model, its weights and how blocks are laid out must be the same (``fingerprint``). Paper: omniserve 5.4.4.
+Paper: omniserve 5.4.4.
 """
 
 from __future__ import annotations
@@ -17,85 +16,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from omniserve import __version__
 from omniserve.core import link
 from omniserve.core.config import PrefillConfig
 from omniserve.core.errors import PeerLost, PeerRefused
 from omniserve.core.link import Link
 from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
 from omniserve.core.stats import PrefillEngineStats
+from omniserve.host.prefill_messages import Alive, Ask, Blocks, Cancel, Done, Failed, Hello, Refused, Welcome
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """From an engine that comes."""
-
-    fingerprint: str
-    """Of the weights, and of how blocks are laid out."""
-    block_bytes: int
-    classes: tuple[str, ...]
-    """Names of the classes of its requests."""
-    version: str = __version__
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """To it: it may ask."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """To it, in the place of a welcome."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """From it: compute this, and send the KV of the blocks from ``first_block`` on, in their order."""
-
-    prefill: RemotePrefill
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """From it: nobody waits for this any more. What is left of it ends by ``Failed``."""
-
-    move_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """To it: the next blocks."""
-
-    move_id: int
-    data: bytes
-    """``[blocks, L, ...]``, each layer's part as in the host pool."""
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """To it: all blocks of this have been sent."""
-
-    move_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """To it: no more blocks of this will come."""
-
-    move_id: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Alive:
-    """To it, every now and then."""
 
 
 @dataclass(slots=True)
@@ -188,7 +120,7 @@ class PrefillEngines:
             engine.outbox.put(Ask(prefill))
 
     def cancel(self, move_id: int) -> None:
-        """Say that nobody waits for a prefill any more; its event comes all the same."""
+        """Tell the engine to stop a prefill whose request has ended; its event is still returned by ``poll``."""
         with self._lock:
             for engine in self._engines:
                 if move_id in engine.orders:

@@ -17,7 +17,8 @@ from omniserve.layers.patching import PatchedModel, patched_model
 from omniserve.ops import collectives
 from omniserve.ops.stage_link import StageLink
 from omniserve.parallel import messages
-from omniserve.parallel.group import connect_collectives, stage_link, versions
+from omniserve.parallel.group import versions
+from omniserve.parallel.meeting import connect_collectives, stage_link
 from omniserve.runner.lockstep import Lockstep
 from omniserve.runner.runner import ModelRunner
 

@@ -26,7 +26,7 @@ from omniserve.core.plan import RemotePrefill
 from omniserve.core.request import SLO, Request, SamplingParams
 from omniserve.engine.engine import Engine
 from omniserve.engine.network import require_shared_kv
-from omniserve.host.prefill_engines import Alive, Ask, Blocks, Cancel, Done, Failed, Hello, Refused, Welcome
+from omniserve.host.prefill_messages import Alive, Ask, Blocks, Cancel, Done, Failed, Hello, Refused, Welcome
 from omniserve.kv.base import KeepsPrefixesOnHost
 from omniserve.kv.prefix_cache import PrefixKeys
 
@@ -119,7 +119,7 @@ class PrefillServer:
     """Serves engines from ``run`` to ``close``; the engine's steps run in the thread that calls ``run``.
 
     Args:
-        engine: Is closed by whoever made it.
+        engine: Computes the prompts. ``close`` does not close it.
         fingerprint: ``kv_fingerprint`` of it.
         secret: What an engine must know.
         address: Where to listen; port 0: any.

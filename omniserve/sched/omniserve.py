@@ -123,8 +123,8 @@ class OmniServePolicy(Policy):
         batch, begin_s = Batch(self.requests, now_s, cost=cost), self.begin_s(now_s)
         deferred = self._deferral.waiting(begin_s) if self._deferral is not None else frozenset()
         decoding = self._decode_ls(batch, deferred)
-        # Those in other steps wait, in each stage, for this one to leave it.
-        elsewhere = [s for s in self.requests.device[LS].everyone() if s.is_held and s.decodes]
+        # With several stages: those in other steps wait, in each stage, for this one to leave it.
+        elsewhere = [state for state in self.requests.device[LS].held() if state.decodes]
         s_d, s_be = (
             tpot_bound(decoding + elsewhere, begin_s, self.options.slack, share)
             for share in (self.ls_headroom, self.be_headroom)

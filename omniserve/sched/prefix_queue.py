@@ -22,8 +22,8 @@ class PrefixQueue(RequestQueue):
     however many requests wait.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, hides: bool = False) -> None:
+        super().__init__(hides=hides)
         self._groups: dict[_Group, RequestQueue] = {}
         self._chosen: RequestState | None = None
         """The request whose turn it was last."""
@@ -35,7 +35,7 @@ class PrefixQueue(RequestQueue):
     def add(self, state: RequestState) -> None:
         super().add(state)
         for group in _groups_of(state):
-            self._groups.setdefault(group, RequestQueue()).add(state)
+            self._groups.setdefault(group, RequestQueue(hides=self.hides)).add(state)
 
     def remove(self, state: RequestState) -> None:
         groups, is_oldest = _groups_of(state), state is self.first

@@ -64,7 +64,7 @@ class RemotePrefills:
         return bool(self._kv is not None and self._token_s)
 
     def give_up(self) -> list[RequestState]:
-        """Ask for nothing any more; return the requests that wait for engines, and do so no more."""
+        """Use no engine from now on. Return the requests that were waiting for one; they no longer do."""
         waiting = [*self.states()]
         for order in self._orders.values():
             order.state = None
@@ -73,7 +73,7 @@ class RemotePrefills:
 
     @property
     def is_cancelling(self) -> bool:
-        """Whether an engine is to be told that nobody waits for something."""
+        """Whether there are prefills to stop, because their requests have ended."""
         return bool(self._cancels)
 
     def __contains__(self, state: RequestState) -> bool:
@@ -167,7 +167,7 @@ class RemotePrefills:
         return begun
 
     def take_cancels(self) -> tuple[int, ...]:
-        """Return, once, what nobody waits for any more."""
+        """Return, once, the ids of prefills whose requests have ended."""
         cancels, self._cancels = tuple(self._cancels), []
         return cancels
 
@@ -181,7 +181,7 @@ class RemotePrefills:
             return None
         order = self._orders.pop(event.move_id)
         if self._kv is None:
-            return None  # given up: the blocks stay taken, as nobody is to find them
+            return None  # given up: nothing may be found in these blocks, so they stay taken
         self._kv.end_awaiting_prefix(event.move_id, event.num_blocks)
         self.num_tokens[order.service_class] += event.num_blocks * self._block_size
         if event.kind is HostEventKind.PREFILL_DONE and order.engine in self._token_s:

@@ -34,19 +34,24 @@ class RequestTable:
     A request is in exactly one of ``waiting[kind]``, ``disk_reads`` or ``remote_prefills``, ``device[kind]``,
     ``residents.queue`` and ``moving``, by its phase, or in none of them and ENDING. WAITING, READING and ENDING
     requests have no block table. HOST requests hold a slot, and so do MOVING ones that come from the host tier or go
-    there; with ``offloads``, requests may. With ``preempts``, plans may have preemptible rows.
+    there; with ``offloads``, requests may. With ``preempts``, plans may have preemptible rows. With ``hides_held``, its
+    queues hide requests that are held.
     """
 
-    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, offloads: bool, preempts: bool = False) -> None:
+    def __init__(
+        self, *, limits: SchedulerLimits, kv: KVManager, offloads: bool, preempts: bool = False,
+        hides_held: bool = False,
+    ) -> None:  # fmt: skip
         self.limits = limits
         self.kv = kv
         self.states: dict[str, RequestState] = {}
-        self.waiting_be = PrefixQueue()
-        self.waiting: dict[ServiceClass, RequestQueue] = {LS: RequestQueue(), BE: self.waiting_be}
-        self.device = {c: RequestQueue() for c in ServiceClass}
+        self.waiting_be = PrefixQueue(hides=hides_held)
+        self.waiting: dict[ServiceClass, RequestQueue] = {LS: RequestQueue(hides=hides_held), BE: self.waiting_be}
+        self.device = {c: RequestQueue(hides=hides_held) for c in ServiceClass}
         self.residents = HostResidents(
-            num_slots=limits.num_host_slots, num_layers=limits.num_layers, late_layers=limits.late_layers
-        )
+            num_slots=limits.num_host_slots, num_layers=limits.num_layers, late_layers=limits.late_layers,
+            hides_held=hides_held,
+        )  # fmt: skip
         self.moving: dict[int, tuple[RequestState, KVMove]] = {}
         self.abandoned_moves: set[int] = set()
         self.host_is_up = limits.num_host_slots > 0

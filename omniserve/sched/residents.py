@@ -32,10 +32,10 @@ class HostResidents:
     """Slots of the host tier and the tokens that are away.
 
     In the first ``late_layers`` layers a step looks for results as it reaches them, so rows whose result is only
-    expected may be planned there, too.
+    expected may be planned there, too. ``hides_held`` as in ``RequestTable``.
     """
 
-    def __init__(self, *, num_slots: int, num_layers: int, late_layers: int) -> None:
+    def __init__(self, *, num_slots: int, num_layers: int, late_layers: int, hides_held: bool = False) -> None:
         self.num_layers = num_layers
         self._late_layers = late_layers
         self._odds = ResultOdds()
@@ -47,7 +47,7 @@ class HostResidents:
         self._by_slot: dict[int, RequestState] = {}
         self._ready: list[RequestQueue] = [RequestQueue() for _ in range(num_layers)]
         self._changed: list[RequestState] = []
-        self.queue = RequestQueue()
+        self.queue = RequestQueue(hides=hides_held)
         """Requests with their KV on the host (not those that move)."""
 
     @property

@@ -86,7 +86,9 @@ class Scheduler:
         num_stages: int = 1,
     ) -> None:
         options = options or policy.options_type()
-        self.requests = RequestTable(limits=limits, kv=kv, offloads=policy.offloads, preempts=options.preempts)
+        self.requests = RequestTable(
+            limits=limits, kv=kv, offloads=policy.offloads, preempts=options.preempts, hides_held=num_stages > 1
+        )
         self.policy = policy(self.requests, options, forecast)
         self._limits = limits
         self._drafter_of = drafter_of

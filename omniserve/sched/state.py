@@ -136,7 +136,7 @@ class RequestState:
 
     @property
     def is_held(self) -> bool:
-        """No step can have it for now, and so no queue shows it to a policy."""
+        """The step that is planned now cannot have it, so policies do not see it (``RequestQueue``)."""
         return self.is_in_flight or self.is_passed_over
 
     @property
@@ -300,10 +300,11 @@ _PRIORITY_KEY = attrgetter("priority_key")
 class RequestQueue:
     """Requests of one kind by class and then arrival, whatever order they were put in.
 
-    Those that are held count, but only ``everyone`` yields them.
+    If it ``hides`` requests that are held, they count, but only ``everyone`` returns them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, hides: bool = False) -> None:
+        self.hides = hides
         self._states: list[RequestState] = []
 
     def add(self, state: RequestState) -> None:
@@ -317,15 +318,20 @@ class RequestQueue:
 
     @property
     def first(self) -> RequestState | None:
-        """The oldest of the best class; None: there is none to be seen."""
-        return next(iter(self), None)
+        """The oldest of the best class that is shown; None: there is none."""
+        if not self.hides:
+            return self._states[0] if self._states else None
+        return next((state for state in self._states if not state.is_held), None)
 
     def __iter__(self) -> Iterator[RequestState]:
         """Best class first, oldest first in it, over a snapshot: the queue may change meanwhile."""
-        return iter([state for state in self._states if not state.is_held])
+        return iter(self._shown())
 
     def __reversed__(self) -> Iterator[RequestState]:
-        return reversed(list(self))
+        return reversed(self._shown())
+
+    def _shown(self) -> tuple[RequestState, ...]:
+        return tuple([state for state in self._states if not state.is_held]) if self.hides else tuple(self._states)
 
     def __contains__(self, state: object) -> bool:
         return any(state is other for other in self._states)
@@ -333,6 +339,10 @@ class RequestQueue:
     def everyone(self) -> tuple[RequestState, ...]:
         """Return all, in the same order."""
         return tuple(self._states)
+
+    def held(self) -> list[RequestState]:
+        """Return those that are hidden, in the same order."""
+        return [state for state in self._states if state.is_held] if self.hides else []
 
     def __len__(self) -> int:
         return len(self._states)

@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
-from omniserve import EngineConfig, ExecutionConfig, patch
+from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams, patch
 from omniserve.core import link
 from omniserve.core.config import ParallelConfig
+from omniserve.core.errors import PeerLost
 from omniserve.layers.patching import patched_model
 from omniserve.layers.sharding import shard
 from omniserve.parallel.follow import follow, summary_of
@@ -112,6 +115,21 @@ def ranks_of(
         yield model, group, parallel
     finally:
         group.close()
+
+
+def serve_until_lost(model: nn.Module, group: ForkedRanks, parallel: ParallelConfig, fault: Any, at_step: int) -> str:
+    """Run steps, with a fault before one of them, until the engine says that a rank is lost; return what it says."""
+    config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=False), block_size=8, max_model_len=80)
+    with Engine(model, config, group=group) as engine:
+        for name in ("LS", "BE"):
+            sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+            engine.add(Request(prompt_token_ids=[1, 2, 3], sampling=sampling, service_class=name))
+        with pytest.raises(PeerLost) as lost:
+            for step in range(500):
+                if step == at_step:
+                    fault()
+                engine.step()
+        return str(lost.value)
 
 
 @functools.cache

@@ -13,13 +13,12 @@ from torch import nn
 
 from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams
 from omniserve.core.config import HostsConfig, ParallelConfig
-from omniserve.core.errors import PeerLost
 from omniserve.core.plan import HostEvent, HostEventKind
 from omniserve.host.tier import CANCELLED
 from omniserve.parallel.host_tier import EventMerge
 from omniserve.parallel.place import Place
 from omniserve.sched import SCHEDULERS
-from tests.parallel.ranks import ForkedRanks, ranks_of, reference_of
+from tests.parallel.ranks import ranks_of, reference_of, serve_until_lost
 from tests.parity.engine_histories import Tally, run_histories, run_history
 from tests.quick import slow_except
 
@@ -120,32 +119,17 @@ def test_steps_in_flight_of_an_engine_that_is_closed_do_not_reach_the_next_one()
 # -- ranks that fail -------------------------------------------------------------------------------------------------
 
 
-def _serve_until_lost(model: nn.Module, group: ForkedRanks, parallel: ParallelConfig, fault: Any) -> str:
-    """Run steps, with a fault before one of them, until the engine says that a rank is lost; return what it says."""
-    config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=False), block_size=8, max_model_len=80)
-    with Engine(model, config, group=group) as engine:
-        for name in ("LS", "BE"):
-            sampling = SamplingParams(max_tokens=60, ignore_eos=True)
-            engine.add(Request(prompt_token_ids=[1, 2, 3], sampling=sampling, service_class=name))
-        with pytest.raises(PeerLost) as lost:
-            for step in range(500):
-                if step == 3:
-                    fault()
-                engine.step()
-        return str(lost.value)
-
-
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_that_is_killed_ends_the_step(victim: int) -> None:
     with ranks_of("llama", 2, num_stages=2) as (model, group, parallel):
-        told = _serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[victim], signal.SIGKILL))
+        told = serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[victim], signal.SIGKILL), 3)
     assert "rank" in told
 
 
 def test_a_stage_that_hangs_ends_the_step_within_the_timeout() -> None:
     with ranks_of("llama", 1, num_stages=2, timeout_s=1.0) as (model, group, parallel):
         began_s = time.monotonic()
-        told = _serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGSTOP))
+        told = serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGSTOP), 3)
     assert time.monotonic() - began_s < 15.0
     assert "step failed" in told or "rank 1" in told
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams, UnsupportedModelError
+from omniserve import Engine, EngineConfig, ExecutionConfig, UnsupportedModelError
 from omniserve.core.config import DiskKVConfig, ParallelConfig
 from omniserve.core.errors import PeerLost
 from omniserve.layers.sharding import shard
 from omniserve.parallel.place import Place
 from omniserve.sched import SCHEDULERS
-from tests.parallel.ranks import ForkedRanks, load_tiny, ranks_of, reference_of
+from tests.parallel.ranks import ForkedRanks, load_tiny, ranks_of, reference_of, serve_until_lost
 from tests.parity.engine_histories import Tally, run_histories, run_history
 from tests.parity.models import tiny_model
 from tests.quick import slow_except
@@ -113,25 +113,10 @@ def test_compiled_halves_hold_the_collectives() -> None:
 # -- ranks that fail -------------------------------------------------------------------------------------------------
 
 
-def _serve_until_lost(model: nn.Module, group: ForkedRanks, parallel: ParallelConfig, fault: Any, at_step: int) -> str:
-    """Run steps, with a fault before one of them, until the engine says that a rank is lost; return what it says."""
-    config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=False), block_size=8, max_model_len=80)
-    with Engine(model, config, group=group) as engine:
-        for name in ("LS", "BE"):
-            sampling = SamplingParams(max_tokens=40, ignore_eos=True)
-            engine.add(Request(prompt_token_ids=[1, 2, 3], sampling=sampling, service_class=name))
-        with pytest.raises(PeerLost) as lost:
-            for step in range(200):
-                if step == at_step:
-                    fault()
-                engine.step()
-        return str(lost.value)
-
-
 @pytest.mark.parametrize(("at_step", "uses_sockets"), [(0, False), (3, False), (3, True)])
 def test_a_rank_that_is_killed_ends_the_step(at_step: int, uses_sockets: bool) -> None:
     with ranks_of("llama", uses_sockets=uses_sockets) as (model, group, parallel):
-        told = _serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGKILL), at_step)
+        told = serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGKILL), at_step)
     assert "rank 1" in told
 
 
@@ -139,7 +124,7 @@ def test_a_rank_that_is_killed_ends_the_step(at_step: int, uses_sockets: bool) -
 def test_a_rank_that_hangs_ends_the_step_within_the_timeout(uses_sockets: bool) -> None:
     with ranks_of("llama", timeout_s=1.0, uses_sockets=uses_sockets) as (model, group, parallel):
         began_s = time.monotonic()
-        told = _serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGSTOP), 3)
+        told = serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGSTOP), 3)
     assert time.monotonic() - began_s < 15.0
     assert "step failed" in told or "rank 1" in told
 

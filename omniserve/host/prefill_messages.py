@@ -1,0 +1,79 @@
+"""What an engine and a prefill engine tell each other. Pickled (``core.link``); both ends are of the same version.
+
+Blocks are sent as they lie in the sender's host pool. So both ends must have the same model, the same weights and the
+same layout of blocks (``Hello.fingerprint``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omniserve import __version__
+from omniserve.core.plan import RemotePrefill
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """From an engine that comes."""
+
+    fingerprint: str
+    """Of the weights, and of how blocks are laid out."""
+    block_bytes: int
+    classes: tuple[str, ...]
+    """Names of the classes of its requests."""
+    version: str = __version__
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """To it: it may ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """To it, in the place of a welcome."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """From it: compute the prompt, and send the KV of its blocks from ``first_block`` on, in their order."""
+
+    prefill: RemotePrefill
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """From it: the request of this prefill has ended. The prefill engine stops it, and answers ``Failed``."""
+
+    move_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """To it: the next blocks."""
+
+    move_id: int
+    data: bytes
+    """``[blocks, L, ...]``, each layer's part as in the host pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """To it: all blocks of this prefill have been sent."""
+
+    move_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """To it: no more blocks of this prefill will be sent."""
+
+    move_id: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """To it, about once a second while there is nothing else to send: the prefill engine is still running."""
