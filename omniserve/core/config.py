@@ -192,8 +192,10 @@ class PrefillConfig:
     the device. It goes over the network neither encrypted nor signed."""
     prefill_secret_file: str | None = None
     """File with a secret of at least 16 characters, which the prefill engines must know, too."""
-    prefill_placement: str = "sooner"
-    """Which prompts go there: where the first token comes sooner, or all of them."""
+    prefill_placement: str = "in-time"
+    """Which prompts go there, a name in PLACEMENTS or ``package.module:Class``. Latency-sensitive ones: ``in-time``, if
+    their first token is predicted within its objective there, or sooner than here; ``sooner``: only in the latter case.
+    Best-effort ones while an engine has little to do. ``always``: all."""
     prefill_timeout_s: float = 10.0
     """A prefill engine that says nothing for so long is lost: its prompts are computed here."""
 

@@ -21,6 +21,11 @@ class Prompt:
     """So many of its tokens would be computed by a prefill engine; the last few are computed here."""
     local_s: float | None
     """In so many seconds its first token is predicted if it is computed here; None: nothing is predicted."""
+    left_s: float | None = None
+    """In so many seconds its first token is due, some headroom left; None: it has no such objective."""
+    rest_s: float = 0.0
+    """So much later than an engine was predicted to be done with it, the first token lately came: the KV is copied to
+    the device, and the last tokens are computed in a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +87,23 @@ class Sooner(Placement):
             free = [engine for engine in engines if engine.tokens < 2 * self.max_step_tokens]
             return min(free, key=lambda engine: engine.tokens, default=None)
         best = min(engines, key=lambda each: (each.seconds(prompt.num_tokens), each.tokens), default=None)
-        if best is None or (prompt.local_s is not None and best.seconds(prompt.num_tokens) >= prompt.local_s):
+        if best is None:
             return None
-        return best
+        there_s = best.seconds(prompt.num_tokens) + (prompt.rest_s if best.token_s is not None else 0.0)
+        return best if self.accepts(prompt, there_s) else None
+
+    def accepts(self, prompt: Prompt, there_s: float) -> bool:
+        """Tell whether a latency-sensitive prompt goes to an engine if its first token comes in ``there_s`` seconds."""
+        return prompt.local_s is None or there_s < prompt.local_s
+
+
+@PLACEMENTS.register("in-time")
+class InTime(Sooner):
+    """Sends a latency-sensitive prompt away if its first token is predicted in time there, or sooner than here.
+
+    So steps here have more time for decodes and best-effort work, up to what objectives allow and no further.
+    """
+
+    def accepts(self, prompt: Prompt, there_s: float) -> bool:
+        is_in_time = prompt.left_s is not None and there_s <= prompt.left_s
+        return is_in_time or super().accepts(prompt, there_s)

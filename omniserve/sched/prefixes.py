@@ -57,6 +57,10 @@ class PrefixUse:
     """Copies from disk that it has waited for since then."""
     num_prefills: int = 0
     """How often a prefill engine was asked for it since it began to wait."""
+    was_prefilled: bool = False
+    """One has computed it since then."""
+    expected_s: float | None = None
+    """When that one was predicted to be done, on the scheduler's clock; None: nothing was predicted."""
     may_restore: bool = True
     """A copy of its prefix from the host has not failed yet."""
     num_prompt_tokens: int | None = None

@@ -18,11 +18,11 @@ from omniserve.sched import prefixes
 from omniserve.sched.placement import PLACEMENTS, PrefillEngine, Prompt
 from omniserve.sched.prefixes import Prefixes
 from omniserve.sched.state import LS, RequestState
-from omniserve.sched.step_cost import Forecast
+from omniserve.sched.step_cost import Forecast, ttft_left_s
 
 _MOST_TRIES = 2
 _RATE = 1 / 4
-"""Weight of the last prompt in the time that a token takes."""
+"""Weight of the last prompt in what is learned of engines."""
 _FORGETTING = 1 / 16
 """By so much the time falls each time that an engine is found too slow: or one slow prompt would be the last."""
 
@@ -49,9 +49,12 @@ class RemotePrefills:
         wanted = bool(config.prefill.prefill_engines)
         self._kv = kv if wanted and isinstance(kv, KeepsPrefixesOnHost) and prefixes.is_on else None
         self._prefixes, self._block_size = prefixes, kv.block_size
-        self._placement = PLACEMENTS.get(config.prefill.prefill_placement)(config.max_num_batched_tokens)
+        self._max_step_tokens = config.max_num_batched_tokens
+        self._placement = PLACEMENTS.get(config.prefill.prefill_placement)(self._max_step_tokens)
         self._token_s: dict[int, float | None] = {}
         """By engine that can be asked."""
+        self._rest_s: float | None = None
+        """See ``Prompt.rest_s``; None: there was no first token yet."""
         self._orders: dict[int, _Order] = {}
         self._begun: list[RemotePrefill] = []
         self._cancels: list[int] = []
@@ -84,10 +87,14 @@ class RemotePrefills:
         """Yield the requests that wait for engines."""
         yield from (order.state for order in self._orders.values() if order.state is not None)
 
-    def start(self, state: RequestState, now_s: float, forecast: Forecast | None, *, reserve_blocks: int) -> bool:
+    def start(
+        self, state: RequestState, now_s: float, forecast: Forecast | None, *, num_ahead: int = 0, reserve_blocks: int
+    ) -> bool:
         """Let an engine compute a WAITING request's prompt, if the placement says so and there is room for its KV.
 
-        ``reserve_blocks``: host blocks to leave free.
+        Args:
+            num_ahead: Tokens of LS prompts that are computed here before it.
+            reserve_blocks: Host blocks to leave free.
         """
         use = state.prefix
         if self._kv is None or use is None or not use.may_restore or use.num_prefills >= _MOST_TRIES:
@@ -97,15 +104,21 @@ class RemotePrefills:
         num_tokens = (len(keys) - first) * self._block_size
         if num_tokens < prefixes.LEAST_RESTORED_TOKENS:
             return False
-        local_s = self._local_s(state, now_s, first * self._block_size, forecast)
+        local_s = self._local_s(state, now_s, first * self._block_size, num_ahead, forecast)
+        left_s = ttft_left_s(state, now_s) if state.slo.ttft_s is not None else None
         chosen = self._placement.choose(
-            Prompt(kind=state.kind, num_tokens=num_tokens, local_s=local_s), [*map(self._view, self._token_s)]
-        )
+            Prompt(
+                kind=state.kind, num_tokens=num_tokens, local_s=local_s, left_s=left_s, rest_s=self._rest_s or 0.0
+            ),
+            [*map(self._view, self._token_s)],
+        )  # fmt: skip
         if chosen is None:
             if state.kind is LS:
                 use.num_prefills = _MOST_TRIES  # it is not asked about again
                 for number, token_s in self._token_s.items():
                     self._token_s[number] = None if token_s is None else (1 - _FORGETTING) * token_s
+                if self._rest_s is not None:
+                    self._rest_s *= 1 - _FORGETTING
             return False
         taken = self._kv.start_awaiting_prefix(keys[num_on_device:first], keys[first:], reserve_blocks=reserve_blocks)
         if taken is None:
@@ -119,12 +132,13 @@ class RemotePrefills:
             cache_salt=state.request.cache_salt,
         ))  # fmt: skip
         self._orders[move_id] = _Order(chosen.number, state, state.kind, state.service_class, num_tokens)
+        use.expected_s = now_s + chosen.seconds(num_tokens) if chosen.token_s is not None else None
         use.num_prefills += 1
         use.num_coming = num_on_host + len(blocks)
         return True
 
     def predict(self, state: RequestState) -> float | None:
-        """Return in how many seconds an engine is predicted to have computed a new request's prompt.
+        """Return in how many seconds a new request's first token is predicted if an engine computes its prompt.
 
         None: none would be asked, or none has told yet how fast it is.
         """
@@ -135,7 +149,8 @@ class RemotePrefills:
         if num_tokens < prefixes.LEAST_RESTORED_TOKENS:
             return None
         known = [engine for engine in map(self._view, self._token_s) if engine.token_s is not None]
-        return min((engine.seconds(num_tokens) for engine in known), default=None)
+        rest_s = self._rest_s or 0.0
+        return min((engine.seconds(num_tokens) + rest_s for engine in known), default=None)
 
     def _view(self, number: int) -> PrefillEngine:
         orders = [order for order in self._orders.values() if order.engine == number]
@@ -144,15 +159,18 @@ class RemotePrefills:
             ls_tokens=sum(order.num_tokens for order in orders if order.kind is LS),
         )  # fmt: skip
 
-    @staticmethod
-    def _local_s(state: RequestState, now_s: float, start: int, forecast: Forecast | None) -> float | None:
+    def _local_s(
+        self, state: RequestState, now_s: float, start: int, num_ahead: int, forecast: Forecast | None
+    ) -> float | None:
         """Return in how many seconds a request's first token comes if its prompt is computed here."""
         predicted_s = state.predicted_ttft_s if state.predicted_here_s is None else state.predicted_here_s
         if predicted_s is not None:
             return max(0.0, state.arrival_s + predicted_s - now_s)
         if forecast is None:
             return None
-        return forecast.step().seconds_with(start, state.num_tokens - start, samples=1)
+        step = forecast.step()
+        ahead_s = step.seconds_with(0, self._max_step_tokens, samples=0) * num_ahead / self._max_step_tokens
+        return ahead_s + step.seconds_with(start, state.num_tokens - start, samples=1)
 
     def forget(self, state: RequestState) -> None:
         """Forget a request that waits for an engine and has ended."""
@@ -189,9 +207,17 @@ class RemotePrefills:
             self._token_s[order.engine] = token_s if before_s is None else before_s + _RATE * (token_s - before_s)
         if order.state is not None and order.state.prefix is not None and event.kind is HostEventKind.PREFILL_DONE:
             order.state.prefix.num_prefills = _MOST_TRIES  # what the host loses meanwhile is computed here
+            order.state.prefix.was_prefilled = True
         return order.state
+
+    def note_first_token(self, state: RequestState, now_s: float) -> None:
+        """Learn how long it takes from a prompt's KV to the first token, if an engine computed it."""
+        use = state.prefix
+        if state.kind is LS and use is not None and use.was_prefilled and use.expected_s is not None:
+            rest_s = max(0.0, now_s - use.expected_s)
+            self._rest_s = rest_s if self._rest_s is None else self._rest_s + _RATE * (rest_s - self._rest_s)
 
     def look_again(self, state: RequestState) -> None:
         """Ask about a request anew that comes to wait again, as it was preempted."""
         if state.prefix is not None:
-            state.prefix.num_prefills = 0
+            state.prefix.num_prefills, state.prefix.was_prefilled = 0, False

@@ -163,10 +163,15 @@ class RequestTable:
                     if self.disk_reads.start(state, forecast, reserve_blocks=reserve):
                         self._read(state)
         if self.remote_prefills.is_on:
+            num_ahead = sum(state.num_tokens - state.num_computed_tokens for state in self.device[LS])
             for kind, most in MOST_ASKED_FOR.items():
                 for state in list(itertools.islice(self.waiting[kind], most)):
-                    if self.remote_prefills.start(state, now_s, forecast, reserve_blocks=reserve):
+                    if self.remote_prefills.start(
+                        state, now_s, forecast, num_ahead=num_ahead, reserve_blocks=reserve
+                    ):  # fmt: skip
                         self._read(state)
+                    elif kind is LS:
+                        num_ahead += state.num_tokens
 
     def _read(self, state: RequestState) -> None:
         self.waiting[state.kind].remove(state)

@@ -391,6 +391,7 @@ class Scheduler:
             state.first_token_s = now_s
             self._prompt_tokens[state.service_class] += state.num_prompt_tokens
             self.policy.on_first_token(state, now_s)
+            self.requests.remote_prefills.note_first_token(state, now_s)
             prompt_logprobs = tuple(state.prompt_logprobs)
             if state.request.sampling.max_tokens == 0:
                 self.requests.end(state)

@@ -8,7 +8,7 @@ No torch is loaded. ``python -m omniserve.simulate`` is the command line.
 from omniserve.simulate.calibration import Calibration
 from omniserve.simulate.host_tier import Copies, HostNode, SimulatedHostTier
 from omniserve.simulate.load import Load, TraceRequest
-from omniserve.simulate.machine import Machine, machine_of_profile
+from omniserve.simulate.machine import Machine, PrefillNode, machine_of_profile
 from omniserve.simulate.results import ClassResult, RequestResult, Result
 from omniserve.simulate.run import SimulationConfig, simulate
 from omniserve.simulate.runner import StepRecord
@@ -20,6 +20,7 @@ __all__ = [
     "HostNode",
     "Load",
     "Machine",
+    "PrefillNode",
     "RequestResult",
     "Result",
     "SimulatedHostTier",

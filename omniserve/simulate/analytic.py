@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omniserve.core.config import EngineConfig
+from omniserve.core.config import EngineConfig, ParallelConfig
+from omniserve.engine.capacity import largest_part
 from omniserve.latency import BatchFeatures, Predictor
 from omniserve.latency.base import AlphaBeta
 from omniserve.latency.omniserve import pipeline_wait_s
 from omniserve.sched import late_joins
 from omniserve.simulate.hardware import DeviceSpec, HostSpec
 from omniserve.simulate.host_tier import Copies, HostNode
-from omniserve.simulate.machine import Machine, host_speed_of
+from omniserve.simulate.machine import Machine, PrefillNode, host_speed_of
 from omniserve.simulate.models import ModelDims
 
 _BYTES = 2  # of an element
@@ -33,6 +34,9 @@ of 64."""
 _THREAD_TASK_S = 15e-6  # of a host's thread for a task, besides those of its bytes
 _HOST_LATENCY_S = 100e-6  # from a step's end to a thread and back
 _NETWORK_LATENCY_S = 100e-6  # the same for a remote host, besides
+_HAND_OVER_S = 200e-6
+"""From one stage to the next, besides its rows' bytes: the plan told, a send and a receive. Not fitted: it is less than
+the 0.3 to 0.6 ms on two cores (benchmarks/results/pipeline_parallel.json)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,24 +85,30 @@ class Efficiency:
 
 
 class AnalyticDevice(Predictor):
-    """Predicts steps of one model on one or more equal devices (tensor parallel).
+    """Predicts steps of one model on one or more equal devices.
 
-    Heads and MLP columns are split among the devices. A second sub-batch waits for the hosts' attention.
+    Heads and MLP columns are split among the devices of a stage (tensor parallel). With several stages (pipeline
+    parallel) a step is one that passes all of them alone. A second sub-batch waits for the hosts' attention.
 
     Raises:
-        ValueError: The model's heads cannot be split so.
+        ValueError: The model's heads or layers cannot be split so.
     """
 
     term_names = (
         "dense", "prefill attention", "decode attention", "tensor parallel", "piggyback", "pipelined rows",
-        "waiting for the host", "head", "step overhead", "request overhead",
+        "waiting for the host", "pipeline parallel", "head", "step overhead", "request overhead",
     )  # fmt: skip
     layer_terms = slice(0, 7)
     attention_terms = (1, 2)
 
-    def __init__(self, model: ModelDims, device: DeviceSpec, count: int = 1, *, hosts: Sequence[HostNode] = ()) -> None:
+    def __init__(
+        self, model: ModelDims, device: DeviceSpec, count: int = 1, *, num_stages: int = 1,
+        hosts: Sequence[HostNode] = (),
+    ) -> None:  # fmt: skip
         if model.num_heads % count:
             raise ValueError(f"{model.name} has {model.num_heads} heads, which {count} devices cannot share evenly")
+        if not 1 <= num_stages <= model.num_layers:
+            raise ValueError(f"{model.name} has {model.num_layers} layers, of which {num_stages} stages cannot be made")
         self.num_layers = model.num_layers
         self._device = device
         self._host = host_speed_of(hosts)
@@ -123,6 +133,8 @@ class AnalyticDevice(Predictor):
         if count > 1:
             alpha_s, speed = device.link_alpha_s[count], device.link_bytes_per_s[count]
             self._reduce = AlphaBeta(alpha_s, hidden * _BYTES * 2 * (count - 1) / count / speed)
+        between = num_stages - 1
+        self._hand_overs = AlphaBeta(between * _HAND_OVER_S, between * hidden * _BYTES / device.pcie_bytes_per_s)
         sent = model.num_heads + (model.num_heads + 2 * model.num_kv_heads)  # an attention row up; q, k and v down
         self._piggyback_row_s = sent * size * _BYTES / device.pcie_bytes_per_s
         self._dense_cache: dict[int, float] = {}
@@ -157,6 +169,7 @@ class AnalyticDevice(Predictor):
             piggyback,
             second,
             waiting,
+            self._hand_overs(rows),
             self._product_s(f.sampled_rows, *self._head_product) if f.sampled_rows else 0.0,
             eff.step_s,
             eff.request_s * (f.prefill_requests + f.decode_requests + f.pipelined_rows + f.piggyback_rows / layers),
@@ -183,42 +196,57 @@ class AnalyticDevice(Predictor):
 
 
 def analytic_machine(
-    model: ModelDims, device: DeviceSpec, count: int = 1, *, hosts: tuple[HostSpec, ...] = (),
-    host_share: float = HOST_SHARE, late_layers: int | None = None,
+    model: ModelDims, device: DeviceSpec, count: int = 1, *, num_stages: int = 1, hosts: tuple[HostSpec, ...] = (),
+    host_share: float = HOST_SHARE, late_layers: int | None = None, num_prefill_engines: int = 0,
 ) -> Machine:  # fmt: skip
     """Return a machine of data sheets.
 
     Args:
         model: Sizes.
         device: The GPU.
-        count: How many, tensor parallel.
+        count: How many in a stage, tensor parallel.
+        num_stages: Pipeline parallel; each stage has so many.
         hosts: Hosts that attend for best-effort requests: the device's own first, then remote ones. None: no host tier.
         host_share: See HOST_SHARE.
         late_layers: As in ``Machine``; None: as the engine has them on a GPU. In the paper's steps it is all layers.
+        num_prefill_engines: More machines with the same devices and a host like the first one, over its network. They
+            compute prompts.
 
     Raises:
         ValueError: The model does not fit the devices.
     """
-    free_bytes = 0.9 * count * device.memory_bytes - model.weight_bytes
+    total = count * num_stages
+    free_bytes = 0.9 * total * device.memory_bytes - model.weight_bytes
     if free_bytes <= 0:
         raise ValueError(
-            f"{model.name} needs {model.weight_bytes / 1e9:.0f} GB for its weights, and {count} {device.name} have "
-            f"{count * device.memory_bytes / 1e9:.0f} GB: take more devices or larger ones"
+            f"{model.name} needs {model.weight_bytes / 1e9:.0f} GB for its weights, and {total} {device.name} have "
+            f"{total * device.memory_bytes / 1e9:.0f} GB: take more devices or larger ones"
         )
-    link = AlphaBeta(50e-6, 1 / (count * device.pcie_bytes_per_s))
+    if num_prefill_engines and not hosts:
+        raise ValueError("prefill engines hand KV over in host memory: give hosts, too")
+    link = AlphaBeta(50e-6, 1 / (total * device.pcie_bytes_per_s))
     nodes = tuple(_node(model, host, host_share, link, is_local=number == 0) for number, host in enumerate(hosts))
     of_engine = late_joins.late_layers(model.spec.num_layers, device_looks=True, has_between=model.spec.state_bytes > 0)
-    predictor = AnalyticDevice(model, device, count, hosts=nodes)
+    predictor = AnalyticDevice(model, device, count, num_stages=num_stages, hosts=nodes)
+    prefill_engines: tuple[PrefillNode, ...] = ()
+    if num_prefill_engines:
+        alike = analytic_machine(model, device, count, num_stages=num_stages, hosts=hosts[:1], host_share=host_share)
+        network = AlphaBeta(_NETWORK_LATENCY_S, 1 / hosts[0].network_bytes_per_s)
+        prefill_engines = (PrefillNode(machine=alike, link=network),) * num_prefill_engines
+    stages = f"{num_stages} stages of " if num_stages > 1 else ""
+    peers = f", {num_prefill_engines} prefill engines" if num_prefill_engines else ""
     return Machine(
-        name=f"{count}x{device.name}" + (f" and {len(hosts)} x {hosts[0].name}" if hosts else ""),
+        name=f"{stages}{count}x{device.name}" + (f" and {len(hosts)} x {hosts[0].name}" if hosts else "") + peers,
         spec=model.spec,
         device=predictor,
         forecast=predictor,
         hosts=nodes,
         copies=Copies(to_host=link, to_device=link),
         late_layers=of_engine if late_layers is None else late_layers,
-        device_kv_bytes=int(free_bytes),
-        host_kv_bytes=int(sum(0.8 * host.memory_bytes for host in hosts)),
+        device_kv_bytes=int(free_bytes / num_stages),
+        host_kv_bytes=int(sum(0.8 * host.memory_bytes for host in hosts) / num_stages),
+        num_stages=num_stages,
+        prefill_engines=prefill_engines,
     )
 
 
@@ -253,10 +281,12 @@ def engine_config_for(machine: Machine, **settings: Any) -> EngineConfig:
     """
     pools = {"device_kv_bytes": machine.device_kv_bytes, "host_kv_bytes": machine.host_kv_bytes}
     values: dict[str, Any] = {name: size for name, size in pools.items() if size is not None} | settings
+    values.setdefault("parallel", ParallelConfig(pipeline_parallel_size=machine.num_stages))
     if "device_kv_bytes" not in values:
         raise ValueError(f"{machine.name} does not say how much KV it holds: give device_kv_bytes")
     config = EngineConfig(**values)
     if "max_host_requests" in values or machine.spec.state_bytes:
         return config
-    num_blocks = config.host_kv_bytes // machine.spec.host_block_bytes(config.block_size, config.host_kv_dtype)
+    spec = largest_part(config, machine.spec)
+    num_blocks = config.host_kv_bytes // spec.host_block_bytes(config.block_size, config.host_kv_dtype)
     return dataclasses.replace(config, max_host_requests=max(1, num_blocks))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from omniserve.core.config import EngineConfig
+from omniserve.core.config import EngineConfig, PrefillConfig
 from omniserve.core.options import named_value
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.latency import Profile
@@ -51,6 +51,17 @@ def build_parser() -> argparse.ArgumentParser:
     machine.add_argument(
         "--hosts", metavar="[N x]NAME", help="CPU hosts for best-effort attention, such as 5xXeon-6342"
     )
+    machine.add_argument(
+        "--pipeline-parallel-size",
+        type=_whole(1),
+        default=1,
+        metavar="M",
+        help="stages, each of the devices of --device",
+    )
+    machine.add_argument(
+        "--prefill-engines", type=_whole(0), default=0, metavar="N",
+        help="more machines with the same devices and a host, which compute prompts",
+    )  # fmt: skip
     machine.add_argument("--profile", type=Path, metavar="FILE", help="a profile of python -m omniserve.profile")
     machine.add_argument(
         "--calibrate-from",
@@ -87,6 +98,9 @@ def build_parser() -> argparse.ArgumentParser:
     load.add_argument("--seed", type=int, default=0)
     engine = parser.add_argument_group("engine")
     engine.add_argument("--scheduler", default="omniserve", metavar="NAME,NAME", help="default: omniserve")
+    engine.add_argument(
+        "--prefill-placement", default="in-time", metavar="NAME", help="which prompts go to prefill engines"
+    )
     engine.add_argument("--slo", type=_slo, default=SLO(ttft_s=1.0, tpot_s=0.1), metavar="TTFT_S:TPOT_S")
     engine.add_argument("--piggyback-slots", type=int, default=32, metavar="P")
     engine.add_argument("--step-tokens", type=int, default=512, help="token budget of a step (default: 512)")
@@ -100,7 +114,9 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--no-plan", action="store_true", help="the table only")
-    output.add_argument("--target", type=_share, default=0.95, help="share of LS requests in their SLO (default: 0.95)")
+    output.add_argument(
+        "--target", type=_share_above_zero, default=0.95, help="share of LS requests in their SLO (default: 0.95)"
+    )
     output.add_argument("--record", type=Path, metavar="FILE", help="JSON with all figures and request times")
     output.add_argument("--plot", type=Path, metavar="FILE", help="attainment and throughput over the rate")
     return parser
@@ -249,15 +265,20 @@ class _Program:
         args = self._args
         model = find_model(args.model)
         if args.profile is not None:
-            if args.device is not None or args.hosts is not None:
-                raise ValueError("--profile says what the machine is: give it without --device and --hosts")
-            machine = machine_of_profile(Profile.read(args.profile), model.spec)
+            if args.device is not None or args.hosts is not None or args.prefill_engines:
+                raise ValueError(
+                    "--profile says what the machine is: give it without --device, --hosts and --prefill-engines"
+                )
+            machine = machine_of_profile(Profile.read(args.profile), model.spec, num_stages=args.pipeline_parallel_size)
             return dataclasses.replace(machine, hosts=machine.hosts + machine.hosts[:1] * more_hosts)
         if args.device is None:
             raise ValueError("give --device (such as 4xA100-80GB) or --profile FILE")
         count, device = find_devices(args.device)
         num_hosts, host = find_hosts(args.hosts) if args.hosts is not None else (0, find_hosts(_PLAN_HOST)[1])
-        return analytic_machine(model, device, count, hosts=(host,) * (num_hosts + more_hosts))
+        return analytic_machine(
+            model, device, count, hosts=(host,) * (num_hosts + more_hosts), num_stages=args.pipeline_parallel_size,
+            num_prefill_engines=args.prefill_engines,
+        )  # fmt: skip
 
     def _config(self, name: str, machine: Machine, slots: int | None = None) -> EngineConfig:
         args = self._args
@@ -275,6 +296,7 @@ class _Program:
             max_num_batched_tokens=args.step_tokens,
             max_num_seqs=args.max_requests,
             max_host_requests=args.host_requests,
+            prefill=PrefillConfig(prefill_placement=args.prefill_placement),
             scheduler_options=known_options(name, dict(args.scheduler_option)),
             classes=(
                 ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=args.slo, speculation=args.drafts_right > 0),
@@ -310,6 +332,17 @@ def _scenario(args: argparse.Namespace) -> Scenario:
     )
 
 
+def _whole(low: int) -> Callable[[str], int]:
+    """Return an argparse type for whole numbers from ``low`` on."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"must be a whole number >= {low}, got {text!r}")
+        return int(text)
+
+    return read
+
+
 def _rates(text: str) -> list[float]:
     return [_positive(part) for part in text.split(",")]
 
@@ -336,6 +369,6 @@ def _number(said: str, accepts: Callable[[float], bool]) -> Callable[[str], floa
 
 _not_negative = _number("number >= 0", lambda value: value >= 0)
 _positive = _number("number > 0", lambda value: value > 0)
-_share = _number("share in (0, 1]", lambda value: 0 < value <= 1)
+_share_above_zero = _number("share in (0, 1]", lambda value: 0 < value <= 1)
 _share = _number("share in [0, 1]", lambda value: 0 <= value <= 1)
 _share_below_one = _number("share in [0, 1)", lambda value: 0 <= value < 1)

@@ -149,20 +149,17 @@ class SimulatedHostTier:
         """Let a late join have its result: no event tells of it any more."""
         self._used.add(self._results.pop(join.slot)[1])
 
-    def submit(self, plan: StepPlan, start_s: float, step_s: float, *, during_step: bool) -> None:
+    def submit(self, plan: StepPlan, sent_s: Callable[[int], float]) -> None:
         """Take the rows that a step sends: its entries at layer 0, its joins at the layer after theirs.
 
         Args:
             plan: The step, with only the joins that joined.
-            start_s: When it began.
-            step_s: Seconds that it takes.
-            during_step: Rows are sent layer by layer as the step runs; else all of them at its end (a GPU).
+            sent_s: Returns when the rows of a layer are sent.
         """
-        layer_s = step_s / (self._last_layer + 1)
         sent: list[tuple[PiggybackEntry | PiggybackJoin, int]] = [(entry, 0) for entry in plan.entries]
         sent += [(join, join.layer + 1) for join in plan.joins if join.layer < self._last_layer]
         for row, layer in sent:
-            self._submit(row, layer, start_s + (layer * layer_s if during_step else step_s))
+            self._submit(row, layer, sent_s(layer))
         for row in plan.pipelined:  # the step's time has their attention
             if isinstance(row, PiggybackEntry):
                 self._placement.grow(row.request_id)

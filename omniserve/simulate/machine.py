@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from omniserve.core.spec import ModelSpec
 from omniserve.latency import LATENCY_MODELS, HostSpeed, ModelShape, Predictor, Profile
+from omniserve.latency.base import AlphaBeta
 from omniserve.latency.omniserve import OmniServeModel
 from omniserve.sched.late_joins import late_layers
 from omniserve.simulate.host_tier import Copies, HostNode
@@ -37,10 +38,24 @@ class Machine:
     """Memory for KV, all devices together; None: not known, the engine's settings say it."""
     host_kv_bytes: int | None = None
     """The same for the hosts."""
+    num_stages: int = 1
+    """Stages of pipeline parallel. The device predicts a step that passes all of them alone; the hosts are those of all
+    stages, and the bytes above are one stage's."""
+    prefill_engines: tuple[PrefillNode, ...] = ()
+    """Engines that compute prompts for this one."""
 
     @property
     def shape(self) -> ModelShape:
         return ModelShape.of(self.spec)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillNode:
+    """A prefill engine. The settings of the engine that asks say what its own machine does not."""
+
+    machine: Machine
+    link: AlphaBeta
+    """Seconds of a message between the two, by its bytes."""
 
 
 def host_speed_of(hosts: Sequence[HostNode]) -> HostSpeed | None:
@@ -56,11 +71,15 @@ def host_speed_of(hosts: Sequence[HostNode]) -> HostSpeed | None:
     )
 
 
-def machine_of_profile(profile: Profile, spec: ModelSpec, *, latency_model: str = "omniserve") -> Machine:
+def machine_of_profile(
+    profile: Profile, spec: ModelSpec, *, num_stages: int = 1, latency_model: str = "omniserve"
+) -> Machine:
     """Return the machine that a profile was measured on.
 
     Args:
         spec: The model's sizes, which a profile does not name.
+        num_stages: Stages of pipeline parallel that it was measured with. Each has a host tier like the measured one
+            for its own layers; they are taken for one host with the threads of all.
         latency_model: What the scheduler predicts with; steps take what the model ``omniserve`` says.
 
     Raises:
@@ -75,12 +94,13 @@ def machine_of_profile(profile: Profile, spec: ModelSpec, *, latency_model: str 
     forecast = device if latency_model == "omniserve" else LATENCY_MODELS.get(latency_model).from_profile(profile)
     hosts: tuple[HostNode, ...] = ()
     if (speed := HostSpeed.from_profile(profile)) is not None:
+        threads = num_stages * speed.threads
         node = HostNode(
-            num_threads=speed.threads,
-            key_s=speed.per_key_s / speed.threads,
-            task_s=speed.per_request_s / speed.threads,
+            num_threads=threads,
+            key_s=speed.per_key_s / threads,
+            task_s=speed.per_request_s / threads,
             latency_s=speed.per_call_s,
-            draft_key_s=speed.per_draft_key_s / speed.threads,
+            draft_key_s=speed.per_draft_key_s / threads,
         )
         hosts = (node,)
     own_cores = profile.fingerprint.host_has_own_cores
@@ -94,5 +114,6 @@ def machine_of_profile(profile: Profile, spec: ModelSpec, *, latency_model: str 
             to_host=profile.copy_to_host, to_device=profile.copy_to_device, by_host_threads=not own_cores
         ),
         host_has_own_cores=own_cores,
+        num_stages=num_stages,
         late_layers=late_layers(spec.num_layers, device_looks=own_cores, has_between=spec.state_bytes > 0),
     )  # fmt: skip

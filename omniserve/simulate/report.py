@@ -31,6 +31,7 @@ def table(rows: Sequence[Row]) -> str:
     """Return a plain-text table of simulations."""
     cells = []
     has_cache = any(each.cached_share for row in rows for each in row.result.classes.values())
+    has_peers = any(each.prefilled_share for row in rows for each in row.result.classes.values())
     for row in rows:
         result, ls, be = row.result, row.result.classes["LS"], row.result.classes["BE"]
         cells.append({
@@ -42,7 +43,11 @@ def table(rows: Sequence[Row]) -> str:
             "BE out/s": f"{be.output_tokens_per_s:.0f}", "BE in/s": f"{be.prompt_tokens_per_s:.0f}",
             "on host": f"{result.host_share:.0%}", "hosts busy": f"{result.host_tier_busy:.0%}",
             "preempted": str(result.preemptions),
-        } | ({"LS found": f"{ls.cached_share:.0%}", "BE": f"{be.cached_share:.0%}"} if has_cache else {}))  # fmt: skip
+        })  # fmt: skip
+        if has_cache:
+            cells[-1] |= {"LS found": f"{ls.cached_share:.0%}", "BE": f"{be.cached_share:.0%}"}
+        if has_peers:
+            cells[-1] |= {"LS elsewhere": f"{ls.prefilled_share:.0%}", "BE ": f"{be.prefilled_share:.0%}"}
     lines = [tuple(cells[0]), *(tuple(line.values()) for line in cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

@@ -72,7 +72,10 @@ class ClassResult:
     prompt_tokens_per_s: float
     """Tokens of prompts that were computed to their end, or found."""
     cached_share: float = 0.0
-    """Share of the prompt tokens that the prefix cache had as their requests began; 0 without prompts."""
+    """Share of the prompt tokens that the prefix cache had as their requests began, those from prefill engines
+    included; 0 without prompts."""
+    prefilled_share: float = 0.0
+    """Share of the prompt tokens whose KV came from prefill engines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +131,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def summarise(
     requests: Iterable[RequestResult], slo: SLO, *, duration_s: float, output_tokens: int, prompt_tokens: int,
-    cached_tokens: int = 0,
+    cached_tokens: int = 0, prefilled_tokens: int = 0,
 ) -> ClassResult:  # fmt: skip
     """Return the figures of one class.
 
@@ -139,6 +142,7 @@ def summarise(
         output_tokens: Sampled by its end.
         prompt_tokens: Of prompts whose first token was sampled by its end.
         cached_tokens: Of prompts that began by its end, those that were found.
+        prefilled_tokens: Of prompts, those whose KV came from prefill engines by its end.
     """
     group = list(requests)
     ttfts = [r.ttft_s for r in group if r.ttft_s is not None]
@@ -161,4 +165,5 @@ def summarise(
         output_tokens_per_s=output_tokens / duration_s,
         prompt_tokens_per_s=prompt_tokens / duration_s,
         cached_share=min(1.0, cached_tokens / prompt_tokens) if prompt_tokens else 0.0,
+        prefilled_share=min(1.0, prefilled_tokens / prompt_tokens) if prompt_tokens else 0.0,
     )

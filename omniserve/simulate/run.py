@@ -12,27 +12,17 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
-from omniserve.core.plan import is_whole
 from omniserve.core.request import ClassSpec, Request, RequestOutput, SamplingParams, ServiceClass
 from omniserve.core.stats import SchedulerStats
-from omniserve.engine.capacity import max_model_len, num_blocks, prefix_settings
-from omniserve.engine.outputs import OutputCollector
-from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
-from omniserve.kv import KV_MANAGERS, Tier
-from omniserve.latency import CorrectedModel
-from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
-from omniserve.sched.options import LayerPreemptionOptions
-from omniserve.sched.speculation import MAX_DRAFTS
-from omniserve.simulate.drafter import SimulatedDrafter
-from omniserve.simulate.host_tier import SimulatedHostTier
+from omniserve.simulate.engine import SimulatedEngine
 from omniserve.simulate.load import MOST_HASH_IDS, Load, TraceRequest
-from omniserve.simulate.machine import Machine, host_speed_of
+from omniserve.simulate.machine import Machine
+from omniserve.simulate.prefill_engines import SimulatedPrefillEngines, require_shared_kv
 from omniserve.simulate.results import RequestResult, Result, summarise
-from omniserve.simulate.runner import SimulatedRunner, StepRecord
+from omniserve.simulate.runner import StepRecord
 
 _POLL_S = 0.05
 """An engine that waits for its host tier looks again after so long, as the server does."""
@@ -116,67 +106,34 @@ class _Run:
     def __init__(
         self, config: SimulationConfig, progress: Callable[[float], object], on_step: Callable[[StepRecord], object]
     ) -> None:
-        self._config, self._progress, self._on_step = config, progress, on_step
-        machine, settings, spec = config.machine, config.engine, config.machine.spec
+        self._config, self._progress = config, progress
+        settings, load = config.engine, config.load
         self._ls, self._be = (
             next(each for each in settings.classes if each.kind is kind) for kind in (ServiceClass.LS, ServiceClass.BE)
         )
         self._classes = {each.name: each for each in settings.classes}
-        policy, options = policy_of(settings)
-        if settings.disk_kv.gib:
-            raise ValueError("simulated machines have no disk: set disk_kv.gib to 0")
-        num_device_blocks, num_host_blocks = num_blocks(settings, spec, has_hosts=bool(machine.hosts))
-        caches: dict[str, Any] = {}
-        load = config.load
-        if settings.execution.prefix_cache or any(row.hash_ids for row in (*load.latency_sensitive, *load.best_effort)):
-            caches = prefix_settings(
-                settings, spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks
-            )
-        kv = KV_MANAGERS.get(settings.kv)(
-            num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=settings.block_size,
-            **caches,
+        has_ids = any(row.hash_ids for row in (*load.latency_sensitive, *load.best_effort))
+        prefills: SimulatedPrefillEngines | None = None
+        if nodes := config.machine.prefill_engines:
+            names = tuple(f"simulated:{number}" for number in range(1, len(nodes) + 1))
+            asking = dataclasses.replace(settings.prefill, prefill_engines=names, prefill_secret_file="simulated")
+            prefills = SimulatedPrefillEngines(config.machine, settings, seed=config.seed)
+            settings = dataclasses.replace(settings, prefill=asking)
+        self._engine = SimulatedEngine(
+            config.machine, settings, prefills=prefills, seed=config.seed, noise=config.noise,
+            caches_prefixes=bool(settings.execution.prefix_cache or has_ids or prefills),
+            drafts_right=config.drafts_right, must_leave=self._must_leave, on_step=on_step,
         )  # fmt: skip
-        self._tier: SimulatedHostTier | None = None
-        if num_host_blocks:
-            self._tier = SimulatedHostTier(
-                machine.hosts, machine.copies, spec, settings.block_size, num_blocks=num_host_blocks,
-                held=lambda request_id: kv.num_held(request_id, Tier.HOST),
-            )  # fmt: skip
-        limits = SchedulerLimits.of(
-            settings, options, spec, kv, max_model_len=max_model_len(settings, spec), late_layers=machine.late_layers,
-            max_host_drafts=MAX_DRAFTS if num_host_blocks and config.drafts_right else 0,
-        )  # fmt: skip
-        # With perfect predictions there is nothing to correct, and correcting costs as much as predicting.
-        is_exact = config.noise == 0 and machine.spread is None and machine.forecast is machine.device
-        self._corrected = None if is_exact else CorrectedModel(machine.forecast)
-        forecast = Forecast(
-            self._corrected or machine.forecast, machine.shape, host_has_own_cores=machine.host_has_own_cores,
-            host=host_speed_of(machine.hosts),
-        )  # fmt: skip
-        self._scheduler = Scheduler(policy, options, limits=limits, kv=kv, forecast=forecast, drafter_of=self._drafter)
-        self._runner = SimulatedRunner(
-            machine, self._tier, noise=config.noise, seed=config.seed,
-            keeps_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
-            must_leave=self._must_leave,
-        )  # fmt: skip
-        self._outputs = OutputCollector(tokenizer=None)
-        self._stepper = Stepper(
-            scheduler=self._scheduler, runner=self._runner, outputs=self._outputs, record=self._record,
-            clock=lambda: self._runner.now_s,
-        )  # fmt: skip
-        self._num_steps = 0
-        self._longest = limits.max_model_len, num_device_blocks * settings.block_size
+        if prefills is not None:
+            require_shared_kv(self._engine, "an engine with prefill engines")
+        self._scheduler = self._engine.scheduler
+        self._longest = self._engine.max_model_len, self._engine.pool_tokens
         self._too_long = 0
         self._results: dict[str, RequestResult] = {}
-        self._has_cache = bool(caches)
+        self._has_cache = self._engine.caches_prefixes
         self._own_texts = itertools.count(1 + MOST_HASH_IDS)
         self._unfinished = dict.fromkeys(self._classes, 0)
         self._queue_arrivals(config.load)
-
-    def _drafter(self, request_id: str, request: Request) -> SimulatedDrafter:
-        config = self._config
-        seed = f"{config.seed} {request_id}"
-        return SimulatedDrafter(config.drafts_right, len(request.prompt_token_ids), seed)
 
     def _queue_arrivals(self, load: Load) -> None:
         ls = self._arrivals(load.latency_sensitive, self._ls)
@@ -226,7 +183,7 @@ class _Run:
 
     def run(self) -> Result:
         began_s = time.perf_counter()
-        load, runner, upcoming = self._config.load, self._runner, self._upcoming
+        load, engine, upcoming = self._config.load, self._engine, self._upcoming
         duration_s = load.duration_s
         if duration_s is None:  # then there is no backlog: something is upcoming
             duration_s = max(upcoming[0][0], 1e-3)  # reversed: the last to come
@@ -235,7 +192,7 @@ class _Run:
         at_end_of_load = None
         active_s, told_s = 0.0, 0.0
         while True:
-            now_s = runner.now_s
+            now_s = engine.now_s
             if warm is None and now_s >= load.warm_up_s:
                 warm = self._counters()
             if at_end_of_load is None and now_s >= duration_s:
@@ -248,22 +205,22 @@ class _Run:
                 self._refill()
             while upcoming and upcoming[-1][0] <= now_s:
                 self._add(*upcoming.pop())
-            if not self._stepper.has_unfinished:
+            if not engine.stepper.has_unfinished:
                 if not upcoming and now_s >= duration_s:
                     break
-                runner.now_s = active_s = upcoming[-1][0] if upcoming else duration_s
+                engine.now_s = active_s = upcoming[-1][0] if upcoming else duration_s
                 continue
-            self._book(self._stepper.step())
+            self._book(engine.step())
             if self._config.check:
                 self._scheduler.check_integrity()
-            if not self._stepper.last_plan_was_empty:
-                active_s = runner.now_s
+            if not engine.stepper.last_plan_was_empty:
+                active_s = engine.now_s
             else:
                 self._wait()
-                if runner.now_s - active_s > _PATIENCE_S:
-                    raise RuntimeError(f"stuck at {runner.now_s:.1f} s: nothing goes on with {self._scheduler.stats()}")
-            if runner.now_s - told_s >= 1.0:
-                told_s = runner.now_s
+                if engine.now_s - active_s > _PATIENCE_S:
+                    raise RuntimeError(f"stuck at {engine.now_s:.1f} s: nothing goes on with {self._scheduler.stats()}")
+            if engine.now_s - told_s >= 1.0:
+                told_s = engine.now_s
                 self._progress(told_s)
         assert warm is not None
         end = at_end_of_load or self._counters()
@@ -273,35 +230,30 @@ class _Run:
         return any(self._unfinished[name] for name, spec in self._classes.items() if spec.kind == ServiceClass.LS)
 
     def _wait(self) -> None:
-        """Let time pass after an empty step: to the next arrival or event of the host tier, at most _POLL_S."""
-        now_s = self._runner.now_s
-        next_s = [now_s + _POLL_S]
+        """Let time pass after an empty step: to the next arrival or event from elsewhere, at most _POLL_S."""
+        now_s = self._engine.now_s
+        next_s = [now_s + _POLL_S, self._engine.next_event_s()]
         if self._upcoming:
             next_s.append(self._upcoming[-1][0])
-        if self._tier is not None and (event_s := self._tier.next_event_s()) is not None:
-            next_s.append(event_s)
-        self._runner.now_s = max(now_s, min(next_s))
+        self._engine.now_s = max(now_s, min(next_s))
 
     def _refill(self) -> None:
         while self._unfinished[self._be.name] < self._config.load.backlog:
             number, (row, request) = next(self._pile)
             if self._has_cache:  # what comes again says something else behind what it has in common with others
                 request = dataclasses.replace(request, prompt_token_ids=self._prompt(row))
-            self._add(self._runner.now_s, f"{self._be.name}-{number}", request)
+            self._add(self._engine.now_s, f"{self._be.name}-{number}", request)
 
     def _add(self, arrival_s: float, request_id: str, request: Request) -> None:
         name = request.service_class
         result = self._results[request_id] = RequestResult(
             name, arrival_s, len(request.prompt_token_ids), request.sampling.max_tokens
         )
-        slo = self._classes[name].slo
         try:
-            ttft_s = self._scheduler.add(request_id, request, slo, self._runner.now_s, arrival_s=arrival_s)
+            self._engine.add(request_id, request, arrival_s=arrival_s)
         except RequestRejected:
             result.rejected = True
         else:
-            self._stepper.requests[request_id] = OpenRequest(name, slo, ttft_s)
-            self._outputs.open(request_id, request)
             self._unfinished[name] += 1
 
     def _book(self, outputs: Sequence[RequestOutput]) -> None:
@@ -328,17 +280,9 @@ class _Run:
                 leaving |= self._scheduler.policy.to_preempt(request, spec.slo, now_s - arrival_s, now_s)
         return leaving
 
-    def _record(self, step: FinishedStep) -> None:
-        """Count and report a step, and let the latency model learn from it."""
-        seconds = self._runner.seconds  # exact; a difference of two times of the clock is not
-        self._num_steps += 1
-        if self._corrected is not None and is_whole(step.plan, step.result.halted):
-            self._corrected.observe(self._runner.features, seconds)
-        self._on_step(StepRecord(plan=step.plan, start_s=step.started_s, seconds=seconds))
-
     def _counters(self) -> tuple[SchedulerStats, float]:
         """Return the work that has been done, and the seconds that hosts have attended."""
-        return self._scheduler.stats(), self._tier.busy_s if self._tier is not None else 0.0
+        return self._scheduler.stats(), self._engine.tier.busy_s if self._engine.tier is not None else 0.0
 
     def _result(
         self, end_of_load_s: float, warm: tuple[SchedulerStats, float], end: tuple[SchedulerStats, float], wall_s: float
@@ -355,6 +299,7 @@ class _Run:
                 output_tokens=after.output_tokens.get(name, 0) - before.output_tokens.get(name, 0),
                 prompt_tokens=after.prompt_tokens.get(name, 0) - before.prompt_tokens.get(name, 0),
                 cached_tokens=after.cached_tokens.get(name, 0) - before.cached_tokens.get(name, 0),
+                prefilled_tokens=after.prefilled_tokens.get(name, 0) - before.prefilled_tokens.get(name, 0),
             )
             for name, spec in self._classes.items()
         }
@@ -365,8 +310,8 @@ class _Run:
         host_layers = max(1, host_tokens * self._config.machine.spec.num_layers)
         return Result(
             duration_s=duration_s,
-            end_s=self._runner.now_s,
-            num_steps=self._num_steps,
+            end_s=self._engine.now_s,
+            num_steps=self._engine.num_steps,
             classes=classes,
             host_share=host_tokens / best_effort if best_effort else 0.0,
             host_tier_busy=(busy_after_s - busy_before_s) / (duration_s * num_hosts) if num_hosts else 0.0,

@@ -7,10 +7,11 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Protocol
 
-from omniserve.core.plan import HostEvent, SampledToken, StepOutput, StepPlan, without_missed
+from omniserve.core.plan import HostEvent, RemotePrefill, SampledToken, StepOutput, StepPlan, without_missed
 from omniserve.latency import BatchFeatures, features_of
 from omniserve.simulate.drafter import TOKEN, num_right
 from omniserve.simulate.host_tier import SimulatedHostTier
@@ -26,6 +27,36 @@ class StepRecord:
     seconds: float
 
 
+class PrefillPeers(Protocol):
+    """Prefill engines as the runner sees them (``SimulatedPrefillEngines``)."""
+
+    def ask(self, prefill: RemotePrefill, at_s: float) -> None:
+        """Ask one for a prompt."""
+        ...
+
+    def cancel(self, move_id: int, at_s: float) -> None:
+        """Stop a prefill whose request has ended; it has its event all the same."""
+        ...
+
+    def poll(self, now_s: float) -> list[HostEvent]:
+        """Return what has come from them by now."""
+        ...
+
+    def next_event_s(self, now_s: float) -> float:
+        """Return when something may come next, now that nothing more is asked for at this time; infinity: never."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step on its way."""
+
+    output: StepOutput
+    end_s: float
+    features: BatchFeatures = field(default_factory=BatchFeatures)
+    seconds: float = 0.0
+
+
 _layer = attrgetter("layer")
 _TOKEN = (SampledToken(token_id=TOKEN),)
 
@@ -36,6 +67,9 @@ class SimulatedRunner:
     Args:
         machine: How long everything takes.
         tier: Its host tier, if it has one.
+        prefills: Prefill engines that it asks, if there are any.
+        num_stages: Of the model. Each step passes all of them, and each has one step at a time: the layers are shared
+            out evenly, and the last stage has what a step takes besides.
         noise: Standard deviation of the logarithm of what a step takes over what it takes otherwise; the mean stays.
         seed: Of the noise and of the machine's spread.
         keeps_halted: Rows that left a step go on from the layer where they left it.
@@ -44,11 +78,15 @@ class SimulatedRunner:
     """
 
     def __init__(
-        self, machine: Machine, tier: SimulatedHostTier | None, *, noise: float, seed: int, keeps_halted: bool,
+        self, machine: Machine, tier: SimulatedHostTier | None, *, prefills: PrefillPeers | None = None,
+        num_stages: int = 1, noise: float, seed: int, keeps_halted: bool,
         must_leave: Callable[[float, float], Set[str]],
     ) -> None:  # fmt: skip
         self._machine = machine
         self._tier = tier
+        self._prefills = prefills
+        self._free_s = [0.0] * num_stages
+        """When each stage has done the step that was launched last."""
         self._shape = machine.shape
         self._noise = noise
         self._rng = random.Random(seed)
@@ -59,21 +97,33 @@ class SimulatedRunner:
         """The virtual clock."""
         self.host_works = False
         self.features = BatchFeatures()
-        """The features of the last step that computed something."""
+        """The features of the step that was collected last, of those that computed something."""
         self.seconds = 0.0
-        """The seconds that this step took."""
+        """The seconds that this step took, without waiting for others."""
 
     def poll_host(self) -> list[HostEvent]:
-        """Return the events of the host tier up to now."""
-        return self._tier.poll(self.now_s) if self._tier is not None else []
+        """Return the events of the host tier and of prefill engines up to now."""
+        events = self._tier.poll(self.now_s) if self._tier is not None else []
+        return events if self._prefills is None else events + self._prefills.poll(self.now_s)
 
-    def launch(self, plan: StepPlan) -> StepOutput:
-        """Let the time of a step pass, and return its output; an empty plan takes none."""
+    def next_event_s(self) -> float:
+        """Return when the next of these events may come if nothing is launched; infinity: never."""
+        from_host = self._tier.next_event_s() if self._tier is not None else None
+        from_peers = self._prefills.next_event_s(self.now_s) if self._prefills is not None else math.inf
+        return from_peers if from_host is None else min(from_host, from_peers)
+
+    def launch(self, plan: StepPlan) -> _Launched:
+        """Begin a step. An empty plan takes no time."""
         start_s = self.now_s
         if self._tier is not None:
             self._tier.start_moves(plan, start_s)
+        if self._prefills is not None:
+            for prefill in plan.prefills:
+                self._prefills.ask(prefill, start_s)
+            for move_id in plan.prefill_cancels:
+                self._prefills.cancel(move_id, start_s)
         if plan.is_empty:
-            return StepOutput()
+            return _Launched(StepOutput(), start_s)
         has_host_rows = bool(plan.entries or plan.joins or plan.pipelined)
         self.host_works = has_host_rows or (self._tier is not None and self._tier.attends)
         self.features = features_of(plan, self._shape, host_works=self.host_works)
@@ -83,10 +133,15 @@ class SimulatedRunner:
         if missed and not plan.chunks:  # only the layers where rows join were run
             self.features = features_of(plan, self._shape, host_works=self.host_works)
             self.seconds, halted = self._take(plan)
+        ends_s = self._pass_stages(start_s)
+        num_layers = self._machine.spec.num_layers
         if self._tier is not None:
-            self._tier.submit(plan, start_s, self.seconds, during_step=self._machine.late_layers > 0)
-        self.now_s = start_s + self.seconds
-        last_layer = self._machine.spec.num_layers - 1
+            if self._machine.late_layers and len(ends_s) == 1:  # a row goes as the step reaches its layer
+                layer_s = self.seconds / num_layers
+                self._tier.submit(plan, lambda layer: start_s + layer * layer_s)
+            else:  # as its stage ends
+                self._tier.submit(plan, lambda layer: ends_s[layer * len(ends_s) // num_layers])
+        last_layer = num_layers - 1
         tokens = {
             chunk.request_id: _tokens(chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :])
             for chunk in plan.chunks
@@ -94,7 +149,22 @@ class SimulatedRunner:
         }
         tokens.update((join.request_id, _tokens(join.draft_ids)) for join in plan.joins if join.layer == last_layer)
         tokens.update((row.request_id, _tokens(())) for row in plan.pipelined)
-        return StepOutput(tokens=tokens, halted=halted, missed=missed)
+        return _Launched(
+            StepOutput(tokens=tokens, halted=halted, missed=missed), ends_s[-1], self.features, self.seconds
+        )
+
+    def _pass_stages(self, start_s: float) -> list[float]:
+        """Return when a step that takes ``self.seconds`` leaves each stage."""
+        if len(self._free_s) == 1:
+            return [start_s + self.seconds]
+        terms = self._machine.device.terms(self.features)
+        layers_s = self.seconds * sum(terms[self._machine.device.layer_terms]) / sum(terms)
+        at_s, num_stages = start_s, len(self._free_s)
+        for stage in range(num_stages):
+            besides_s = self.seconds - layers_s if stage == num_stages - 1 else 0.0
+            at_s = max(at_s, self._free_s[stage]) + layers_s / num_stages + besides_s
+            self._free_s[stage] = at_s
+        return list(self._free_s)
 
     def _missed(self, plan: StepPlan) -> frozenset[str]:
         """Return the requests of joins whose results are not there when the step reaches their layer."""
@@ -113,9 +183,12 @@ class SimulatedRunner:
                     self._tier.use_result(join)
         return frozenset(missed)
 
-    def collect(self, step: StepOutput) -> StepOutput:
-        """Return the output of a launched step."""
-        return step
+    def collect(self, step: _Launched) -> StepOutput:
+        """Let the time pass in which a launched step ends, and return its output."""
+        self.now_s = max(self.now_s, step.end_s)
+        if step.seconds:
+            self.features, self.seconds = step.features, step.seconds
+        return step.output
 
     def forget(self, request_id: str) -> None:
         """Drop what the host tier keeps of a request, which has ended."""

@@ -92,7 +92,7 @@ def test_every_scheduler_with_engines_that_are_cut_off(scheduler: str, secret_fi
             model, reference, range(1120, 1126), reach=("prefilled_tokens",), scheduler=scheduler,
             kv=lambda seed: ("tiered", "incremental")[seed % 2], disturb=lambda seed: cuts(proxies),
             prefill=lambda seed: _config(
-                [proxy.address for proxy in proxies], secret_file, ("always", "sooner")[seed % 2]
+                [proxy.address for proxy in proxies], secret_file, ("always", "sooner", "in-time")[seed % 3]
             ),
             async_steps=lambda seed: seed % 3 == 0, **_small(model),
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
@@ -42,10 +43,15 @@ def entry(request_id: str, slot: int, position: int) -> PiggybackEntry:
     return PiggybackEntry(request_id=request_id, token_id=0, position=position, slot=slot, epoch=7, block_ids=(0,))
 
 
+def sent(start_s: float, step_s: float) -> Callable[[int], float]:
+    """Return when a step sends the rows of a layer: as it reaches it."""
+    return lambda layer: start_s + layer * step_s / DIMS.num_layers
+
+
 def test_tasks_are_served_in_order_and_say_whose_they_are() -> None:
     host = tier()
     arrived(host, "a", "b")
-    host.submit(StepPlan(step_id=1, entries=(entry("a", 3, 99), entry("b", 4, 49))), 0.0, 1.0, during_step=True)
+    host.submit(StepPlan(step_id=1, entries=(entry("a", 3, 99), entry("b", 4, 49))), sent(0.0, 1.0))
     # 100 keys and 50 keys on one piece each: all threads could do them in 110 and 60 ms, one thread takes twice that.
     assert host.next_event_s() == pytest.approx(0.222)
     assert host.poll(0.2219) == []
@@ -61,7 +67,7 @@ def test_tasks_are_served_in_order_and_say_whose_they_are() -> None:
 def test_a_long_task_is_shared_by_all_threads() -> None:
     host = tier()
     arrived(host, "a")
-    host.submit(StepPlan(step_id=1, entries=(entry("a", 0, 999),)), 0.0, 1.0, during_step=True)
+    host.submit(StepPlan(step_id=1, entries=(entry("a", 0, 999),)), sent(0.0, 1.0))
     assert host.next_event_s() == pytest.approx(1.0 + 0.01 + 0.002)
 
 
@@ -73,7 +79,7 @@ def test_joins_are_sent_a_layer_on_or_at_the_end_of_the_step(during_step: bool, 
         PiggybackJoin(request_id="a", position=9, slot=1, epoch=7, layer=0),
         PiggybackJoin(request_id="a", position=9, slot=2, epoch=7, layer=1),  # the last layer: it is a token now
     )
-    host.submit(StepPlan(step_id=1, joins=joins), 5.0, 1.0, during_step=during_step)
+    host.submit(StepPlan(step_id=1, joins=joins), sent(5.0, 1.0) if during_step else lambda layer: 6.0)
     assert host.next_event_s() == pytest.approx(at_s + 2 * (0.01 + 0.01) + 0.002)
     assert [(event.slot, event.layer) for event in host.poll(100.0)] == [(1, 1)]
 
@@ -90,17 +96,17 @@ def test_moves_of_both_directions_share_the_link() -> None:
 def test_copies_by_host_threads_go_before_attention() -> None:
     host = tier(copies=Copies(to_host=AlphaBeta(0.5), to_device=AlphaBeta(), by_host_threads=True))
     arrived(host, "a")
-    host.submit(StepPlan(step_id=1, entries=(entry("a", 0, 9),)), 0.0, 1.0, during_step=True)
+    host.submit(StepPlan(step_id=1, entries=(entry("a", 0, 9),)), sent(0.0, 1.0))
     host.start_moves(StepPlan(step_id=2, moves=(move("b", 9),)), 0.0)
     events = host.poll(10.0)
     assert [event.kind for event in events] == [HostEventKind.MOVE_DONE, HostEventKind.ATTENTION_DONE]
-    host.submit(StepPlan(step_id=3, entries=(entry("a", 0, 9),)), 10.0, 1.0, during_step=True)
+    host.submit(StepPlan(step_id=3, entries=(entry("a", 0, 9),)), sent(10.0, 1.0))
     assert host.next_event_s() == pytest.approx(10.0 + 2 * 0.02 + 0.002)
 
 
 def ends_of(host: SimulatedHostTier, *entries: PiggybackEntry, start_s: float = 0.0) -> dict[int, float]:
     """Hand entries over; return by slot when their event comes."""
-    host.submit(StepPlan(step_id=1, entries=entries), start_s, 1.0, during_step=True)
+    host.submit(StepPlan(step_id=1, entries=entries), sent(start_s, 1.0))
     ends = {}
     while (at_s := host.next_event_s()) is not None:
         ends.update((event.slot, at_s) for event in host.poll(at_s))
@@ -151,7 +157,7 @@ def test_a_tier_needs_a_host() -> None:
 def test_a_late_join_takes_its_result_once_it_is_there() -> None:
     host = tier()
     arrived(host, "a", "b")
-    host.submit(StepPlan(step_id=1, entries=(entry("a", 3, 99), entry("b", 4, 49))), 0.0, 1.0, during_step=True)
+    host.submit(StepPlan(step_id=1, entries=(entry("a", 3, 99), entry("b", 4, 49))), sent(0.0, 1.0))
     join = PiggybackJoin(request_id="a", position=99, slot=3, epoch=7, layer=0, is_ready=False)
     assert not host.has_result(join, 0.2219)
     assert host.has_result(join, 0.2221)
@@ -169,7 +175,7 @@ def test_drafts_lengthen_a_task_by_the_keys_that_they_see() -> None:
         host = tier(dataclasses.replace(NODE, draft_key_s=0.5e-3))
         arrived(host, "a")
         row = dataclasses.replace(entry("a", 0, 99), draft_ids=draft_ids)
-        host.submit(StepPlan(step_id=0, entries=(row,)), 0.0, 0.0, during_step=False)
+        host.submit(StepPlan(step_id=0, entries=(row,)), lambda layer: 0.0)
         times.append(host.next_event_s())
         busy_s = host.busy_s
     assert times[1] - times[0] == pytest.approx(2 * 3 * 100 * 0.5e-3), "one piece, so one of the two threads has it"

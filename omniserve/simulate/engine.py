@@ -1,0 +1,149 @@
+"""SimulatedEngine: the engine's stepper, scheduler and KV manager over a machine that only takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+from omniserve.core.config import EngineConfig
+from omniserve.core.plan import is_whole
+from omniserve.core.request import Request, RequestOutput
+from omniserve.engine.capacity import largest_part, max_model_len, num_blocks, prefix_settings
+from omniserve.engine.outputs import OutputCollector
+from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
+from omniserve.kv import KV_MANAGERS, KVManager, Tier
+from omniserve.latency import CorrectedModel
+from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of, why_not_in_stages
+from omniserve.sched.options import LayerPreemptionOptions
+from omniserve.sched.speculation import MAX_DRAFTS
+from omniserve.simulate.drafter import SimulatedDrafter
+from omniserve.simulate.host_tier import SimulatedHostTier
+from omniserve.simulate.machine import Machine, host_speed_of
+from omniserve.simulate.runner import PrefillPeers, SimulatedRunner, StepRecord
+
+
+class SimulatedEngine:
+    """An engine with a clock of its own, which stands still between steps.
+
+    Args:
+        machine: What it runs on.
+        config: Its settings.
+        caches_prefixes: Have a prefix cache, if the settings allow one; without need it only costs time.
+        seed, noise: See ``SimulatedRunner``.
+        prefills: See ``SimulatedRunner``.
+        drafts_right: How often a draft is right; 0: no request has drafts.
+        must_leave: See ``SimulatedRunner``.
+        on_step: Called with each step that computed something.
+
+    Raises:
+        ValueError: The settings do not fit the machine.
+    """
+
+    def __init__(
+        self, machine: Machine, config: EngineConfig, *, caches_prefixes: bool, seed: int, noise: float,
+        prefills: PrefillPeers | None = None, drafts_right: float = 0.0,
+        must_leave: Callable[[float, float], Set[str]] = lambda after_s, now_s: frozenset(),
+        on_step: Callable[[StepRecord], object] = lambda step: None,
+    ) -> None:  # fmt: skip
+        self._on_step = on_step
+        self._drafts_right, self._seed = drafts_right, seed
+        policy, options = policy_of(config)
+        num_stages = config.parallel.pipeline_parallel_size
+        if config.disk_kv.gib:
+            raise ValueError("simulated machines have no disk: set disk_kv.gib to 0")
+        if num_stages != machine.num_stages:
+            raise ValueError(
+                f"the machine has {machine.num_stages} stages: set pipeline_parallel_size to that, not to {num_stages}"
+            )
+        if num_stages > 1 and (reason := why_not_in_stages(policy, options)):
+            raise ValueError(f"pipeline_parallel_size is not for scheduler={config.scheduler!r}: {reason}")
+        spec = machine.spec
+        num_device_blocks, num_host_blocks = num_blocks(
+            config, largest_part(config, spec), has_hosts=bool(machine.hosts)
+        )
+        caches: dict[str, Any] = {}
+        if caches_prefixes:
+            caches = prefix_settings(config, spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks)
+        kv = KV_MANAGERS.get(config.kv)(
+            num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size,
+            **caches,
+        )  # fmt: skip
+        self.kv: KVManager = kv
+        self.tier: SimulatedHostTier | None = None
+        if num_host_blocks:
+            self.tier = SimulatedHostTier(
+                machine.hosts, machine.copies, spec, config.block_size, num_blocks=num_host_blocks,
+                held=lambda request_id: kv.num_held(request_id, Tier.HOST),
+            )  # fmt: skip
+        limits = SchedulerLimits.of(
+            config, options, spec, kv, max_model_len=max_model_len(config, spec),
+            late_layers=machine.late_layers if num_stages == 1 else 0,
+            max_host_drafts=MAX_DRAFTS if num_host_blocks and drafts_right else 0,
+        )  # fmt: skip
+        # With perfect predictions there is nothing to correct, and correcting costs as much as predicting.
+        is_exact = noise == 0 and machine.spread is None and machine.forecast is machine.device
+        self._corrected = None if is_exact else CorrectedModel(machine.forecast)
+        forecast = Forecast(
+            self._corrected or machine.forecast, machine.shape, host_has_own_cores=machine.host_has_own_cores,
+            host=host_speed_of(machine.hosts),
+        )  # fmt: skip
+        self.scheduler = Scheduler(
+            policy, options, limits=limits, kv=kv, forecast=forecast, drafter_of=self._drafter, num_stages=num_stages
+        )
+        self.runner = SimulatedRunner(
+            machine, self.tier, prefills=prefills, num_stages=num_stages, noise=noise, seed=seed,
+            keeps_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted, must_leave=must_leave,
+        )  # fmt: skip
+        self._outputs = OutputCollector(tokenizer=None)
+        self.stepper = Stepper(
+            scheduler=self.scheduler, runner=self.runner, outputs=self._outputs, record=self._record,
+            clock=lambda: self.runner.now_s, num_stages=num_stages,
+        )  # fmt: skip
+        self.num_steps = 0
+        """Counter: steps that computed something."""
+        self.max_model_len, self.pool_tokens = limits.max_model_len, num_device_blocks * config.block_size
+        """Most tokens of a request, and those that the device pool holds."""
+        self.caches_prefixes = bool(caches)
+        """Whether there is a prefix cache."""
+        self._config = config
+
+    @property
+    def now_s(self) -> float:
+        """The engine's clock."""
+        return self.runner.now_s
+
+    @now_s.setter
+    def now_s(self, at_s: float) -> None:
+        self.runner.now_s = at_s
+
+    def add(self, request_id: str, request: Request, *, arrival_s: float) -> None:
+        """Take a request.
+
+        Raises:
+            RequestRejected: Its objectives cannot be met at present load.
+        """
+        spec = self._config.class_named(request.service_class)
+        slo = request.slo if request.slo is not None else spec.slo
+        ttft_s = self.scheduler.add(request_id, request, slo, self.now_s, arrival_s=arrival_s)
+        self.stepper.requests[request_id] = OpenRequest(request.service_class, slo, ttft_s)
+        self._outputs.open(request_id, request)
+
+    def step(self) -> Sequence[RequestOutput]:
+        """Run a step; see ``Stepper.step``."""
+        return self.stepper.step()
+
+    def next_event_s(self) -> float:
+        """Return when something comes that an engine without anything to compute waits for; infinity: nothing does."""
+        return self.runner.next_event_s()
+
+    def _drafter(self, request_id: str, request: Request) -> SimulatedDrafter:
+        return SimulatedDrafter(self._drafts_right, len(request.prompt_token_ids), f"{self._seed} {request_id}")
+
+    def _record(self, step: FinishedStep) -> None:
+        """Count and report a step, and let the latency model learn from it."""
+        self.num_steps += 1
+        if self._corrected is not None and step.ran_alone and is_whole(step.plan, step.result.halted):
+            self._corrected.observe(self.runner.features, self.runner.seconds)
+        # Of a step that ran alone they are exact; a difference of two times of the clock is not.
+        seconds = self.runner.seconds if step.ran_alone else step.seconds
+        self._on_step(StepRecord(plan=step.plan, start_s=step.started_s, seconds=seconds))

@@ -1,0 +1,219 @@
+"""SimulatedPrefillEngines: prefill engines on clocks of their own, and what comes of them. Paper: omniserve 5.4.4.
+
+Each is a whole engine with a scheduler, a KV manager and copies to its host, like that of ``omniserve.prefill``. It
+runs up to the time at which the engine that asks looks: nothing can be asked of it before that time any more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from omniserve.core.config import EngineConfig, ParallelConfig, PrefillConfig
+from omniserve.core.errors import RequestRejected
+from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
+from omniserve.core.request import SLO, Request, SamplingParams
+from omniserve.kv.base import KeepsPrefixesOnHost
+from omniserve.kv.prefix_cache import PrefixKeys
+from omniserve.latency.base import AlphaBeta
+from omniserve.simulate.engine import SimulatedEngine
+from omniserve.simulate.machine import Machine
+
+_LOOK_S = 0.001
+"""An engine that waits for copies to its host looks again after so long."""
+_PATIENCE = 50
+"""Steps in which the blocks of a prompt that is computed must come to the host."""
+
+_Tell = Callable[[float, HostEvent], None]
+
+
+@dataclass(slots=True)
+class _Export:
+    """A prompt that is computed."""
+
+    prefill: RemotePrefill
+    keys: Sequence[bytes]
+    num_sent: int
+    """First blocks that were sent, or need not be."""
+    began_s: float
+    is_computed: bool = False
+    num_waits: int = 0
+    """Steps since then without a block to send."""
+
+
+class _Engine:
+    """A prefill engine, with the messages to it and the link from it."""
+
+    def __init__(self, number: int, machine: Machine, config: EngineConfig, link: AlphaBeta, seed: int) -> None:
+        self._number, self._link, self._block_size = number, link, config.block_size
+        self._block_bytes = machine.spec.kv_block_bytes(config.block_size)
+        self.engine = SimulatedEngine(machine, config, caches_prefixes=True, seed=seed, noise=0.0)
+        require_shared_kv(self.engine, "a prefill engine")
+        self.engine.scheduler.requests.prefixes.save_all()
+        self._inbox: deque[tuple[float, float, RemotePrefill | int]] = deque()
+        """(comes at, sent at, a prompt or the ``move_id`` of one to stop)."""
+        self._exports: dict[str, _Export] = {}
+        self._link_free_s = self._last_end_s = 0.0
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._exports) or self.engine.stepper.has_unfinished
+
+    def send(self, message: RemotePrefill | int, at_s: float) -> None:
+        """Take a message."""
+        self._inbox.append((at_s + self._link.alpha_s, at_s, message))
+
+    def next_s(self) -> float:
+        """Return when it goes on; infinity: it has nothing to do."""
+        if self._has_work:
+            return self.engine.now_s
+        return max(self.engine.now_s, self._inbox[0][0]) if self._inbox else math.inf
+
+    def turn(self, tell: _Tell) -> None:
+        """Take messages, run a step and send blocks; only if ``next_s`` is finite."""
+        engine = self.engine
+        engine.now_s = self.next_s()
+        while self._inbox and self._inbox[0][0] <= engine.now_s:
+            _, sent_s, message = self._inbox.popleft()
+            if isinstance(message, int):
+                self._cancel(message, tell)
+            else:
+                self._begin(message, sent_s, tell)
+        if not self._has_work:
+            return
+        for output in engine.step():
+            if output.finished and (export := self._exports.get(output.request_id)) is not None:
+                export.is_computed = True
+        for request_id, export in list(self._exports.items()):
+            self._send_blocks(request_id, export, tell)
+        if engine.stepper.last_plan_was_empty:
+            engine.now_s += _LOOK_S
+
+    def _begin(self, prefill: RemotePrefill, sent_s: float, tell: _Tell) -> None:
+        request_id = f"prefill-{prefill.move_id}"
+        request = Request(
+            prompt_token_ids=prefill.token_ids, request_id=request_id, cache_salt=prefill.cache_salt,
+            sampling=SamplingParams(max_tokens=1, ignore_eos=True), service_class=prefill.service_class,
+            slo=SLO(ttft_s=prefill.ttft_s or None),
+        )  # fmt: skip
+        count = len(prefill.token_ids) // self._block_size
+        keys = PrefixKeys(self._block_size, salt=prefill.cache_salt).up_to(prefill.token_ids, count)[:count]
+        export = _Export(prefill, keys, prefill.first_block, sent_s)
+        if len(prefill.token_ids) + 1 > min(self.engine.max_model_len, self.engine.pool_tokens):
+            self._end(export, tell, HostEventKind.PREFILL_FAILED)
+            return
+        try:
+            self.engine.add(request_id, request, arrival_s=self.engine.now_s)
+        except RequestRejected:
+            self._end(export, tell, HostEventKind.PREFILL_FAILED)
+            return
+        self._exports[request_id] = export
+
+    def _cancel(self, move_id: int, tell: _Tell) -> None:
+        request_id = f"prefill-{move_id}"
+        if (export := self._exports.pop(request_id, None)) is not None:  # else it has ended meanwhile
+            self.engine.stepper.abort(request_id)
+            self._end(export, tell, HostEventKind.PREFILL_FAILED)
+
+    def _send_blocks(self, request_id: str, export: _Export, tell: _Tell) -> None:
+        """Send what has come to the host of a prompt, and its end."""
+        kv = self.engine.kv
+        assert isinstance(kv, KeepsPrefixesOnHost)
+        first = export.num_sent
+        while export.num_sent < len(export.keys) and kv.host_block_of(export.keys[export.num_sent]) is not None:
+            export.num_sent += 1
+        if count := export.num_sent - first:
+            begin_s = max(self._link_free_s, self.engine.now_s)
+            self._link_free_s = begin_s + self._link.beta_s * count * self._block_bytes
+            export.num_waits = 0
+        if export.num_sent == len(export.keys):
+            del self._exports[request_id]
+            self._end(export, tell, HostEventKind.PREFILL_DONE)
+        elif export.is_computed and not count and not self.engine.scheduler.is_saving:
+            export.num_waits += 1
+            if export.num_waits > _PATIENCE:
+                del self._exports[request_id]
+                self._end(export, tell, HostEventKind.PREFILL_FAILED)
+
+    def _end(self, export: _Export, tell: _Tell, kind: HostEventKind) -> None:
+        at_s = max(self._link_free_s, self.engine.now_s) + self._link.alpha_s
+        seconds = at_s - max(export.began_s, self._last_end_s)
+        self._last_end_s = at_s
+        num_blocks = export.num_sent - export.prefill.first_block
+        tell(at_s, HostEvent(
+            kind=kind, move_id=export.prefill.move_id, num_blocks=num_blocks, seconds=seconds, host=self._number
+        ))  # fmt: skip
+
+
+class SimulatedPrefillEngines:
+    """The prefill engines of a machine, as ``PrefillEngines`` is for the engine.
+
+    Args:
+        machine: That of the engine that asks.
+        config: Settings of that engine; those of the prefill engines are the same where they can be.
+        seed: Of the spread of their machines.
+
+    Raises:
+        ValueError: The settings do not fit a prefill engine's machine.
+    """
+
+    def __init__(self, machine: Machine, config: EngineConfig, *, seed: int) -> None:
+        self._events: list[tuple[float, int, HostEvent]] = []
+        self._order = itertools.count()
+        self._engines: list[_Engine] = []
+        for number, node in enumerate(machine.prefill_engines, 1):
+            own = node.machine
+            settings = dataclasses.replace(
+                config, parallel=ParallelConfig(pipeline_parallel_size=own.num_stages), prefill=PrefillConfig(),
+                device_kv_bytes=own.device_kv_bytes or config.device_kv_bytes,
+                host_kv_bytes=own.host_kv_bytes or config.host_kv_bytes,
+            )  # fmt: skip
+            self._engines.append(_Engine(number, own, settings, node.link, seed + number))
+            self._tell(0.0, HostEvent(kind=HostEventKind.PREFILL_JOINED, host=number))
+
+    def ask(self, prefill: RemotePrefill, at_s: float) -> None:
+        """Ask an engine for a prompt."""
+        self._engines[prefill.engine - 1].send(prefill, at_s)
+
+    def cancel(self, move_id: int, at_s: float) -> None:
+        """Stop a prefill whose request has ended; it has its event all the same."""
+        for engine in self._engines:
+            engine.send(move_id, at_s)
+
+    def poll(self, now_s: float) -> list[HostEvent]:
+        """Return what has come by now."""
+        for engine in self._engines:
+            while engine.next_s() < now_s:
+                engine.turn(self._tell)
+        events = []
+        while self._events and self._events[0][0] <= now_s:
+            events.append(heapq.heappop(self._events)[2])
+        return events
+
+    def next_event_s(self, now_s: float) -> float:
+        """Return when something may come next, now that nothing more is asked for at this time; infinity: never."""
+        for engine in self._engines:
+            while engine.next_s() <= now_s:
+                engine.turn(self._tell)
+        return min([*(event[0] for event in self._events[:1]), *(engine.next_s() for engine in self._engines)])
+
+    def _tell(self, at_s: float, event: HostEvent) -> None:
+        heapq.heappush(self._events, (at_s, next(self._order), event))
+
+
+def require_shared_kv(engine: SimulatedEngine, what: str) -> None:
+    """See that an engine can give KV of prompts to others, or take it from them.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if engine.tier is None or not engine.caches_prefixes or not isinstance(engine.kv, KeepsPrefixesOnHost):
+        raise ValueError(
+            f"{what} needs a host tier and a prefix cache: give it hosts, set kv to tiered and host_kv_bytes above 0, "
+            "and take a model without recurrent states"
+        )
