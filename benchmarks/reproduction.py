@@ -71,8 +71,9 @@ def make_machine(spec: MachineSpec) -> Machine:
         host = dataclasses.replace(host, network_bytes_per_s=spec.network_gb_per_s * GB)
     hosts = (host,) * num_hosts if host is not None else ()
     machine = analytic_machine(
-        model, device, count, hosts=hosts, host_share=spec.host_share or HOST_SHARE, late_layers=model.spec.num_layers
-    )  # the paper's steps
+        model, device, count, hosts=hosts, host_share=spec.host_share or HOST_SHARE, late_layers=model.spec.num_layers,
+        num_prefill_engines=spec.prefill_engines,
+    )  # the paper's steps  # fmt: skip
     if spec.prompts_come_computed:
         decodes_alone = DecodesAlone(machine.device)
         machine = dataclasses.replace(machine, device=decodes_alone, forecast=decodes_alone)

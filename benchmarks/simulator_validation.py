@@ -12,7 +12,8 @@ simulator serves them on its clock, three times:
   is the simulator's loop and its host tier.
 
 ``--place ranks`` serves with two ranks of tensor parallel, ``--place host`` with a CPU host in a process of its own,
-which has seven eighths of the host tier's memory; both on the cores of this machine.
+which has seven eighths of the host tier's memory, ``--place prefill`` with a prefill engine in a process of its own, a
+core each; all on this machine. With a prefill engine nothing is replayed: which of its steps came when is not known.
 
 Figures are medians over the repeats (and for ``calibrated`` over seeds). ``again`` is what one run of the engine is to
 another on the same load, the pair that differs most: no simulator can be asked to be nearer than that.
@@ -27,6 +28,7 @@ import math
 import random
 import secrets
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,23 +38,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM
 
 from benchmarks.common.engine_run import EngineRun, request
 from benchmarks.common.models import SMOLLM_135M, random_llama, saved_llama
 from benchmarks.common.network import cpu_host
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table
-from omniserve import SLO, ClassSpec, Engine, EngineConfig, HostsConfig, ParallelConfig
+from omniserve import SLO, ClassSpec, Engine, EngineConfig, HostsConfig, ParallelConfig, PrefillConfig
 from omniserve.core.config import GIB
 from omniserve.core.plan import StepPlan
 from omniserve.core.spec import ModelSpec
 from omniserve.latency import BatchFeatures, CorrectedModel, ModelShape, Predictor, ScaledModel, StepSample, features_of
+from omniserve.latency.base import AlphaBeta
 from omniserve.launch.loading import EngineLoader
 from omniserve.parallel.group import RankGroup
 from omniserve.profiling import find_or_make_profile
 from omniserve.sched.policy import known_options
-from omniserve.simulate import Calibration, Load, Machine, SimulationConfig, machine_of_profile, simulate
+from omniserve.simulate import (
+    Calibration,
+    Load,
+    Machine,
+    PrefillNode,
+    SimulationConfig,
+    machine_of_profile,
+    simulate,
+)
+from omniserve.simulate.calibration import read_samples
 from omniserve.simulate.load import Lengths, gamma, lognormal_lengths, requests
 from omniserve.simulate.results import ClassResult
 
@@ -69,6 +83,10 @@ FAR_MEMORY = 7 / 8
 """Of a CPU host on the network: its part of the host tier."""
 LINK_S = 0.5e-3
 """There and back over loopback, threads included (``network_hosts``)."""
+LINK_BYTES_PER_S = 1e9
+"""Of a message with KV over loopback, copies included."""
+ONE_CORE: dict[str, Any] = {"block_size": 16, "device_threads": 1, "host_threads": 1}
+"""Settings of an engine and of its prefill engine, which share this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +165,7 @@ class Validation:
         self._args = args
         self._place = PLACES[args.place](stack)
         self.cases = list(cases(args))
+        self._peer: PrefillPeer | None = None
         self._group: RankGroup | None = None
         if args.place == "ranks":
             shape = SMOLLM_135M | EVEN_HEADS
@@ -158,11 +177,17 @@ class Validation:
             )
             self._model, self._group = loader.start_ranks(lambda what: print(what, file=sys.stderr))
             stack.callback(self._end_ranks)
+        elif args.place == "prefill":
+            folder = saved_llama("smollm-135m", SMOLLM_135M)
+            self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         else:
             self._model = random_llama(**SMOLLM_135M)
         first = self._placed(self.cases[0].config)
         self._profile = find_or_make_profile(self._model, first, group=self._group)
         self.calibrations: list[Calibration] = []
+        if args.place == "prefill":  # not before: the profile is of a machine that does nothing else
+            self._peer = PrefillPeer(stack, folder)
+            self._place["prefill"] = self._peer.config
 
     def _end_ranks(self) -> None:
         assert self._group is not None
@@ -174,6 +199,8 @@ class Validation:
 
     def _machine(self, spec: ModelSpec) -> Machine:
         machine = machine_of_profile(self._profile, spec)
+        if self._peer is not None:
+            return dataclasses.replace(machine, prefill_engines=(self._peer.node(machine),))
         if self._args.place != "host":
             return machine
         (own,) = machine.hosts
@@ -198,6 +225,8 @@ class Validation:
                     figures, steps, machine, believed = self._serve(case.config, case.load, seed)
                     if len(self.calibrations) == repeat:
                         self.calibrations.append(Calibration.fitted(machine.device, samples))
+                        if self._peer is not None:
+                            self._peer.calibrate(machine)
                     case.runs.append(figures)
                     self._simulate(case, machine, believed, [step.seconds for step in steps])
                     bar.update()
@@ -225,6 +254,7 @@ class Validation:
             figures = {
                 "figures": figures_of(run.of_class("LS", OBJECTIVES), run.of_class("BE", SLO())),
                 "host_share": run.grown("host_output_tokens") / max(1, run.grown("output_tokens", "BE")),
+                "prefilled_share": run.grown("prefilled_tokens", "LS") / max(1, run.grown("prompt_tokens", "LS")),
                 "num_steps": len(steps), "preemptions": run.grown("preemptions"), "swaps_out": run.grown("swaps_out"),
                 "step_error": run.after.latency_error, "drift": run.after.latency_drift,
                 "requests": list(run.results.values()),
@@ -235,19 +265,54 @@ class Validation:
         if not case.twins:  # the profile never changes
             case.twins["simulated"] = [self._twin(case, machine, 0)]
         calibrated = self.calibrations[-1].apply(machine)
+        if self._peer is not None:
+            calibrated = dataclasses.replace(calibrated, prefill_engines=(self._peer.node(self._peer.calibrated),))
         replay = dataclasses.replace(machine, device=Replay(seconds, machine.device), forecast=believed)
         first_seed = len(case.runs) * self._args.seeds
         seeds = range(first_seed, first_seed + self._args.seeds)
         case.twins.setdefault("calibrated", []).extend(self._twin(case, calibrated, seed) for seed in seeds)
-        case.twins.setdefault("replayed", []).append(self._twin(case, replay, 0))
+        if self._peer is None:
+            case.twins.setdefault("replayed", []).append(self._twin(case, replay, 0))
 
     def _twin(self, case: Case, machine: Machine, seed: int) -> dict[str, Any]:
         result = simulate(SimulationConfig(machine=machine, engine=case.config, load=case.load, seed=seed))
         return {
             "figures": figures_of(result.classes["LS"], result.classes["BE"]), "host_share": result.host_share,
+            "prefilled_share": result.classes["LS"].prefilled_share,
             "num_steps": result.num_steps, "preemptions": result.preemptions, "swaps_out": result.swaps_out,
             "wall_s": result.wall_s,
         }  # fmt: skip
+
+
+class PrefillPeer:
+    """A prefill engine in a process of its own, with one thread, for the same model."""
+
+    def __init__(self, stack: ExitStack, model: Path) -> None:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        secret, self._trace = folder / "secret", folder / "steps.jsonl"
+        secret.write_text(secrets.token_hex(32))
+        self._own = EngineConfig(device_kv_bytes=GIB // 2, host_kv_bytes=GIB // 2, **ONE_CORE)
+        command = [sys.executable, "-m", "omniserve.prefill", "--listen", "127.0.0.1:0", "--secret-file", str(secret)]
+        command += ["--model", str(model), "--device-kv-gib", "0.5", "--host-kv-gib", "0.5", "--log-level", "warning"]
+        command += ["--block-size", "16", "--device-threads", "1", "--host-threads", "1"]
+        process = subprocess.Popen([*command, "--trace-steps", str(self._trace)], stdout=subprocess.PIPE, text=True)
+        stack.callback(process.wait)
+        stack.callback(process.terminate)
+        assert process.stdout is not None
+        address = process.stdout.readline().removeprefix("listens at ").strip()
+        self.config = PrefillConfig(prefill_engines=(address,), prefill_secret_file=str(secret))
+        self.calibrated: Machine
+        self._num_seen = 0
+
+    def node(self, machine: Machine) -> PrefillNode:
+        """Return it as the simulator has it, on a machine."""
+        return PrefillNode(machine=machine, config=self._own, link=AlphaBeta(LINK_S, 1 / LINK_BYTES_PER_S))
+
+    def calibrate(self, machine: Machine) -> None:
+        """Take the steps since the last call for what its steps take."""
+        samples = read_samples(self._trace)
+        new, self._num_seen = samples[self._num_seen :], len(samples)
+        self.calibrated = Calibration.fitted(machine.device, new).apply(machine)
 
 
 def _host(stack: ExitStack) -> dict[str, Any]:
@@ -259,7 +324,7 @@ def _host(stack: ExitStack) -> dict[str, Any]:
 
 
 PLACES = {
-    "process": lambda stack: {}, "host": _host,
+    "process": lambda stack: {}, "host": _host, "prefill": lambda stack: dict(ONE_CORE),
     "ranks": lambda stack: {"parallel": ParallelConfig(tensor_parallel_size=2)},
 }  # fmt: skip
 """Where the engine runs, and its settings that differ then."""
@@ -289,6 +354,12 @@ def figures_of(ls: ClassResult, be: ClassResult) -> list[float]:
 def medians(runs: Sequence[dict[str, Any]]) -> list[float]:
     """Return the median of each figure over runs."""
     return [statistics.median(values) for values in zip(*(run["figures"] for run in runs), strict=True)]
+
+
+def shares(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the median shares of tokens that hosts and prefill engines computed; nothing without runs."""
+    names = ("host_share", "prefilled_share")
+    return [f"{statistics.median(run[name] for run in runs):.0%}" if runs else "" for name in names]
 
 
 def ratios(case: Case) -> dict[str, list[float]]:
@@ -330,16 +401,16 @@ def _off(ratio: float) -> float:
 
 def report(found: Sequence[Case]) -> str:
     """Return a table: each case's figures on the engine (milliseconds; tokens/s), ratios to them, and the summary."""
-    lines = [["medians", "of", *FIGURES, "BE tok/s", "on host"]]
+    lines = [["medians", "of", *FIGURES, "BE tok/s", "on host", "LS elsewhere"]]
     for case in found:
         *times_s, throughput = medians(case.runs)
-        share = statistics.median(run["host_share"] for run in case.runs)
         lines.append([case.name, "engine", *(f"{1e3 * value:.1f}" for value in times_s), f"{throughput:.0f}",
-                      f"{share:.0%}"])  # fmt: skip
-        lines += [["", who, *(f"x{value:.2f}" for value in values), ""] for who, values in ratios(case).items()]
+                      *shares(case.runs)])  # fmt: skip
+        for who, values in ratios(case).items():
+            lines.append(["", who, *(f"x{value:.2f}" for value in values), *shares(case.twins.get(who, ()))])
     for who, columns in summary(found).items():
         for what in ("median", "largest", "within_goal"):
-            lines.append([f"off by, {what}", who, *(f"{column[what]:.1%}" for column in columns), ""])
+            lines.append([f"off by, {what}", who, *(f"{column[what]:.1%}" for column in columns), "", ""])
     return table(lines, numbers=True)
 
 

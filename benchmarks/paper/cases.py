@@ -36,6 +36,8 @@ class MachineSpec:
     """If requests are longer than the model's own context."""
     prompts_come_computed: bool = False
     """It is the decode instance of a prefill-decode pair: prompts come with their KV, and take no time."""
+    prefill_engines: int = 0
+    """Machines like this one, with a host of their own, that compute prompts for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

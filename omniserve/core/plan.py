@@ -170,7 +170,8 @@ class RemotePrefill:
     """For the blocks from there on."""
     service_class: str
     ttft_s: float | None
-    """What is left of its TTFT."""
+    """Within so many seconds its KV should be here, for the first token to be in time; None: it has no objective, or it
+    is late anyway."""
     cache_salt: str
 
 
@@ -380,4 +381,6 @@ class HostEvent:
     num_threads: int = 0
     seconds: float = 0.0
     """How long a ``DiskCopy`` took, from when a thread began it, or a ``RemotePrefill`` behind the one before it."""
+    at_s: float = 0.0
+    """When a ``RemotePrefill`` ended, on the engine's clock."""
     message: str = ""

@@ -198,7 +198,7 @@ class Engine:
         )
         self.hosts = connect_hosts(config, self.spec, self.host_tier, patched.dtype)
         """The CPU hosts on the network, if the settings ask for any."""
-        self.prefill_engines = connect_prefill_engines(config, self.spec, self.host_tier, self.kv, model)
+        self.prefill_engines = connect_prefill_engines(config, self.spec, self.host_tier, self.kv, model, clock)
         """The prefill engines, if the settings ask for any."""
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
         this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
@@ -334,6 +334,15 @@ class Engine:
         return self._stepper.has_unfinished
 
     # -- steps ---------------------------------------------------------------------------------------------------
+
+    def start_moves(self) -> list[RequestOutput]:
+        """Begin copies between the tiers without a step, and take note of those that have ended.
+
+        Raises:
+            EngineStopped: The engine was closed.
+        """
+        self._require_open()
+        return self._stepper.start_moves()
 
     def step(self) -> list[RequestOutput]:
         """Run one step through all layers and return what it produced, if anything.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel
@@ -41,8 +42,9 @@ def connect_hosts(
 
 
 def connect_prefill_engines(
-    config: EngineConfig, spec: ModelSpec, tier: HostTier | None, kv: KVManager, model: PreTrainedModel
-) -> PrefillEngines | None:
+    config: EngineConfig, spec: ModelSpec, tier: HostTier | None, kv: KVManager, model: PreTrainedModel,
+    clock: Callable[[], float],
+) -> PrefillEngines | None:  # fmt: skip
     """Connect to the prefill engines; None if none are wanted.
 
     Raises:
@@ -54,7 +56,7 @@ def connect_prefill_engines(
     assert tier is not None
     return PrefillEngines(
         config.prefill, tier.pool_LBK2SH, fingerprint=kv_fingerprint(model, config),
-        classes=[spec.name for spec in config.classes],
+        classes=[spec.name for spec in config.classes], clock=clock,
     )  # fmt: skip
 
 

@@ -173,6 +173,20 @@ class Stepper:
             scheduler.policy.busy_until_s = -math.inf
         return outputs
 
+    def start_moves(self) -> list[RequestOutput]:
+        """Begin copies between the tiers without a step, and take note of those that have ended.
+
+        While a step is in flight this does nothing.
+        """
+        if self.is_in_flight:
+            return []
+        scheduler, scheduled_s = self._scheduler, self._clock()
+        scheduler.notify(self._runner.poll_host())
+        plan = scheduler.schedule_moves(scheduled_s)
+        launched = self._runner.launch(plan)
+        flight = _Flight(plan, launched, scheduled_s, self._runner.host_works, self.requests, is_advanced=False)
+        return self._collect(flight)
+
     def _step_in_stages(self) -> list[RequestOutput]:
         """Launch a step; collect the oldest if each stage has one now, or if the new one has nothing to compute."""
         scheduler, scheduled_s = self._scheduler, self._clock()

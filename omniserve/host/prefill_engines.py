@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -68,16 +68,20 @@ class PrefillEngines:
         pool_LBK2SH: The host tier's pool, into which blocks come.
         fingerprint: Of the weights, and of how blocks are laid out.
         classes: Names of the classes of requests.
+        clock: The engine's.
 
     Raises:
         ValueError: One refuses this engine for good, or a setting is wrong: the message says why.
         OSError: The file with the secret cannot be read.
     """
 
-    def __init__(self, config: PrefillConfig, pool_LBK2SH: Tensor, *, fingerprint: str, classes: Sequence[str]) -> None:
+    def __init__(
+        self, config: PrefillConfig, pool_LBK2SH: Tensor, *, fingerprint: str, classes: Sequence[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         assert config.prefill_secret_file is not None
         self._secret, self._timeout_s = link.read_secret(config.prefill_secret_file), config.prefill_timeout_s
-        self._pool_LBK2SH = pool_LBK2SH
+        self._pool_LBK2SH, self._clock = pool_LBK2SH, clock
         self._block_bytes = pool_LBK2SH[:, 0].nbytes
         self._hello = Hello(fingerprint, self._block_bytes, tuple(classes))
         self._engines = [
@@ -115,7 +119,7 @@ class PrefillEngines:
             if engine.link is None:
                 self._tell(HostEvent(kind=HostEventKind.PREFILL_FAILED, move_id=prefill.move_id))
                 return
-            engine.orders[prefill.move_id] = _Order(prefill, time.monotonic())
+            engine.orders[prefill.move_id] = _Order(prefill, self._clock())
             engine.num_asked += 1
             engine.outbox.put(Ask(prefill))
 
@@ -207,7 +211,7 @@ class PrefillEngines:
             why = answer.why if isinstance(answer, Refused) else f"it answers {type(answer).__name__}"
             raise PeerRefused(f"{engine.name} refuses this engine: {why}")
         with self._lock:
-            engine.link, engine.last_end_s, engine.outbox = peer, time.monotonic(), queue.SimpleQueue()
+            engine.link, engine.last_end_s, engine.outbox = peer, self._clock(), queue.SimpleQueue()
             self._tell(HostEvent(kind=HostEventKind.PREFILL_JOINED, host=engine.number))
         return peer
 
@@ -235,7 +239,7 @@ class PrefillEngines:
                 orders, engine.orders = engine.orders, {}
                 self._tell(HostEvent(kind=HostEventKind.PREFILL_LOST, host=engine.number))
                 for order in orders.values():
-                    self._end(order, HostEventKind.PREFILL_FAILED, 0.0)
+                    self._end(order, HostEventKind.PREFILL_FAILED, 0.0, self._clock())
             outbox.put(None)
             peer.shut_down()  # or the other thread might be sending for ever
             sender.join()
@@ -253,12 +257,12 @@ class PrefillEngines:
                     logger.info("%s: %s", engine.name, message.why)
                 with self._lock:
                     order = engine.orders.pop(move_id)
-                    now_s = time.monotonic()
+                    now_s = self._clock()
                     seconds = now_s - max(order.began_s, engine.last_end_s)
                     engine.last_end_s = now_s
                     whole = order.num_blocks == len(order.prefill.host_block_ids)
                     kind = HostEventKind.PREFILL_DONE if is_done and whole else HostEventKind.PREFILL_FAILED
-                    self._end(order, kind, seconds)
+                    self._end(order, kind, seconds, now_s)
             case _:
                 raise ValueError(f"it sends {type(message).__name__}")
 
@@ -277,9 +281,9 @@ class PrefillEngines:
         self._events.append(event)
         self._has_news.set()
 
-    def _end(self, order: _Order, kind: HostEventKind, seconds: float) -> None:
+    def _end(self, order: _Order, kind: HostEventKind, seconds: float, at_s: float) -> None:
         self._engines[order.prefill.engine - 1].num_failed += kind is HostEventKind.PREFILL_FAILED
         self._tell(HostEvent(
-            kind=kind, move_id=order.prefill.move_id, num_blocks=order.num_blocks, seconds=seconds,
+            kind=kind, move_id=order.prefill.move_id, num_blocks=order.num_blocks, seconds=seconds, at_s=at_s,
             host=order.prefill.engine,
         ))  # fmt: skip

@@ -8,6 +8,7 @@ The model must be the same as that of the engines, and so must --block-size and 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import signal
 import sys
@@ -85,6 +86,8 @@ def run(
     config = config_from(args)
     if config.prefill.prefill_engines or config.parallel.num_ranks > 1:
         raise ValueError("a prefill engine is one process, and asks no others: leave out the flags for that")
+    if config.execution.async_steps is None:  # a step that is launched ahead would delay the KV of the one before it
+        config = dataclasses.replace(config, execution=dataclasses.replace(config.execution, async_steps=False))
     model = builtin_model_path() if args.model is None else args.model
     loader = EngineLoader(
         model=model, dtype=args.dtype, device=args.device, config=config, profile_time_limit_s=args.profile_time_limit

@@ -23,7 +23,7 @@ from omniserve.core import link
 from omniserve.core.errors import PeerLost, RequestRejected
 from omniserve.core.link import Link
 from omniserve.core.plan import RemotePrefill
-from omniserve.core.request import SLO, Request, SamplingParams
+from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.engine.engine import Engine
 from omniserve.engine.network import require_shared_kv
 from omniserve.host.prefill_messages import Alive, Ask, Blocks, Cancel, Done, Failed, Hello, Refused, Welcome
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _HELLO_S, _ALIVE_S, _LOOK_S = 10.0, 1.0, 0.2
 _STEP_WAIT_S = 0.001
+_HAND_OVER_S = 0.05
+"""So long the next step waits at most for copies of latency-sensitive prompts to the host."""
 _LONGEST_STEP_S = 60.0
 """An engine whose step takes longer does not say that it is alive any more."""
 _PIECE_BYTES, _MOST_QUEUED_BYTES = 4 << 20, 64 << 20
@@ -102,6 +104,7 @@ class _Export:
     keys: Sequence[bytes]
     num_sent: int
     """First blocks that were sent, or need not be."""
+    kind: ServiceClass
     is_computed: bool = False
     num_waits: int = 0
     """Steps since then without a block to send."""
@@ -174,10 +177,23 @@ class PrefillServer:
         for output in engine.step():
             if output.finished and (export := self._exports.get(output.request_id)) is not None:
                 export.is_computed = True
+        self._hand_over()
         for export in list(self._exports.values()):
             self._send_blocks(export)
+            self._give_up_if_stuck(export)
         if engine.last_plan_was_empty:
             engine.wait(_STEP_WAIT_S)
+
+    def _hand_over(self) -> None:
+        """Copy latency-sensitive prompts that are computed to the host before the next step, which may be long."""
+        until_s = time.monotonic() + _HAND_OVER_S
+        while waiting := [e for e in self._exports.values() if e.is_computed and e.kind is ServiceClass.LS]:
+            self._engine.start_moves()
+            for export in waiting:
+                self._send_blocks(export)
+            if time.monotonic() > until_s or not self._engine.scheduler.is_saving:
+                return
+            self._engine.wait(_STEP_WAIT_S)
 
     def close(self) -> None:
         """Have ``run`` return. May be called from any thread, and from a signal's handler."""
@@ -262,14 +278,15 @@ class PrefillServer:
         request = Request(
             prompt_token_ids=list(prefill.token_ids), request_id=request_id, cache_salt=prefill.cache_salt,
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-            service_class=prefill.service_class, slo=SLO(ttft_s=prefill.ttft_s or None),
+            service_class=prefill.service_class, slo=SLO(ttft_s=prefill.ttft_s),
         )  # fmt: skip
         block_size = self._engine.config.block_size
         keys = PrefixKeys(block_size, salt=prefill.cache_salt)
         count = len(prefill.token_ids) // block_size
         export = _Export(
-            session, prefill.move_id, request_id, keys.up_to(prefill.token_ids, count)[:count], prefill.first_block
-        )
+            session, prefill.move_id, request_id, keys.up_to(prefill.token_ids, count)[:count], prefill.first_block,
+            ServiceClass(self._engine.config.class_named(prefill.service_class).kind),
+        )  # fmt: skip
         try:
             self._engine.add(request)
         except (ValueError, RequestRejected) as error:
@@ -310,7 +327,10 @@ class PrefillServer:
             del self._exports[export.request_id]
             self.counters.done += 1
             export.session.send(Done(export.move_id))
-        elif export.is_computed and not blocks and not self._engine.scheduler.is_saving:
+
+    def _give_up_if_stuck(self, export: _Export) -> None:
+        """End a prompt that is computed, and of which no more comes to the host."""
+        if export.request_id in self._exports and export.is_computed and not self._engine.scheduler.is_saving:
             export.num_waits += 1
             if export.num_waits > _PATIENCE:
                 del self._exports[export.request_id]

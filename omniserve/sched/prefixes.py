@@ -61,6 +61,8 @@ class PrefixUse:
     """One has computed it since then."""
     expected_s: float | None = None
     """When that one was predicted to be done, on the scheduler's clock; None: nothing was predicted."""
+    came_s: float = 0.0
+    """When all that it computed was here."""
     may_restore: bool = True
     """A copy of its prefix from the host has not failed yet."""
     num_prompt_tokens: int | None = None

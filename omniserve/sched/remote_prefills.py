@@ -55,6 +55,8 @@ class RemotePrefills:
         """By engine that can be asked."""
         self._rest_s: float | None = None
         """See ``Prompt.rest_s``; None: there was no first token yet."""
+        self._after_s = 0.0
+        """So long it lately took from when all KV of a prompt was here to the first token."""
         self._orders: dict[int, _Order] = {}
         self._begun: list[RemotePrefill] = []
         self._cancels: list[int] = []
@@ -124,12 +126,11 @@ class RemotePrefills:
         if taken is None:
             return False
         move_id, blocks = taken
-        ttft_s = state.slo.ttft_s
+        ttft_s = None if left_s is None or left_s <= self._after_s else left_s - self._after_s
         self._begun.append(RemotePrefill(
             move_id=move_id, engine=chosen.number, token_ids=tuple(state.token_ids[: len(keys) * self._block_size]),
             first_block=first, host_block_ids=blocks, service_class=state.service_class,
-            ttft_s=None if ttft_s is None else max(0.0, state.arrival_s + ttft_s - now_s),
-            cache_salt=state.request.cache_salt,
+            ttft_s=ttft_s, cache_salt=state.request.cache_salt,
         ))  # fmt: skip
         self._orders[move_id] = _Order(chosen.number, state, state.kind, state.service_class, num_tokens)
         use.expected_s = now_s + chosen.seconds(num_tokens) if chosen.token_s is not None else None
@@ -207,13 +208,16 @@ class RemotePrefills:
             self._token_s[order.engine] = token_s if before_s is None else before_s + _RATE * (token_s - before_s)
         if order.state is not None and order.state.prefix is not None and event.kind is HostEventKind.PREFILL_DONE:
             order.state.prefix.num_prefills = _MOST_TRIES  # what the host loses meanwhile is computed here
-            order.state.prefix.was_prefilled = True
+            order.state.prefix.was_prefilled, order.state.prefix.came_s = True, event.at_s
         return order.state
 
     def note_first_token(self, state: RequestState, now_s: float) -> None:
         """Learn how long it takes from a prompt's KV to the first token, if an engine computed it."""
         use = state.prefix
-        if state.kind is LS and use is not None and use.was_prefilled and use.expected_s is not None:
+        if state.kind is not LS or use is None or not use.was_prefilled:
+            return
+        self._after_s += _RATE * (now_s - use.came_s - self._after_s)
+        if use.expected_s is not None:
             rest_s = max(0.0, now_s - use.expected_s)
             self._rest_s = rest_s if self._rest_s is None else self._rest_s + _RATE * (rest_s - self._rest_s)
 

@@ -29,6 +29,7 @@ from omniserve.core.plan import (
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
 from omniserve.core.stats import SchedulerStats
 from omniserve.kv.base import KVManager, Tier
+from omniserve.sched.batch import Batch
 from omniserve.sched.drafter import Drafter, prompt_lookup
 from omniserve.sched.options import PolicyOptions, SchedulerLimits
 from omniserve.sched.policy import Policy
@@ -182,6 +183,10 @@ class Scheduler:
         finally:
             for state in others:
                 state.is_passed_over = False
+
+    def schedule_moves(self, now_s: float) -> StepPlan:
+        """Decide a step that computes nothing: it begins copies between the tiers."""
+        return Batch(self.requests, now_s).plan()
 
     def _of_other_steps(self, queue: RequestQueue) -> list[RequestState]:
         """Return the decodes that the next step leaves to others: its share are those that have waited longest."""

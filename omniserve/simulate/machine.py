@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from omniserve.core.config import EngineConfig
 from omniserve.core.spec import ModelSpec
 from omniserve.latency import LATENCY_MODELS, HostSpeed, ModelShape, Predictor, Profile
 from omniserve.latency.base import AlphaBeta
@@ -51,9 +52,11 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillNode:
-    """A prefill engine. The settings of the engine that asks say what its own machine does not."""
+    """A prefill engine."""
 
     machine: Machine
+    config: EngineConfig | None = None
+    """Its settings; None: those of the engine that asks, with the pools that the machine has."""
     link: AlphaBeta
     """Seconds of a message between the two, by its bytes."""
 

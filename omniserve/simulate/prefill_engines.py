@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from omniserve.core.config import EngineConfig, ParallelConfig, PrefillConfig
 from omniserve.core.errors import RequestRejected
 from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
-from omniserve.core.request import SLO, Request, SamplingParams
+from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.kv.base import KeepsPrefixesOnHost
 from omniserve.kv.prefix_cache import PrefixKeys
 from omniserve.latency.base import AlphaBeta
@@ -26,6 +26,8 @@ from omniserve.simulate.machine import Machine
 
 _LOOK_S = 0.001
 """An engine that waits for copies to its host looks again after so long."""
+_HAND_OVER_S = 0.05
+"""So long the next step waits at most for copies of latency-sensitive prompts to the host."""
 _PATIENCE = 50
 """Steps in which the blocks of a prompt that is computed must come to the host."""
 
@@ -41,6 +43,7 @@ class _Export:
     num_sent: int
     """First blocks that were sent, or need not be."""
     began_s: float
+    kind: ServiceClass
     is_computed: bool = False
     num_waits: int = 0
     """Steps since then without a block to send."""
@@ -58,6 +61,7 @@ class _Engine:
         self._inbox: deque[tuple[float, float, RemotePrefill | int]] = deque()
         """(comes at, sent at, a prompt or the ``move_id`` of one to stop)."""
         self._exports: dict[str, _Export] = {}
+        self._kinds = {spec.name: ServiceClass(spec.kind) for spec in config.classes}
         self._link_free_s = self._last_end_s = 0.0
 
     @property
@@ -89,9 +93,25 @@ class _Engine:
         for output in engine.step():
             if output.finished and (export := self._exports.get(output.request_id)) is not None:
                 export.is_computed = True
+        self._hand_over(tell)
         for request_id, export in list(self._exports.items()):
             self._send_blocks(request_id, export, tell)
+            self._give_up_if_stuck(request_id, export, tell)
         if engine.stepper.last_plan_was_empty:
+            engine.now_s += _LOOK_S
+
+    def _hand_over(self, tell: _Tell) -> None:
+        """Copy latency-sensitive prompts that are computed to the host before the next step, which may be long."""
+        engine = self.engine
+        until_s = engine.now_s + _HAND_OVER_S
+        while waiting := [
+            each for each in self._exports.items() if each[1].is_computed and each[1].kind is ServiceClass.LS
+        ]:
+            engine.stepper.start_moves()
+            for request_id, export in waiting:
+                self._send_blocks(request_id, export, tell)
+            if engine.now_s > until_s or not engine.scheduler.is_saving:
+                return
             engine.now_s += _LOOK_S
 
     def _begin(self, prefill: RemotePrefill, sent_s: float, tell: _Tell) -> None:
@@ -99,11 +119,12 @@ class _Engine:
         request = Request(
             prompt_token_ids=prefill.token_ids, request_id=request_id, cache_salt=prefill.cache_salt,
             sampling=SamplingParams(max_tokens=1, ignore_eos=True), service_class=prefill.service_class,
-            slo=SLO(ttft_s=prefill.ttft_s or None),
+            slo=SLO(ttft_s=prefill.ttft_s),
         )  # fmt: skip
         count = len(prefill.token_ids) // self._block_size
         keys = PrefixKeys(self._block_size, salt=prefill.cache_salt).up_to(prefill.token_ids, count)[:count]
-        export = _Export(prefill, keys, prefill.first_block, sent_s)
+        kind = self._kinds[prefill.service_class]
+        export = _Export(prefill, keys, prefill.first_block, sent_s, kind)
         if len(prefill.token_ids) + 1 > min(self.engine.max_model_len, self.engine.pool_tokens):
             self._end(export, tell, HostEventKind.PREFILL_FAILED)
             return
@@ -134,7 +155,10 @@ class _Engine:
         if export.num_sent == len(export.keys):
             del self._exports[request_id]
             self._end(export, tell, HostEventKind.PREFILL_DONE)
-        elif export.is_computed and not count and not self.engine.scheduler.is_saving:
+
+    def _give_up_if_stuck(self, request_id: str, export: _Export, tell: _Tell) -> None:
+        """End a prompt that is computed, and of which no more comes to the host."""
+        if request_id in self._exports and export.is_computed and not self.engine.scheduler.is_saving:
             export.num_waits += 1
             if export.num_waits > _PATIENCE:
                 del self._exports[request_id]
@@ -146,7 +170,8 @@ class _Engine:
         self._last_end_s = at_s
         num_blocks = export.num_sent - export.prefill.first_block
         tell(at_s, HostEvent(
-            kind=kind, move_id=export.prefill.move_id, num_blocks=num_blocks, seconds=seconds, host=self._number
+            kind=kind, move_id=export.prefill.move_id, num_blocks=num_blocks, seconds=seconds, at_s=at_s,
+            host=self._number,
         ))  # fmt: skip
 
 
@@ -155,7 +180,7 @@ class SimulatedPrefillEngines:
 
     Args:
         machine: That of the engine that asks.
-        config: Settings of that engine; those of the prefill engines are the same where they can be.
+        config: Settings of that engine.
         seed: Of the spread of their machines.
 
     Raises:
@@ -168,7 +193,7 @@ class SimulatedPrefillEngines:
         self._engines: list[_Engine] = []
         for number, node in enumerate(machine.prefill_engines, 1):
             own = node.machine
-            settings = dataclasses.replace(
+            settings = node.config or dataclasses.replace(
                 config, parallel=ParallelConfig(pipeline_parallel_size=own.num_stages), prefill=PrefillConfig(),
                 device_kv_bytes=own.device_kv_bytes or config.device_kv_bytes,
                 host_kv_bytes=own.host_kv_bytes or config.host_kv_bytes,

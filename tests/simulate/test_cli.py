@@ -45,6 +45,16 @@ def test_a_table_a_plan_and_a_record(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(first["result"]["requests"]) > 20
 
 
+def test_stages_and_prefill_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*QUICK, "--hosts", "Xeon-6342", "--no-plan", "--ls-lengths", "512:8"]
+    assert main([*arguments, "--pipeline-parallel-size", "2"]) == 0
+    assert capsys.readouterr().out.startswith("llama-2-13b on 2 stages of 1xA100-80GB and 1 x Xeon-6342, ")
+    assert main([*arguments, "--prefill-engines", "2", "--prefill-placement", "always"]) == 0
+    title, heads, row = capsys.readouterr().out.splitlines()[:3]
+    assert title.startswith("llama-2-13b on 1xA100-80GB and 1 x Xeon-6342, 2 prefill engines, ")
+    assert "LS elsewhere" in heads and "94%" in row  # 480 of 512 tokens
+
+
 def test_the_same_seed_gives_the_same_table(capsys: pytest.CaptureFixture[str]) -> None:
     def run(seed: str) -> str:
         assert main([*QUICK, "--no-plan", "--ls-rate", "5", "--noise", "0.1", "--seed", seed]) == 0
@@ -139,6 +149,10 @@ def test_objectives_that_cannot_be_met(capsys: pytest.CaptureFixture[str]) -> No
         ([*QUICK, "--trace", "x.csv"], "--trace has its own lengths"),
         ([*QUICK, "--profile", "x.json"], "without --device"),
         (["--model", "llama-2-7b", "--profile", "nowhere.json"], "nowhere.json"),
+        ([*QUICK, "--prefill-engines", "1"], "give hosts, too"),
+        ([*QUICK, "--hosts", "Xeon-6342", "--prefill-engines", "1", "--prefill-placement", "x"], "unknown placement"),
+        ([*QUICK, "--pipeline-parallel-size", "99"], "99 stages cannot be made"),
+        ([*QUICK, "--pipeline-parallel-size", "2", "--scheduler", "neo"], "not for scheduler='neo'"),
         ([*QUICK, "--step-tokens", "0"], "max_num_batched_tokens must be >= 1"),
     ],
 )
@@ -150,7 +164,9 @@ def test_bad_input_is_said_and_ends_with_2(arguments: list[str], said: str, caps
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [("--ls-rate", "1,x", "must be a number, got 'x'"), ("--slo", "1", "must be a number, got ''"),
-     ("--minutes", "0", "must be a number > 0"), ("--target", "2", "share in"), ("--warm-up", "1", "share in")],
+     ("--minutes", "0", "must be a number > 0"), ("--target", "2", "share in"), ("--target", "0", "share in"),
+     ("--prefill-engines", "-1", "whole number >= 0"), ("--pipeline-parallel-size", "0", "whole number >= 1"),
+     ("--warm-up", "1", "share in")],
 )  # fmt: skip
 def test_bad_flags_are_refused_by_the_parser(
     flag: str, value: str, said: str, capsys: pytest.CaptureFixture[str]

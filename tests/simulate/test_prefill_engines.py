@@ -34,6 +34,20 @@ def test_the_first_token_comes_when_all_has_come_and_the_rest_is_computed() -> N
         assert result.num_steps == 1
 
 
+def test_a_chats_kv_does_not_wait_for_a_step_of_batch_work() -> None:
+    # There is always best-effort work, in steps of 0.5 s. A chat comes 0.2 s before one ends, is in the next two, as
+    # other prompts are not done yet, and its KV is sent at the end of these, after 1.2 s, not a step later.
+    load = Load(
+        latency_sensitive=[TraceRequest(2.3 + 3 * n, 100, 2) for n in range(6)],
+        best_effort=[TraceRequest(0.0, 200, 1) for _ in range(400)], duration_s=20.0,
+    )  # fmt: skip
+    config = engine(host_blocks=9000, scheduler="priority", prefill=PrefillConfig(prefill_placement="always"))
+    config = dataclasses.replace(config, max_num_batched_tokens=128)
+    result = simulate(SimulationConfig(machine=apart(constant(0.01), constant(0.5)), engine=config, load=load))
+    assert [each.num_cached_tokens for each in result.requests if each.service_class == "LS"] == [96] * 6
+    assert max(each.ttft_s or 9.0 for each in result.requests if each.service_class == "LS") < 1.3
+
+
 def test_decodes_are_not_disturbed_by_prompts_that_are_computed_elsewhere() -> None:
     # A step of 64 rows takes 66 ms or more, one of a decode and the end of a prompt at most 20.
     device = machine(base=2.0, row=1.0)
