@@ -126,11 +126,13 @@ class RemotePrefills:
         if taken is None:
             return False
         move_id, blocks = taken
-        ttft_s = None if left_s is None or left_s <= self._after_s else left_s - self._after_s
+        ttft_s: float | None = None
+        if state.slo.ttft_s is not None:
+            ttft_s = state.arrival_s + state.slo.ttft_s - now_s - self._after_s  # the engine leaves headroom itself
         self._begun.append(RemotePrefill(
             move_id=move_id, engine=chosen.number, token_ids=tuple(state.token_ids[: len(keys) * self._block_size]),
             first_block=first, host_block_ids=blocks, service_class=state.service_class,
-            ttft_s=ttft_s, cache_salt=state.request.cache_salt,
+            ttft_s=ttft_s if ttft_s is not None and ttft_s > 0 else None, cache_salt=state.request.cache_salt,
         ))  # fmt: skip
         self._orders[move_id] = _Order(chosen.number, state, state.kind, state.service_class, num_tokens)
         use.expected_s = now_s + chosen.seconds(num_tokens) if chosen.token_s is not None else None
