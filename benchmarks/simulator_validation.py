@@ -223,8 +223,10 @@ class Validation:
                     config = engine_config("omniserve", mix)
                     samples += self._serve(config, mix.load(args.seconds, 1000 + seed), seed)[1]
                     bar.update()
-                for case in self.cases:
-                    figures, steps, machine, believed = self._serve(case.config, case.load, seed)
+                for number, case in enumerate(self.cases):
+                    # Other tokens in each case: a prefill engine outlives them, and has a prefix cache.
+                    texts = seed + 1000 * number
+                    figures, steps, machine, believed = self._serve(case.config, case.load, texts)
                     if len(self.calibrations) == repeat:
                         self.calibrations.append(Calibration.fitted(machine.device, samples))
                         if self._peer is not None:

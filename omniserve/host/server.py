@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _HELLO_S = 10.0
 _SECOND_CONNECTION_S = 10.0
 _LAST_SESSION_S = 2.0  # of an engine that has gone
+_LOOK_S = 0.5
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -108,7 +109,9 @@ class HostServer:
 
     def wait(self) -> None:
         """Wait until it is closed."""
-        self._acceptor.join()
+        # Again and again: a signal may come to another thread, and then does not wake this one, which must handle it.
+        while self._acceptor.is_alive():
+            self._acceptor.join(_LOOK_S)
 
     def close(self) -> None:
         """Accept nobody any more, and end the session."""

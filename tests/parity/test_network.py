@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import signal
@@ -144,6 +145,13 @@ def test_a_host_process_that_is_killed_or_stopped_changes_no_token(how: signal.S
             model, reference, range(1031, 1032), reach=("lost_hosts",), kv="tiered", hosts=hosts, has_profile=False,
             disturb=lambda seed: disturb, **_small(model),
         )  # fmt: skip
+
+
+def test_a_host_process_ends_whichever_thread_gets_the_signal(secret_file: str) -> None:
+    with host_process(secret_file, "--kv-gib", "0.001", "--threads", "1") as (_, process):
+        other = next(int(each) for each in os.listdir(f"/proc/{process.pid}/task") if int(each) != process.pid)
+        assert ctypes.CDLL(None).tgkill(process.pid, other, signal.SIGTERM) == 0
+        assert process.wait(30) == 0
 
 
 def test_a_host_process_says_what_is_wrong(tmp_path: Path, secret_file: str) -> None:
