@@ -28,7 +28,6 @@ import math
 import random
 import secrets
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -44,7 +43,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.common.engine_run import EngineRun, request
 from benchmarks.common.models import SMOLLM_135M, random_llama, saved_llama
-from benchmarks.common.network import cpu_host
+from benchmarks.common.network import cpu_host, listening
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table
 from omniserve import SLO, ClassSpec, Engine, EngineConfig, HostsConfig, ParallelConfig, PrefillConfig
@@ -296,15 +295,12 @@ class PrefillPeer:
         secret, self._trace = folder / "secret", folder / "steps.jsonl"
         secret.write_text(secrets.token_hex(32))
         self._own = EngineConfig(device_kv_bytes=GIB // 2, host_kv_bytes=GIB // 2, **ONE_CORE)
-        command = [sys.executable, "-m", "omniserve.prefill", "--listen", "127.0.0.1:0", "--secret-file", str(secret)]
-        command += ["--model", str(model), "--device-kv-gib", "0.5", "--host-kv-gib", "0.5", "--log-level", "warning"]
-        command += ["--block-size", "16", "--device-threads", "1", "--host-threads", "1"]
-        process = subprocess.Popen([*command, "--trace-steps", str(self._trace)], stdout=subprocess.PIPE, text=True)
-        stack.callback(process.wait)
-        stack.callback(process.terminate)
-        assert process.stdout is not None
-        address = process.stdout.readline().removeprefix("listens at ").strip()
-        self.config = PrefillConfig(prefill_engines=(address,), prefill_secret_file=str(secret))
+        options = ["--model", str(model), "--device-kv-gib", "0.5", "--host-kv-gib", "0.5", "--block-size", "16"]
+        options += ["--device-threads", "1", "--host-threads", "1", "--trace-steps", str(self._trace)]
+        address = stack.enter_context(listening("omniserve.prefill", secret, *options))
+        self.config = PrefillConfig(
+            prefill_engines=("{}:{}".format(*address),), prefill_secret_file=str(secret)
+        )  # fmt: skip
         self.calibrated: Machine
         self._num_seen = 0
 
@@ -383,19 +379,19 @@ def summary(found: Sequence[Case]) -> dict[str, list[dict[str, float]]]:
     """
     off: dict[str, list[list[float]]] = {}
     for case in found:
-        for who, values in ratios(case).items():
-            if who != "again":
-                off.setdefault(who, []).append([_off(value) for value in values])
+        for source, values in ratios(case).items():
+            if source != "again":
+                off.setdefault(source, []).append([_off(value) for value in values])
         for one, other in itertools.combinations(case.runs, 2):
             pair = zip(one["figures"], other["figures"], strict=True)
             off.setdefault("again", []).append([_off(a / b) for a, b in pair])
     return {
-        who: [
+        source: [
             {"median": statistics.median(column), "largest": max(column),
              "within_goal": sum(value <= GOAL for value in column) / len(column)}
             for column in zip(*rows, strict=True)
         ]
-        for who, rows in off.items()
+        for source, rows in off.items()
     }  # fmt: skip
 
 
@@ -410,11 +406,11 @@ def report(found: Sequence[Case]) -> str:
         *times_s, throughput = medians(case.runs)
         lines.append([case.name, "engine", *(f"{1e3 * value:.1f}" for value in times_s), f"{throughput:.0f}",
                       *shares(case.runs)])  # fmt: skip
-        for who, values in ratios(case).items():
-            lines.append(["", who, *(f"x{value:.2f}" for value in values), *shares(case.twins.get(who, ()))])
-    for who, columns in summary(found).items():
+        for source, values in ratios(case).items():
+            lines.append(["", source, *(f"x{value:.2f}" for value in values), *shares(case.twins.get(source, ()))])
+    for source, columns in summary(found).items():
         for what in ("median", "largest", "within_goal"):
-            lines.append([f"off by, {what}", who, *(f"{column[what]:.1%}" for column in columns), "", ""])
+            lines.append([f"off by, {what}", source, *(f"{column[what]:.1%}" for column in columns), "", ""])
     return table(lines, numbers=True)
 
 

@@ -1,4 +1,4 @@
-"""CPU hosts in processes of their own, and links to them that are as slow as a network."""
+"""CPU hosts and prefill engines in processes of their own, and links to them that are as slow as a network."""
 
 from __future__ import annotations
 
@@ -29,14 +29,24 @@ def cpu_host(secret: Path, *, threads: int, kv_gib: float) -> Iterator[Address]:
         threads: That attend.
         kv_gib: Memory for KV.
     """
-    command = [sys.executable, "-m", "omniserve.host", "--listen", "127.0.0.1:0", "--secret-file", str(secret)]
-    command += ["--threads", str(threads), "--kv-gib", str(kv_gib), "--log-level", "warning"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with listening("omniserve.host", secret, "--threads", str(threads), "--kv-gib", str(kv_gib)) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def listening(module: str, secret: Path, *options: str) -> Iterator[Address]:
+    """Run a program, such as ``omniserve.prefill``, that listens on the loopback interface; yield its address.
+
+    Raises:
+        RuntimeError: It has not started.
+    """
+    command = [sys.executable, "-m", module, "--listen", "127.0.0.1:0", "--secret-file", str(secret)]
+    process = subprocess.Popen([*command, "--log-level", "warning", *options], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line.startswith("listens at "):
-            raise RuntimeError(f"the host has not started: {line}")
+            raise RuntimeError(f"{module} has not started: {line}")
         host, _, port = line.removeprefix("listens at ").strip().rpartition(":")
         yield host, int(port)
     finally:

@@ -257,8 +257,9 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Several processes for one model."""
     hosts: HostsConfig = field(default_factory=HostsConfig)
-    prefill: PrefillConfig = field(default_factory=PrefillConfig)
     """More machines for the host tier."""
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    """More machines that compute prompts."""
 
     trace_steps: str | None = None
     """File that gets one JSON line a step, for ``python -m omniserve.explain``."""

@@ -14,7 +14,7 @@ from omniserve.core.plan import RemotePrefill
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """From an engine that comes."""
+    """From an engine that has connected. It asks for prompts."""
 
     fingerprint: str
     """Of the weights, and of how blocks are laid out."""
@@ -26,12 +26,12 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """To it: it may ask."""
+    """To that engine: it may ask."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """To it, in the place of a welcome."""
+    """To it, instead of ``Welcome``."""
 
     why: str
 

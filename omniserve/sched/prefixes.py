@@ -58,11 +58,11 @@ class PrefixUse:
     num_prefills: int = 0
     """How often a prefill engine was asked for it since it began to wait."""
     was_prefilled: bool = False
-    """One has computed it since then."""
+    """A prefill engine has computed it, and its KV has come, since it began to wait."""
     expected_s: float | None = None
-    """When that one was predicted to be done, on the scheduler's clock; None: nothing was predicted."""
+    """When that engine was predicted to be done, on the scheduler's clock; None: nothing was predicted."""
     came_s: float = 0.0
-    """When all that it computed was here."""
+    """When the last of that KV came."""
     may_restore: bool = True
     """A copy of its prefix from the host has not failed yet."""
     num_prompt_tokens: int | None = None
