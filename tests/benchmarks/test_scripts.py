@@ -19,7 +19,7 @@ TINY = {
     "drafts": "--models built-in --prompt 8 --output 8 --repeats 1 --profile-s 0.5 --no-compile",
     "cpu_dtypes": "--rows 1 2 --prompts 8 --steps 2 --repeats 1",
     "step_overhead": "--requests 1 --steps 3",
-    "network_hosts": "--shapes 4/2/16 --rows 8 --row-samples 3 --models built-in --be 4 --ls 1 --be-prompt 600 "
+    "network_hosts": "--shapes 4/2/16 --rows 8 --row-samples 3 --models built-in --be 12 --ls 1 --be-prompt 280 "
     "--window-s 0.2 --repeats 1",
     "tensor_parallel": "--decodes 1 --chunk 8 --rounds 1",
     "pipeline_parallel": "--decodes 1 --prompts 1 --rounds 1",
