@@ -198,6 +198,8 @@ class PrefillConfig:
     Best-effort ones while an engine has little to do. ``always``: all."""
     prefill_timeout_s: float = 10.0
     """A prefill engine that says nothing for so long is lost: its prompts are computed here."""
+    is_prefill_engine: bool = False
+    """This engine is one: it computes prompts for others. Set by ``python -m omniserve.prefill``."""
 
     def __post_init__(self) -> None:
         if self.prefill_engines and self.prefill_secret_file is None:

@@ -185,6 +185,14 @@ class SlotCopy:
     end: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateLoad:
+    """Put recurrent states that a prefill engine has computed where those of a request are."""
+
+    state_slot: int
+    states: bytes = field(repr=False)
+
+
 class Bound(enum.StrEnum):
     """The reason that kept work out of a step."""
 
@@ -240,6 +248,8 @@ class StepPlan:
     """A late join that misses its layer keeps all others of that layer away, too (apex 3.3: one cohort)."""
     num_piggyback_seats: int = 0
     """P: seats for piggyback rows, one of a small set of buckets; 0 is plain continuous batching."""
+    state_loads: tuple[StateLoad, ...] = ()
+    """Done before anything else of the step reads or writes."""
     relocations: tuple[SlotCopy, ...] = ()
     """Done in this order before anything else of the step reads or writes."""
     moves: tuple[KVMove, ...] = ()
@@ -383,4 +393,6 @@ class HostEvent:
     """How long a ``DiskCopy`` took, from when a thread began it, or a ``RemotePrefill`` behind the one before it."""
     at_s: float = 0.0
     """When a ``RemotePrefill`` ended, on the engine's clock."""
+    states: bytes | None = field(default=None, repr=False)
+    """Of a ``RemotePrefill`` that is done: the recurrent states behind its last token, if the model has such."""
     message: str = ""

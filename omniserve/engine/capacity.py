@@ -87,10 +87,12 @@ def caches_prefixes(config: EngineConfig, spec: ModelSpec) -> bool:
         raise ValueError(
             f"kv={config.kv!r} has no prefix cache: set kv to tiered, paged or incremental, or prefix_cache to False"
         )
-    if is_wanted and spec.state_bytes:
+    # No request of such a model finds KV of another one: only that of its own prompt, with the states behind it.
+    is_useless = spec.state_bytes > 0 and not (config.prefill.prefill_engines or config.prefill.is_prefill_engine)
+    if is_wanted and is_useless:
         raise ValueError("prefix_cache is not for models with recurrent states, which no block holds: set it to False")
     # Managers that evict have their own way to keep what a preempted request has computed.
-    return can and not spec.state_bytes and (is_wanted or not issubclass(manager, CanEvict))
+    return can and not is_useless and (is_wanted or not issubclass(manager, CanEvict))
 
 
 def prefix_settings(

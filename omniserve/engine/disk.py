@@ -31,7 +31,7 @@ def check_disk(config: EngineConfig, spec: ModelSpec) -> None:
         raise ValueError(f"kv={config.kv!r} keeps nothing on disk: set kv to tiered, or disk_kv.gib to 0")
     if not has_host_tier(config):
         raise ValueError("the disk tier is read into host memory: give host_kv_bytes, or set disk_kv.gib to 0")
-    if not caches_prefixes(config, spec):
+    if spec.state_bytes or not caches_prefixes(config, spec):
         raise ValueError("the disk tier keeps what the prefix cache has, and there is none: set disk_kv.gib to 0")
     if not config.execution.host_prefixes or config.host_kv_dtype != "auto":
         raise ValueError(

@@ -52,22 +52,20 @@ def connect_prefill_engines(
     """
     if not config.prefill.prefill_engines:
         return None
-    require_shared_kv(config, spec, tier, kv, "prefill_engines")
+    require_shared_kv(config, tier, kv, "prefill_engines")
     assert tier is not None
     return PrefillEngines(
         config.prefill, tier.pool_LBK2SH, fingerprint=kv_fingerprint(model, config),
-        classes=[spec.name for spec in config.classes], clock=clock,
+        state_bytes=spec.state_bytes, classes=[spec.name for spec in config.classes], clock=clock,
     )  # fmt: skip
 
 
-def require_shared_kv(config: EngineConfig, spec: ModelSpec, tier: HostTier | None, kv: KVManager, what: str) -> None:
+def require_shared_kv(config: EngineConfig, tier: HostTier | None, kv: KVManager, what: str) -> None:
     """See that an engine can give KV of prompts to others, or take it from them.
 
     Raises:
         ValueError: It cannot.
     """
-    if spec.state_bytes:
-        raise ValueError(f"{what}: the model has recurrent states, which no block holds")
     if tier is None or not isinstance(kv, CanCache) or not kv.caches_prefixes():
         raise ValueError(
             f"{what} need a host tier and a prefix cache: set kv to tiered, host_kv_bytes above 0, and prefix_cache to "

@@ -67,6 +67,7 @@ class PrefillEngines:
         config: Where they are.
         pool_LBK2SH: The host tier's pool, into which blocks come.
         fingerprint: Of the weights, and of how blocks are laid out.
+        state_bytes: Of a request's recurrent states.
         classes: Names of the classes of requests.
         clock: The engine's.
 
@@ -76,14 +77,14 @@ class PrefillEngines:
     """
 
     def __init__(
-        self, config: PrefillConfig, pool_LBK2SH: Tensor, *, fingerprint: str, classes: Sequence[str],
-        clock: Callable[[], float] = time.monotonic,
+        self, config: PrefillConfig, pool_LBK2SH: Tensor, *, fingerprint: str, state_bytes: int,
+        classes: Sequence[str], clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         assert config.prefill_secret_file is not None
         self._secret, self._timeout_s = link.read_secret(config.prefill_secret_file), config.prefill_timeout_s
         self._pool_LBK2SH, self._clock = pool_LBK2SH, clock
         self._block_bytes = pool_LBK2SH[:, 0].nbytes
-        self._hello = Hello(fingerprint, self._block_bytes, tuple(classes))
+        self._hello = Hello(fingerprint, self._block_bytes, tuple(classes), state_bytes)
         self._engines = [
             _Engine(number, link.host_and_port(address)) for number, address in enumerate(config.prefill_engines, 1)
         ]
@@ -252,17 +253,20 @@ class PrefillEngines:
             case Blocks(move_id, data):
                 self._put(engine.orders[move_id], data)
             case Done(move_id) | Failed(move_id):
-                is_done = isinstance(message, Done)
+                states = message.states if isinstance(message, Done) else None
                 if isinstance(message, Failed) and message.why:
                     logger.info("%s: %s", engine.name, message.why)
+                if isinstance(message, Done) and len(states or b"") != self._hello.state_bytes:
+                    raise ValueError(f"it sends {len(states or b'')} bytes of recurrent states")
                 with self._lock:
                     order = engine.orders.pop(move_id)
                     now_s = self._clock()
                     seconds = now_s - max(order.began_s, engine.last_end_s)
                     engine.last_end_s = now_s
                     whole = order.num_blocks == len(order.prefill.host_block_ids)
-                    kind = HostEventKind.PREFILL_DONE if is_done and whole else HostEventKind.PREFILL_FAILED
-                    self._end(order, kind, seconds, now_s)
+                    is_done = isinstance(message, Done) and whole
+                    kind = HostEventKind.PREFILL_DONE if is_done else HostEventKind.PREFILL_FAILED
+                    self._end(order, kind, seconds, now_s, states)
             case _:
                 raise ValueError(f"it sends {type(message).__name__}")
 
@@ -281,9 +285,11 @@ class PrefillEngines:
         self._events.append(event)
         self._has_news.set()
 
-    def _end(self, order: _Order, kind: HostEventKind, seconds: float, at_s: float) -> None:
+    def _end(
+        self, order: _Order, kind: HostEventKind, seconds: float, at_s: float, states: bytes | None = None
+    ) -> None:  # fmt: skip
         self._engines[order.prefill.engine - 1].num_failed += kind is HostEventKind.PREFILL_FAILED
         self._tell(HostEvent(
             kind=kind, move_id=order.prefill.move_id, num_blocks=order.num_blocks, seconds=seconds, at_s=at_s,
-            host=order.prefill.engine,
+            host=order.prefill.engine, states=states,
         ))  # fmt: skip

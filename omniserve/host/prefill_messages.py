@@ -21,6 +21,8 @@ class Hello:
     block_bytes: int
     classes: tuple[str, ...]
     """Names of the classes of its requests."""
+    state_bytes: int = 0
+    """Of a request's recurrent states."""
     version: str = __version__
 
 
@@ -64,6 +66,8 @@ class Done:
     """To it: all blocks of this prefill have been sent."""
 
     move_id: int
+    states: bytes | None = None
+    """The recurrent states behind the last token (``StatePool.save``); None: the model has none."""
 
 
 @dataclass(frozen=True, slots=True)

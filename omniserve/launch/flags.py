@@ -44,7 +44,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig) if fiel
 _DISK_FIELDS = tuple(field.name for field in dataclasses.fields(DiskKVConfig))
 _PARALLEL_FIELDS = tuple(field.name for field in dataclasses.fields(ParallelConfig))
 _HOSTS_FIELDS = tuple(field.name for field in dataclasses.fields(HostsConfig))
-_PREFILL_FIELDS = tuple(field.name for field in dataclasses.fields(PrefillConfig))
+_PREFILL_FIELDS = tuple(field.name for field in dataclasses.fields(PrefillConfig) if field.name != "is_prefill_engine")
 
 FORMER_FLAGS = {
     "--max-step-tokens": "--max-num-batched-tokens",

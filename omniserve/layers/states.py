@@ -120,6 +120,25 @@ class StatePool:
         for key, pool in self.layers[layer].items():
             pool.index_copy_(0, group.slots_n, cache.states[key])
 
+    def save(self, slot: int) -> bytes:
+        """Return the states of a slot, as ``load`` takes them. Waits for the device."""
+        parts = [pool[slot].contiguous().view(-1).view(torch.uint8) for layer in self.layers for pool in layer.values()]
+        return torch.cat(parts).cpu().numpy().tobytes()
+
+    def load(self, slot: int, data: bytes) -> None:
+        """Put states of the same model into a slot.
+
+        Raises:
+            ValueError: They are not as large as those of this model.
+        """
+        pools = [pool for layer in self.layers for pool in layer.values()]
+        sizes = [pool[slot].nbytes for pool in pools]
+        if len(data) != sum(sizes):
+            raise ValueError(f"recurrent states of {len(data)} bytes, not {sum(sizes)}")
+        parts = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(pools[0].device).split(sizes)
+        for pool, part in zip(pools, parts, strict=True):
+            pool[slot].view(-1).view(torch.uint8).copy_(part)
+
 
 def state_bytes(layers: Iterable[Mapping[StateKey, StateForm]]) -> int:
     """Return the bytes of one request's states."""

@@ -86,6 +86,7 @@ def run(
     config = config_from(args)
     if config.prefill.prefill_engines or config.parallel.num_ranks > 1:
         raise ValueError("a prefill engine is one process, and asks no others: leave out the flags for that")
+    config = dataclasses.replace(config, prefill=dataclasses.replace(config.prefill, is_prefill_engine=True))
     if config.execution.async_steps is None:  # a step that is launched ahead would delay the KV of the one before it
         config = dataclasses.replace(config, execution=dataclasses.replace(config.execution, async_steps=False))
     model = builtin_model_path() if args.model is None else args.model

@@ -22,7 +22,7 @@ from omniserve import __version__
 from omniserve.core import link
 from omniserve.core.errors import PeerLost, RequestRejected
 from omniserve.core.link import Link
-from omniserve.core.plan import RemotePrefill
+from omniserve.core.plan import RemotePrefill, StepPlan
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.engine.engine import Engine
 from omniserve.engine.network import require_shared_kv
@@ -106,6 +106,8 @@ class _Export:
     """First blocks that were sent, or need not be."""
     kind: ServiceClass
     is_computed: bool = False
+    states: bytes | None = None
+    """The recurrent states behind its last token, once it is computed; None: the model has none."""
     num_waits: int = 0
     """Steps since then without a block to send."""
 
@@ -135,10 +137,14 @@ class PrefillServer:
     def __init__(
         self, engine: Engine, *, fingerprint: str, secret: bytes, address: tuple[str, int] = ("127.0.0.1", 0)
     ) -> None:
-        require_shared_kv(engine.config, engine.spec, engine.host_tier, engine.kv, "prefill engines")
+        if engine.spec.state_bytes and engine.config.execution.async_steps:
+            raise ValueError("with async_steps a step launched ahead could overwrite recurrent states: set it to False")
+        require_shared_kv(engine.config, engine.host_tier, engine.kv, "prefill engines")
         assert engine.host_tier is not None and isinstance(engine.kv, KeepsPrefixesOnHost)
         self._engine, self._kv, self._pool_LBK2SH = engine, engine.kv, engine.host_tier.pool_LBK2SH
         engine.scheduler.requests.prefixes.save_all()
+        if engine.spec.state_bytes:
+            engine.on_step = self._keep_states
         self._fingerprint, self._secret = fingerprint, secret
         self._block_bytes = self._pool_LBK2SH[:, 0].nbytes
         self._inbox: queue.SimpleQueue[tuple[_Session, object]] = queue.SimpleQueue()
@@ -183,6 +189,12 @@ class PrefillServer:
             self._give_up_if_stuck(export)
         if engine.last_plan_was_empty:
             engine.wait(_STEP_WAIT_S)
+
+    def _keep_states(self, plan: StepPlan, host_works: bool, seconds: float) -> None:
+        """Copy the recurrent states of the prompts that end in a step, before another request has their slots."""
+        for chunk in plan.chunks:
+            if chunk.samples and (export := self._exports.get(chunk.request_id)) is not None:
+                export.states = self._engine.runner.states.pool.save(chunk.state_slot)
 
     def _hand_over(self) -> None:
         """Copy latency-sensitive prompts that are computed to the host before the next step, which may be long."""
@@ -238,7 +250,8 @@ class PrefillServer:
             return f"it sends {type(hello).__name__}"
         if hello.version != __version__:
             return f"it runs OmniServe {hello.version}, and this one {__version__}"
-        if hello.block_bytes != self._block_bytes or hello.fingerprint != self._fingerprint:
+        own = (self._block_bytes, self._engine.spec.state_bytes, self._fingerprint)
+        if (hello.block_bytes, hello.state_bytes, hello.fingerprint) != own:
             return "it has another model, other weights, another dtype or block_size"
         known = {spec.name for spec in self._engine.config.classes}
         if unknown := [name for name in hello.classes if name not in known]:
@@ -323,10 +336,11 @@ class PrefillServer:
             export.num_sent += len(blocks)
             self.counters.blocks_sent += len(blocks)
             export.num_waits = 0
-        if export.num_sent == len(export.keys):
+        has_states = self._engine.spec.state_bytes > 0
+        if export.num_sent == len(export.keys) and (export.is_computed or not has_states):
             del self._exports[export.request_id]
             self.counters.done += 1
-            export.session.send(Done(export.move_id))
+            export.session.send(Done(export.move_id, export.states))
 
     def _give_up_if_stuck(self, export: _Export) -> None:
         """End a prompt that is computed, and of which no more comes to the host."""

@@ -157,6 +157,8 @@ class ModelRunner:
         This waits for the host tier only if the plan has a second sub-batch, and for the device only if rows may leave
         between two layers, or if log-probabilities of a prompt are wanted.
         """
+        for load in plan.state_loads:
+            self.states.pool.load(load.state_slot, load.states)
         if plan.relocations:
             self._storage.copy_slots(plan.relocations)
         self._hand_over(plan)

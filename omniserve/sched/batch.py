@@ -397,6 +397,7 @@ class Batch:
             joins=tuple(host_rows.joins),
             joins_as_one=host_rows.joins_as_one,
             num_piggyback_seats=seats,
+            state_loads=requests.take_state_loads(),
             relocations=requests.take_relocations(),
             moves=(*self.moves, *self._restores, *copies),
             disk_copies=tuple(requests.disk_reads.take_copies()),

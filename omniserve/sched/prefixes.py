@@ -63,6 +63,8 @@ class PrefixUse:
     """When that engine was predicted to be done, on the scheduler's clock; None: nothing was predicted."""
     came_s: float = 0.0
     """When the last of that KV came."""
+    states: bytes | None = None
+    """The recurrent states that came with it, until the KV has been copied to the device, too."""
     may_restore: bool = True
     """A copy of its prefix from the host has not failed yet."""
     num_prompt_tokens: int | None = None
@@ -79,16 +81,20 @@ class Prefixes:
         max_saved_blocks: Most blocks of prefixes that are being copied to the host at a time.
         saves_early: Blocks that are worth a copy (``CachingPool.take_unsaved``) are copied at once. Otherwise they are
             copied when the device's memory is short.
+        has_states: The model has recurrent states, which no block holds. Then a request finds no KV of others, only
+            that of its own prompt in host memory, with the states that a prefill engine has sent.
     """
 
     def __init__(
-        self, kv: KVManager, *, publishes_ahead: bool = True, max_saved_blocks: int = 0, saves_early: bool = False
-    ) -> None:
+        self, kv: KVManager, *, publishes_ahead: bool = True, max_saved_blocks: int = 0, saves_early: bool = False,
+        has_states: bool = False,
+    ) -> None:  # fmt: skip
         self._kv = kv
         self._host = kv if isinstance(kv, KeepsPrefixesOnHost) else None
         self._max_saved_blocks = max_saved_blocks
         self._num_ahead = kv.num_device_blocks if saves_early else 2 * max_saved_blocks
         self._saves_all = False
+        self._has_states = has_states
         self._saving: dict[int, int] = {}
         """Move id -> blocks, of the copies to the host under way."""
         self.num_restored_tokens: Counter[str] = Counter()
@@ -122,7 +128,7 @@ class Prefixes:
         if state.kind is ServiceClass.LS:
             keys = state.prefix.keys.up_to(state.token_ids, self._most_found(state))
             num_known = sum(1 for _ in itertools.takewhile(self._cache.knows_cached, keys))
-            share = num_known * self._block_size / state.num_tokens
+            share = 0.0 if self._has_states else num_known * self._block_size / state.num_tokens
             self._ls_reuse += _REUSE_RATE * (share - self._ls_reuse)
             self._cache.protect(self._ls_reuse >= _LEAST_REUSE)
 
@@ -190,8 +196,8 @@ class Prefixes:
         return self._host is not None and self.is_on
 
     def _full_keys(self, state: RequestState) -> Sequence[bytes]:
-        """Return the keys of the blocks that a DEVICE or HOST request has filled; none if there is no cache."""
-        if state.prefix is None:
+        """Return the keys of the blocks that a DEVICE or HOST request has filled, for others to find; () for none."""
+        if state.prefix is None or self._has_states:
             return ()
         num_full = min(state.num_computed_tokens, state.num_tokens - state.num_pending_tokens) // self._block_size
         return state.prefix.keys.up_to(state.token_ids, num_full)[:num_full]
@@ -225,6 +231,14 @@ class Prefixes:
         self.note_admission(state)
         self.num_restored_tokens[state.service_class] += len(host_keys) * self._block_size
         return move, prefix.num_found * self._block_size
+
+    @staticmethod
+    def take_states(state: RequestState) -> bytes | None:
+        """Return, once, the recurrent states that have come with a request's KV; None: there are none."""
+        if state.prefix is None:
+            return None
+        states, state.prefix.states = state.prefix.states, None
+        return states
 
     def note_lost(self, state: RequestState) -> None:
         """Book that a request's copy from the host has failed: it computes its tokens."""
@@ -278,6 +292,8 @@ class Prefixes:
             return ()
         first, most = len(self._found(state)), self._most_found(state)
         keys = prefix.keys.up_to(state.token_ids, most)[:most]
+        if self._has_states:
+            return keys if prefix.states is not None and all(map(self._cache.has_on_host, keys)) else ()
         return [*itertools.takewhile(self._cache.has_on_host, itertools.islice(keys, first, None))]
 
     def note_admission(self, state: RequestState) -> None:
@@ -305,7 +321,7 @@ class Prefixes:
 
     def _publish(self, state: RequestState, num_tokens: int) -> None:
         prefix = state.prefix
-        if self._cache is None or prefix is None:
+        if self._cache is None or prefix is None or (self._has_states and not self._saves_all):
             return
         num_full, first = num_tokens // self._block_size, prefix.num_published
         if num_full > first:
@@ -323,6 +339,9 @@ class Prefixes:
         """
         prefix = state.prefix
         if self._cache is None or prefix is None or state.num_rows_to_score > state.num_scored_rows:
+            return ()
+        if self._has_states:
+            prefix.num_found = 0
             return ()
         most = self._most_found(state)
         keys = prefix.keys.up_to(state.token_ids, most)

@@ -211,6 +211,7 @@ class RemotePrefills:
         if order.state is not None and order.state.prefix is not None and event.kind is HostEventKind.PREFILL_DONE:
             order.state.prefix.num_prefills = _MOST_TRIES  # what the host loses meanwhile is computed here
             order.state.prefix.was_prefilled, order.state.prefix.came_s = True, event.at_s
+            order.state.prefix.states = event.states
         return order.state
 
     def note_first_token(self, state: RequestState, now_s: float) -> None:
@@ -226,4 +227,4 @@ class RemotePrefills:
     def look_again(self, state: RequestState) -> None:
         """Ask about a request anew that comes to wait again, as it was preempted."""
         if state.prefix is not None:
-            state.prefix.num_prefills, state.prefix.was_prefilled = 0, False
+            state.prefix.num_prefills, state.prefix.was_prefilled, state.prefix.states = 0, False, None

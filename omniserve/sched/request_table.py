@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, SlotCopy
+from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, SlotCopy, StateLoad
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import CanEvict, CanMove, CanShare, CanSpread, KVManager, MoveResult, Tier
 from omniserve.sched.checkpoints import Checkpoints
@@ -64,11 +64,12 @@ class RequestTable:
         """Hosts on the network that can be used."""
         self._has_lost_hosts = False  # a request may have KV on one
         self.state_slots = StateSlots(limits.num_state_slots)
+        self._state_loads: list[StateLoad] = []
         self.sharer = kv if isinstance(kv, CanShare) else None
         blocks_per_step = -(-limits.config.max_num_batched_tokens // kv.block_size)
         self.prefixes = Prefixes(
             kv, publishes_ahead=not preempts, max_saved_blocks=limits.num_host_slots and blocks_per_step,
-            saves_early=limits.config.disk_kv.keep,
+            saves_early=limits.config.disk_kv.keep, has_states=limits.num_state_slots > 0,
         )  # fmt: skip
         # States stand where a request's last token left them: what is kept of its KV up to an earlier one is of no use.
         can_keep = isinstance(kv, CanEvict) and not limits.num_state_slots
@@ -144,6 +145,7 @@ class RequestTable:
     def admit(self, state: RequestState) -> None:
         """Book that a WAITING request has its first chunk, and so its blocks, on the device."""
         self.prefixes.note_admission(state)
+        self.prefixes.take_states(state)  # of no use if the KV was not all there any more
         self.waiting[state.kind].remove(state)
         state.phase = Phase.DEVICE
         state.blocked_since_s = None
@@ -270,6 +272,7 @@ class RequestTable:
         if move is None:
             return None
         self.waiting[state.kind].remove(state)
+        self.state_slots.of(state)
         state.num_computed_tokens = num_tokens
         state.blocked_since_s = None
         state.phase = Phase.MOVING
@@ -292,6 +295,11 @@ class RequestTable:
     def runs_from_right(self, state: RequestState) -> bool:
         """Tell whether the request's tokens fill its device blocks from the right; see ``CanShare``."""
         return self.sharer is not None and self.sharer.runs_from_right(state.request_id)
+
+    def take_state_loads(self) -> tuple[StateLoad, ...]:
+        """Return, once, the recurrent states that the next step must begin with."""
+        loads, self._state_loads = tuple(self._state_loads), []
+        return loads
 
     def take_relocations(self) -> tuple[SlotCopy, ...]:
         """Return, once, the copies on the device that the next step must begin with."""
@@ -403,6 +411,8 @@ class RequestTable:
             if state.slot < 0 and state.first_scheduled_s is not None:
                 self.counters["resumed_tokens"] += state.num_computed_tokens
             self._release_slot(state)
+            if (states := self.prefixes.take_states(state)) is not None:
+                self._state_loads.append(StateLoad(state_slot=state.state_slot, states=states))
             state.phase = Phase.DEVICE
             self.device[state.kind].add(state)
 

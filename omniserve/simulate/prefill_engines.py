@@ -55,6 +55,7 @@ class _Engine:
     def __init__(self, number: int, machine: Machine, config: EngineConfig, link: AlphaBeta, seed: int) -> None:
         self._number, self._link, self._block_size = number, link, config.block_size
         self._block_bytes = machine.spec.kv_block_bytes(config.block_size)
+        self._state_bytes = machine.spec.state_bytes
         self.engine = SimulatedEngine(machine, config, caches_prefixes=True, seed=seed, noise=0.0)
         require_shared_kv(self.engine, "a prefill engine")
         self.engine.scheduler.requests.prefixes.save_all()
@@ -152,8 +153,9 @@ class _Engine:
             begin_s = max(self._link_free_s, self.engine.now_s)
             self._link_free_s = begin_s + self._link.beta_s * count * self._block_bytes
             export.num_waits = 0
-        if export.num_sent == len(export.keys):
+        if export.num_sent == len(export.keys) and (export.is_computed or not self._state_bytes):
             del self._exports[request_id]
+            self._link_free_s = max(self._link_free_s, self.engine.now_s) + self._link.beta_s * self._state_bytes
             self._end(export, tell, HostEventKind.PREFILL_DONE)
 
     def _give_up_if_stuck(self, request_id: str, export: _Export, tell: _Tell) -> None:
@@ -171,7 +173,7 @@ class _Engine:
         num_blocks = export.num_sent - export.prefill.first_block
         tell(at_s, HostEvent(
             kind=kind, move_id=export.prefill.move_id, num_blocks=num_blocks, seconds=seconds, at_s=at_s,
-            host=self._number,
+            host=self._number, states=b"" if kind is HostEventKind.PREFILL_DONE and self._state_bytes else None,
         ))  # fmt: skip
 
 
@@ -194,7 +196,8 @@ class SimulatedPrefillEngines:
         for number, node in enumerate(machine.prefill_engines, 1):
             own = node.machine
             settings = node.config or dataclasses.replace(
-                config, parallel=ParallelConfig(pipeline_parallel_size=own.num_stages), prefill=PrefillConfig(),
+                config, parallel=ParallelConfig(pipeline_parallel_size=own.num_stages),
+                prefill=PrefillConfig(is_prefill_engine=True),
                 device_kv_bytes=own.device_kv_bytes or config.device_kv_bytes,
                 host_kv_bytes=own.host_kv_bytes or config.host_kv_bytes,
             )  # fmt: skip
@@ -239,6 +242,5 @@ def require_shared_kv(engine: SimulatedEngine, what: str) -> None:
     """
     if engine.tier is None or not engine.caches_prefixes or not isinstance(engine.kv, KeepsPrefixesOnHost):
         raise ValueError(
-            f"{what} needs a host tier and a prefix cache: give it hosts, set kv to tiered and host_kv_bytes above 0, "
-            "and take a model without recurrent states"
+            f"{what} needs a host tier and a prefix cache: give it hosts, set kv to tiered and host_kv_bytes above 0"
         )

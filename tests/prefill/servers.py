@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from omniserve import Engine, EngineConfig, patch
+from omniserve import Engine, EngineConfig, PrefillConfig, patch
+from omniserve.engine.capacity import pool_bytes
 from omniserve.engine.fingerprint import kv_fingerprint
 from omniserve.prefill.server import PrefillServer
 from tests.engine_settings import flat_config
-from tests.parity.models import tiny_model
+from tests.parity.models import MODELS, tiny_model
+from tests.parity.zoo import tiny
 
 SECRET = "a secret of some length"
 
@@ -31,7 +33,14 @@ def config_of(model: PreTrainedModel, **settings: Any) -> EngineConfig:
         "max_num_batched_tokens": 24, "host_threads": 1, "compile": False, "prefix_cache": True,
         "max_host_requests": 4, "async_steps": False,
     }  # fmt: skip
-    return flat_config({**sizes, **settings})
+    config = flat_config({**sizes, **settings})
+    num_bytes = pool_bytes(config.device_kv_bytes, config, model.omniserve.spec)  # room for recurrent states, if any
+    return dataclasses.replace(config, device_kv_bytes=num_bytes)
+
+
+def model_of(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a tiny model of a family, or of a type with recurrent states; the same in each process."""
+    return tiny_model(family, dtype) if family in MODELS else tiny(family).to(dtype)
 
 
 class Server:
@@ -73,8 +82,8 @@ def prefill_server(family: str, port: int = 0, dtype: str = "float32", **setting
 
 def _serve(family: str, port: int, dtype: str, settings: dict[str, Any], pipe: Connection) -> None:
     torch.set_num_threads(1)
-    model = patch(tiny_model(family, getattr(torch, dtype)), compile=False)
-    config = config_of(model, **settings)
+    model = patch(model_of(family, getattr(torch, dtype)), compile=False)
+    config = config_of(model, prefill=PrefillConfig(is_prefill_engine=True), **settings)
     with Engine(model, config) as engine:
         server = PrefillServer(
             engine, fingerprint=kv_fingerprint(model, config), secret=SECRET.encode(), address=("127.0.0.1", port)

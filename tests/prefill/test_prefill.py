@@ -18,12 +18,15 @@ import torch
 
 from omniserve import SLO, ClassSpec, Engine, EngineConfig, PrefillConfig, Request, SamplingParams, patch
 from omniserve.core.errors import RequestRejected
+from omniserve.prefill.server import PrefillServer
 from omniserve.sched import SCHEDULERS
 from tests.host.proxy import Proxy
 from tests.parity.engine_histories import Tally, made_up_profile, run_histories, run_history
 from tests.parity.models import MODELS, tiny_model
 from tests.parity.test_engine import model_and_reference
 from tests.parity.test_network import cuts
+from tests.parity.test_states import STRUCTURES
+from tests.parity.test_states import model_and_reference as states_and_reference
 from tests.parity.zoo import tiny
 from tests.prefill.servers import SECRET, Server, config_of, prefill_server
 from tests.quick import slow_except
@@ -45,11 +48,15 @@ def secret_file(tmp_path: Path) -> str:
 
 
 def _small(model: Any) -> dict[str, Any]:
-    block_bytes = model.omniserve.spec.kv_block_bytes(8)
-    return {
-        "block_size": 8, "device_kv_bytes": 14 * block_bytes, "host_kv_bytes": 30 * block_bytes,
-        "host_kv_dtype": "auto", "max_host_requests": 16, "max_num_batched_tokens": 64, "prefix_cache": True,
+    spec = model.omniserve.spec
+    block_bytes = spec.kv_block_bytes(8)
+    settings = {
+        "block_size": 8, "host_kv_bytes": 30 * block_bytes, "host_kv_dtype": "auto", "max_num_batched_tokens": 64,
+        "prefix_cache": True,
     }  # fmt: skip
+    if not spec.state_bytes:  # otherwise the history sees to it that the states have room, too
+        settings |= {"device_kv_bytes": 14 * block_bytes, "max_host_requests": 16}
+    return settings
 
 
 def _config(servers: list[tuple[str, int]], secret_file: str, placement: str = "always") -> PrefillConfig:
@@ -76,6 +83,19 @@ def test_tokens_of_any_family_equal_hugging_face(family: str, secret_file: str) 
         run_histories(
             model, reference, range(1100, 1104), reach=("prefilled_tokens", "restored_tokens"), kv="tiered",
             prefill=_config([server.address], secret_file), has_profile=False, faults=lambda seed: seed % 2 == 0,
+            **_small(model),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", slow_except(("nemotron_h",), STRUCTURES))
+def test_recurrent_states_come_with_the_kv(model_type: str, secret_file: str) -> None:
+    """A prompt goes on where the other engine ended, through preemptions and with an engine that is cut off."""
+    model, reference = states_and_reference(model_type, "cpu")
+    with prefill_server(model_type) as server, behind_proxies([server]) as proxies:
+        run_histories(
+            model, reference, range(2034, 2040), reach=("prefilled_tokens", "restored_tokens"), kv="tiered",
+            prefill=_config([proxies[0].address], secret_file), has_profile=False, faults=lambda seed: seed % 2 == 0,
+            async_steps=lambda seed: seed % 3 == 0, disturb=lambda seed: cuts(proxies),
             **_small(model),
         )  # fmt: skip
 
@@ -259,4 +279,34 @@ def test_settings_without_a_prefix_cache_in_host_memory_are_refused(secret_file:
     with pytest.raises(ValueError, match="prefix cache"):
         _engine(model, config, prefix_cache=False)
     with pytest.raises(ValueError, match="recurrent states"):
-        Engine(patch(tiny("nemotron_h"), compile=False), config_of(model, prefill=config, prefix_cache=None))
+        Engine(patch(tiny("nemotron_h"), compile=False), config_of(model, prefix_cache=True))
+
+
+def test_a_prefill_engine_that_launches_steps_ahead_is_refused_with_recurrent_states() -> None:
+    """The next step could overwrite the states before they are sent."""
+    model, _ = states_and_reference("nemotron_h", "cpu")
+    config = config_of(model, prefill=PrefillConfig(is_prefill_engine=True), async_steps=True)
+    with Engine(model, config) as engine, pytest.raises(ValueError, match="async_steps"):
+        PrefillServer(engine, fingerprint="", secret=SECRET.encode())
+
+
+def test_states_that_came_are_dropped_if_the_prompt_is_computed_here_all_the_same() -> None:
+    """The host has forgotten a block. Later the request moves to the host and back, and must go on with its own."""
+    model, _ = states_and_reference("nemotron_h", "cpu")
+    config = config_of(model, prefill=PrefillConfig(is_prefill_engine=True))
+    with Engine(model, config) as engine:
+        engine.add(Request(prompt_token_ids=_PROMPTS[0], sampling=SamplingParams(max_tokens=4), request_id="a"))
+        state = engine.scheduler.requests.states["a"]
+        state.prefix.states = b"states"
+        engine.step()
+        assert state.num_computed_tokens > 0 and state.prefix.states is None
+
+
+def test_states_of_another_size_are_refused() -> None:
+    model, _ = states_and_reference("nemotron_h", "cpu")
+    with Engine(model, config_of(model, prefix_cache=False)) as engine:
+        pool = engine.runner.states.pool
+        saved = pool.save(0)
+        assert len(saved) == engine.spec.state_bytes
+        with pytest.raises(ValueError, match="recurrent states of"):
+            pool.load(0, saved[:-1])

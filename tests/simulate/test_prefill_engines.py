@@ -94,6 +94,28 @@ def test_every_request_ends(name: str, placement: str) -> None:
     assert simulate(settings).requests == result.requests
 
 
+def test_recurrent_states_take_their_time_on_the_link() -> None:
+    """They are sent when the prompt is computed, behind its KV; then the rest of it is computed in one step here."""
+    load = Load(latency_sensitive=[TraceRequest(0.0, 100, 1)], duration_s=1.0)
+    both = apart(constant(0.01), constant(0.01), beta_s=2e-7)
+    with_states, ttfts = dataclasses.replace(both.spec, state_bytes=50_000), []
+    nodes = tuple(
+        dataclasses.replace(
+            each, machine=dataclasses.replace(each.machine, spec=with_states), link=AlphaBeta(0.001, beta)
+        )
+        for each, beta in zip(both.prefill_engines * 2, (0.0, 2e-7), strict=True)
+    )
+    for node in nodes:
+        here = dataclasses.replace(both, spec=with_states, prefill_engines=(node,))
+        config = dataclasses.replace(engine(host_blocks=100), max_num_seqs=4, max_host_requests=2)
+        config = dataclasses.replace(config, device_kv_bytes=config.device_kv_bytes + 10 * 50_000)
+        result = simulate(SimulationConfig(machine=here, engine=config, load=load, check=True))
+        assert result.classes["LS"].prefilled_share == pytest.approx(0.96) and result.num_steps == 1
+        ttfts.append(result.requests[0].ttft_s)
+    num_bytes = 6 * BLOCK_BYTES + 50_000
+    assert ttfts[1] == pytest.approx(ttfts[0] + 2e-7 * num_bytes, rel=0.05)
+
+
 def test_what_cannot_be_is_refused() -> None:
     load = Load(latency_sensitive=[TraceRequest(0.0, 100, 1)])
     both = apart(constant(0.01), constant(0.01))
