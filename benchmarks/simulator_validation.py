@@ -278,7 +278,8 @@ class Validation:
             case.twins.setdefault("replayed", []).append(self._twin(case, replay, 0))
 
     def _twin(self, case: Case, machine: Machine, seed: int) -> dict[str, Any]:
-        result = simulate(SimulationConfig(machine=machine, engine=case.config, load=case.load, seed=seed))
+        config = dataclasses.replace(case.config, **(ONE_CORE if self._peer is not None else {}))
+        result = simulate(SimulationConfig(machine=machine, engine=config, load=case.load, seed=seed))
         return {
             "figures": figures_of(result.classes["LS"], result.classes["BE"]), "host_share": result.host_share,
             "prefilled_share": result.classes["LS"].prefilled_share,

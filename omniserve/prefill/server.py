@@ -137,7 +137,7 @@ class PrefillServer:
     def __init__(
         self, engine: Engine, *, fingerprint: str, secret: bytes, address: tuple[str, int] = ("127.0.0.1", 0)
     ) -> None:
-        if engine.spec.state_bytes and engine.config.execution.async_steps:
+        if engine.spec.state_bytes and engine.config.execution.async_steps is not False:
             raise ValueError("with async_steps a step launched ahead could overwrite recurrent states: set it to False")
         require_shared_kv(engine.config, engine.host_tier, engine.kv, "prefill engines")
         assert engine.host_tier is not None and isinstance(engine.kv, KeepsPrefixesOnHost)

@@ -201,6 +201,11 @@ class SimulatedPrefillEngines:
                 device_kv_bytes=own.device_kv_bytes or config.device_kv_bytes,
                 host_kv_bytes=own.host_kv_bytes or config.host_kv_bytes,
             )  # fmt: skip
+            if settings.block_size != config.block_size:
+                raise ValueError(
+                    f"a prefill engine has block_size={settings.block_size}, and the engine that asks it "
+                    f"{config.block_size}: give both the same"
+                )
             self._engines.append(_Engine(number, own, settings, node.link, seed + number))
             self._tell(0.0, HostEvent(kind=HostEventKind.PREFILL_JOINED, host=number))
 

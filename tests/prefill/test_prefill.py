@@ -282,10 +282,13 @@ def test_settings_without_a_prefix_cache_in_host_memory_are_refused(secret_file:
         Engine(patch(tiny("nemotron_h"), compile=False), config_of(model, prefix_cache=True))
 
 
-def test_a_prefill_engine_that_launches_steps_ahead_is_refused_with_recurrent_states() -> None:
-    """The next step could overwrite the states before they are sent."""
+@pytest.mark.parametrize("async_steps", [True, None])
+def test_a_prefill_engine_that_may_launch_steps_ahead_is_refused_with_recurrent_states(
+    async_steps: bool | None,
+) -> None:
+    """The next step could overwrite the states before they are sent. None: on a GPU it does."""
     model, _ = states_and_reference("nemotron_h", "cpu")
-    config = config_of(model, prefill=PrefillConfig(is_prefill_engine=True), async_steps=True)
+    config = config_of(model, prefill=PrefillConfig(is_prefill_engine=True), async_steps=async_steps)
     with Engine(model, config) as engine, pytest.raises(ValueError, match="async_steps"):
         PrefillServer(engine, fingerprint="", secret=SECRET.encode())
 

@@ -122,3 +122,9 @@ def test_what_cannot_be_is_refused() -> None:
     for config in (engine(), engine(host_blocks=50, kv="paged")):
         with pytest.raises(ValueError, match="needs a host tier and a prefix cache"):
             simulate(SimulationConfig(machine=both, engine=config, load=load))
+    config = engine(host_blocks=50)
+    (node,) = both.prefill_engines
+    node = dataclasses.replace(node, config=dataclasses.replace(config, block_size=32))
+    other = dataclasses.replace(both, prefill_engines=(node,))
+    with pytest.raises(ValueError, match="block_size=32, and the engine that asks it 16"):
+        simulate(SimulationConfig(machine=other, engine=config, load=load))
