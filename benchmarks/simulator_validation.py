@@ -12,7 +12,7 @@ simulator serves them on its clock, three times:
   is the simulator's loop and its host tier.
 
 ``--place ranks`` serves with two ranks of tensor parallel, ``--place host`` with a CPU host in a process of its own,
-which has seven eighths of the host tier's memory, ``--place prefill`` with a prefill engine in a process of its own, a
+which has most of the host tier's memory, ``--place prefill`` with a prefill engine in a process of its own, a
 core each; all on this machine. With a prefill engine nothing is replayed: which of its steps came when is not known.
 
 Figures are medians over the repeats (and for ``calibrated`` over seeds). ``again`` is what one run of the engine is to
@@ -50,6 +50,7 @@ from omniserve import SLO, ClassSpec, Engine, EngineConfig, HostsConfig, Paralle
 from omniserve.core.config import GIB
 from omniserve.core.plan import StepPlan
 from omniserve.core.spec import ModelSpec
+from omniserve.core.stats import EngineStats
 from omniserve.latency import BatchFeatures, CorrectedModel, ModelShape, Predictor, ScaledModel, StepSample, features_of
 from omniserve.latency.base import AlphaBeta
 from omniserve.launch.loading import EngineLoader
@@ -78,7 +79,7 @@ GOAL = 0.05
 _COMPILE_S = 2.0
 EVEN_HEADS = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
 """Of the model for two ranks, which cannot share nine heads."""
-FAR_MEMORY = 7 / 8
+FAR_MEMORY = 31 / 32
 """Of a CPU host on the network: its part of the host tier."""
 LINK_S = 0.5e-3
 """There and back over loopback, threads included (``network_hosts``)."""
@@ -118,9 +119,15 @@ LOADS = {
     "bursts": Mix(device_kv_bytes=512 * MIB, rate=2.5, cv=3.0, ls_lengths=_CHAT, backlog=4, be_lengths=_PILE),
     "short memory": Mix(device_kv_bytes=64 * MIB, rate=2.0, ls_lengths=_CHAT, backlog=12, be_lengths=_PILE),
     "half": Mix(device_kv_bytes=512 * MIB, rate=0.8, ls_lengths=_CHAT, backlog=4, be_lengths=_PILE),
-}
+    "residents": Mix(
+        device_kv_bytes=16 * MIB, rate=0.8, backlog=24,
+        ls_lengths=lognormal_lengths(96, 24, sigma=0.4, max_input=256, max_output=96),
+        be_lengths=lognormal_lengths(48, 160, sigma=0.4, max_input=128, max_output=256),
+    ),
+}  # fmt: skip
 """With short memory the device does not hold all, and best-effort requests decode on the host if the scheduler knows
-how. ``half`` is for engines that have one core each."""
+how. ``half`` is for engines that have one core each. In ``residents`` best-effort prompts are short: soon many decode
+on the host."""
 _OTHER_CHAT = lognormal_lengths(96, 32, sigma=0.7, max_input=400, max_output=96)
 _OTHER_PILE = lognormal_lengths(180, 80, sigma=0.7, max_input=600, max_output=160)
 CALIBRATION = (
@@ -258,6 +265,7 @@ class Validation:
                 "figures": figures_of(run.of_class("LS", OBJECTIVES), run.of_class("BE", SLO())),
                 "host_share": run.grown("host_output_tokens") / max(1, run.grown("output_tokens", "BE")),
                 "prefilled_share": run.grown("prefilled_tokens", "LS") / max(1, run.grown("prompt_tokens", "LS")),
+                "far_tasks": _far_tasks(run.after) - _far_tasks(run.before),
                 "num_steps": len(steps), "preemptions": run.grown("preemptions"), "swaps_out": run.grown("swaps_out"),
                 "step_error": run.after.latency_error, "drift": run.after.latency_drift,
                 "requests": list(run.results.values()),
@@ -286,6 +294,11 @@ class Validation:
             "num_steps": result.num_steps, "preemptions": result.preemptions, "swaps_out": result.swaps_out,
             "wall_s": result.wall_s,
         }  # fmt: skip
+
+
+def _far_tasks(stats: EngineStats) -> int:
+    """Return how many attention tasks CPU hosts on the network have been given."""
+    return sum(host.tasks for host in stats.cpu_hosts.values())
 
 
 class PrefillPeer:
