@@ -26,47 +26,34 @@ import dataclasses
 import itertools
 import math
 import random
-import secrets
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
 from benchmarks.common.engine_run import EngineRun, request
-from benchmarks.common.models import SMOLLM_135M, random_llama, saved_llama
-from benchmarks.common.network import cpu_host, listening
+from benchmarks.common.models import SMOLLM_135M
+from benchmarks.common.places import PLACES
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table
-from omniserve import SLO, ClassSpec, Engine, EngineConfig, HostsConfig, ParallelConfig, PrefillConfig
-from omniserve.core.config import GIB
+from omniserve import SLO, ClassSpec, Engine, EngineConfig
 from omniserve.core.plan import StepPlan
-from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
 from omniserve.latency import BatchFeatures, CorrectedModel, ModelShape, Predictor, ScaledModel, StepSample, features_of
-from omniserve.latency.base import AlphaBeta
-from omniserve.launch.loading import EngineLoader
-from omniserve.parallel.group import RankGroup
 from omniserve.profiling import find_or_make_profile
 from omniserve.sched.policy import known_options
 from omniserve.simulate import (
     Calibration,
     Load,
     Machine,
-    PrefillNode,
     SimulationConfig,
     machine_of_profile,
     simulate,
 )
-from omniserve.simulate.calibration import read_samples
 from omniserve.simulate.load import Lengths, gamma, lognormal_lengths, requests
 from omniserve.simulate.results import ClassResult
 
@@ -77,16 +64,6 @@ FIGURES = {"TTFT p50": "ttft_p50_s", "TTFT p99": "ttft_p99_s", "TPOT p50": "tpot
 """Heading -> figure of the latency-sensitive class; then comes the best-effort class's throughput."""
 GOAL = 0.05
 _COMPILE_S = 2.0
-EVEN_HEADS = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
-"""Of the model for two ranks, which cannot share nine heads."""
-FAR_MEMORY = 31 / 32
-"""Of a CPU host on the network: its part of the host tier."""
-LINK_S = 0.5e-3
-"""There and back over loopback, threads included (``network_hosts``)."""
-LINK_BYTES_PER_S = 1e9
-"""Of a message with KV over loopback, copies included."""
-ONE_CORE: dict[str, Any] = {"block_size": 16, "device_threads": 1, "host_threads": 1}
-"""Settings of an engine and of its prefill engine, which share this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,49 +148,16 @@ class Validation:
 
     def __init__(self, args: argparse.Namespace, stack: ExitStack) -> None:
         self._args = args
-        self._place = PLACES[args.place](stack)
+        self._place = PLACES[args.place](stack, HOST_KV_BYTES)
         self.cases = list(cases(args))
-        self._peer: PrefillPeer | None = None
-        self._group: RankGroup | None = None
-        if args.place == "ranks":
-            shape = SMOLLM_135M | EVEN_HEADS
-            loader = EngineLoader(
-                model=str(saved_llama("smollm-135m-8-heads", shape)),
-                dtype="auto",
-                device="cpu",
-                config=self._placed(self.cases[0].config),
-            )
-            self._model, self._group = loader.start_ranks(lambda what: print(what, file=sys.stderr))
-            stack.callback(self._end_ranks)
-        elif args.place == "prefill":
-            folder = saved_llama("smollm-135m", SMOLLM_135M)
-            self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-        else:
-            self._model = random_llama(**SMOLLM_135M)
         first = self._placed(self.cases[0].config)
+        self._model, self._group = self._place.load(first)
         self._profile = find_or_make_profile(self._model, first, group=self._group)
         self.calibrations: list[Calibration] = []
-        if args.place == "prefill":  # not before: the profile is of a machine that does nothing else
-            self._peer = PrefillPeer(stack, folder)
-            self._place["prefill"] = self._peer.config
-
-    def _end_ranks(self) -> None:
-        assert self._group is not None
-        self._group.keeps_ranks = False
-        self._group.close()
+        self._place.start()
 
     def _placed(self, config: EngineConfig) -> EngineConfig:
-        return dataclasses.replace(config, **self._place)
-
-    def _machine(self, spec: ModelSpec) -> Machine:
-        machine = machine_of_profile(self._profile, spec)
-        if self._peer is not None:
-            return dataclasses.replace(machine, prefill_engines=(self._peer.node(machine),))
-        if self._args.place != "host":
-            return machine
-        (own,) = machine.hosts
-        far = dataclasses.replace(own, latency_s=own.latency_s + LINK_S, memory=FAR_MEMORY, num_threads=1)
-        return dataclasses.replace(machine, hosts=(dataclasses.replace(own, memory=1 - FAR_MEMORY), far))
+        return dataclasses.replace(config, **self._place.settings)
 
     def run(self) -> None:
         """Serve all loads in real time, repeat after repeat, and simulate each as soon as it was served."""
@@ -235,8 +179,7 @@ class Validation:
                     figures, steps, machine, believed = self._serve(case.config, case.load, texts)
                     if len(self.calibrations) == repeat:
                         self.calibrations.append(Calibration.fitted(machine.device, samples))
-                        if self._peer is not None:
-                            self._peer.calibrate(machine)
+                        self._place.calibrate(machine)
                     case.runs.append(figures)
                     self._simulate(case, machine, believed, [step.seconds for step in steps])
                     bar.update()
@@ -246,7 +189,7 @@ class Validation:
     ) -> tuple[dict[str, Any], list[StepSample], Machine, Predictor]:
         """Return figures, steps, the profile's machine, and what the engine believed of steps as the load began."""
         with Engine(self._model, self._placed(config), profile=self._profile, group=self._group) as engine:
-            machine, shape = self._machine(engine.spec), ModelShape.of(engine.spec)
+            machine, shape = machine_of_profile(self._profile, engine.spec), ModelShape.of(engine.spec)
             learned, steps = CorrectedModel(machine.device), list[StepSample]()
 
             def note(plan: StepPlan, host_works: bool, seconds: float) -> None:
@@ -274,19 +217,18 @@ class Validation:
 
     def _simulate(self, case: Case, machine: Machine, believed: Predictor, seconds: list[float]) -> None:
         if not case.twins:  # the profile never changes
-            case.twins["simulated"] = [self._twin(case, machine, 0)]
-        calibrated = self.calibrations[-1].apply(machine)
-        if self._peer is not None:
-            calibrated = dataclasses.replace(calibrated, prefill_engines=(self._peer.node(self._peer.calibrated),))
-        replay = dataclasses.replace(machine, device=Replay(seconds, machine.device), forecast=believed)
+            case.twins["simulated"] = [self._twin(case, self._place.machine(machine), 0)]
+        calibrated = self._place.machine(self.calibrations[-1].apply(machine), calibrated=True)
         first_seed = len(case.runs) * self._args.seeds
         seeds = range(first_seed, first_seed + self._args.seeds)
         case.twins.setdefault("calibrated", []).extend(self._twin(case, calibrated, seed) for seed in seeds)
-        if self._peer is None:
+        if self._place.replays:
+            placed = self._place.machine(machine)
+            replay = dataclasses.replace(placed, device=Replay(seconds, placed.device), forecast=believed)
             case.twins.setdefault("replayed", []).append(self._twin(case, replay, 0))
 
     def _twin(self, case: Case, machine: Machine, seed: int) -> dict[str, Any]:
-        config = dataclasses.replace(case.config, **(ONE_CORE if self._peer is not None else {}))
+        config = dataclasses.replace(case.config, **self._place.simulated_settings)
         result = simulate(SimulationConfig(machine=machine, engine=config, load=case.load, seed=seed))
         return {
             "figures": figures_of(result.classes["LS"], result.classes["BE"]), "host_share": result.host_share,
@@ -299,49 +241,6 @@ class Validation:
 def _far_tasks(stats: EngineStats) -> int:
     """Return how many attention tasks CPU hosts on the network have been given."""
     return sum(host.tasks for host in stats.cpu_hosts.values())
-
-
-class PrefillPeer:
-    """A prefill engine in a process of its own, with one thread, for the same model."""
-
-    def __init__(self, stack: ExitStack, model: Path) -> None:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        secret, self._trace = folder / "secret", folder / "steps.jsonl"
-        secret.write_text(secrets.token_hex(32))
-        self._own = EngineConfig(device_kv_bytes=GIB // 2, host_kv_bytes=GIB // 2, **ONE_CORE)
-        options = ["--model", str(model), "--device-kv-gib", "0.5", "--host-kv-gib", "0.5", "--block-size", "16"]
-        options += ["--device-threads", "1", "--host-threads", "1", "--trace-steps", str(self._trace)]
-        address = stack.enter_context(listening("omniserve.prefill", secret, *options))
-        self.config = PrefillConfig(
-            prefill_engines=("{}:{}".format(*address),), prefill_secret_file=str(secret)
-        )  # fmt: skip
-        self.calibrated: Machine
-        self._num_seen = 0
-
-    def node(self, machine: Machine) -> PrefillNode:
-        """Return it as the simulator has it, on a machine."""
-        return PrefillNode(machine=machine, config=self._own, link=AlphaBeta(LINK_S, 1 / LINK_BYTES_PER_S))
-
-    def calibrate(self, machine: Machine) -> None:
-        """Take the steps since the last call for what its steps take."""
-        samples = read_samples(self._trace)
-        new, self._num_seen = samples[self._num_seen :], len(samples)
-        self.calibrated = Calibration.fitted(machine.device, new).apply(machine)
-
-
-def _host(stack: ExitStack) -> dict[str, Any]:
-    secret = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "secret"
-    secret.write_text(secrets.token_hex(32))
-    address = stack.enter_context(cpu_host(secret, threads=1, kv_gib=FAR_MEMORY * HOST_KV_BYTES / GIB))
-    hosts = HostsConfig(cpu_hosts=("{}:{}".format(*address),), cpu_host_secret_file=str(secret))
-    return {"hosts": hosts, "host_kv_bytes": int((1 - FAR_MEMORY) * HOST_KV_BYTES)}
-
-
-PLACES = {
-    "process": lambda stack: {}, "host": _host, "prefill": lambda stack: dict(ONE_CORE),
-    "ranks": lambda stack: {"parallel": ParallelConfig(tensor_parallel_size=2)},
-}  # fmt: skip
-"""Where the engine runs, and its settings that differ then."""
 
 
 def engine_config(scheduler: str, mix: Mix) -> EngineConfig:

@@ -307,7 +307,7 @@ class Visitors:
 
 
 def test_a_coarse_profile_says_so_and_is_not_kept(model: PreTrainedModel, config: EngineConfig, tmp_path: Path) -> None:
-    profile = find_or_make_profile(model, config, folder=tmp_path, time_limit_s=30.0, is_coarse=True)
+    profile = find_or_make_profile(model, config, folder=tmp_path, time_limit_s=10.0, is_coarse=True)
     assert profile.is_coarse
     assert not list(tmp_path.iterdir())
     for name in LATENCY_MODELS.names():

@@ -130,7 +130,7 @@ def test_a_stage_that_hangs_ends_the_step_within_the_timeout() -> None:
     with ranks_of("llama", 1, num_stages=2, timeout_s=1.0) as (model, group, parallel):
         began_s = time.monotonic()
         told = serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGSTOP), 3)
-    assert time.monotonic() - began_s < 60.0
+    assert time.monotonic() - began_s < 15.0
     assert "step failed" in told or "rank 1" in told
 
 

@@ -125,7 +125,7 @@ def test_a_rank_that_hangs_ends_the_step_within_the_timeout(uses_sockets: bool) 
     with ranks_of("llama", timeout_s=1.0, uses_sockets=uses_sockets) as (model, group, parallel):
         began_s = time.monotonic()
         told = serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGSTOP), 3)
-    assert time.monotonic() - began_s < 60.0
+    assert time.monotonic() - began_s < 15.0
     assert "step failed" in told or "rank 1" in told
 
 

@@ -68,8 +68,8 @@ def test_a_file_that_is_not_kept_goes_with_the_server(model_folder, cache_folder
     ("flags", "message"),
     [
         (("--disk-kv-keep",), "give disk_kv.gib"),
-        pytest.param(("--disk-kv-gib", "1", "--host-kv-gib", "0"), "give host_kv_bytes", marks=pytest.mark.slow),
-        pytest.param(("--disk-kv-gib", "1", "--kv", "paged"), "set kv to tiered", marks=pytest.mark.slow),
+        (("--disk-kv-gib", "1", "--host-kv-gib", "0"), "give host_kv_bytes"),
+        (("--disk-kv-gib", "1", "--kv", "paged"), "set kv to tiered"),
         (("--disk-kv-gib", "1e9"), "give it less, or another folder"),
     ],
 )

@@ -1,0 +1,156 @@
+"""Where the engine of ``simulator_validation`` runs: in a process, with ranks, with a CPU host, with a prefill engine.
+
+Each place knows the settings of the engine and of the simulated one, the model, and the machine to simulate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.common.models import SMOLLM_135M, random_llama, saved_llama
+from benchmarks.common.network import cpu_host, listening
+from omniserve import EngineConfig, HostsConfig, ParallelConfig, PrefillConfig
+from omniserve.core.config import GIB
+from omniserve.latency.base import AlphaBeta
+from omniserve.launch.loading import EngineLoader
+from omniserve.parallel.group import RankGroup
+from omniserve.simulate import Calibration, Machine, PrefillNode
+from omniserve.simulate.calibration import read_samples
+
+EVEN_HEADS = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+"""Of the model for two ranks, which cannot share nine heads."""
+FAR_MEMORY = 31 / 32
+"""Of a CPU host on the network: its part of the host tier."""
+LINK_S = 0.5e-3
+"""There and back over loopback, threads included (``network_hosts``)."""
+LINK_BYTES_PER_S = 1e9
+"""Of a message with KV over loopback, copies included."""
+ONE_CORE: dict[str, Any] = {"block_size": 16, "device_threads": 1, "host_threads": 1}
+"""Settings of an engine and of its prefill engine, which share this machine."""
+
+
+class Place:
+    """One process.
+
+    Args:
+        stack: Ends the processes that the place has started.
+        host_kv_bytes: Memory of the engine's host tier, with that of its CPU hosts.
+    """
+
+    replays = True
+    """The simulator can be given the times of the engine's steps: nothing else decides when something comes."""
+
+    def __init__(self, stack: ExitStack, host_kv_bytes: int) -> None:
+        self._stack = stack
+        self.settings: dict[str, Any] = {}
+        """Of the engine, where they are others than those of one process."""
+        self.simulated_settings: dict[str, Any] = {}
+        """The same of the simulated engine."""
+
+    def load(self, config: EngineConfig) -> tuple[PreTrainedModel, RankGroup | None]:
+        """Return the model, and the other ranks if it has such."""
+        return random_llama(**SMOLLM_135M), None
+
+    def start(self) -> None:
+        """Start what must not run while the profile is measured."""
+
+    def calibrate(self, machine: Machine) -> None:
+        """Take note of what steps of other engines took since the last call."""
+
+    def machine(self, machine: Machine, *, calibrated: bool = False) -> Machine:
+        """Return the machine to simulate, by that of one process; ``calibrated``: so are its other engines."""
+        return machine
+
+
+class RanksPlace(Place):
+    """Two ranks of tensor parallel."""
+
+    def __init__(self, stack: ExitStack, host_kv_bytes: int) -> None:
+        super().__init__(stack, host_kv_bytes)
+        self.settings = {"parallel": ParallelConfig(tensor_parallel_size=2)}
+
+    def load(self, config: EngineConfig) -> tuple[PreTrainedModel, RankGroup | None]:
+        model = str(saved_llama("smollm-135m-8-heads", SMOLLM_135M | EVEN_HEADS))
+        loader = EngineLoader(model=model, dtype="auto", device="cpu", config=config)
+        part, group = loader.start_ranks(lambda what: print(what, file=sys.stderr))
+        self._stack.callback(self._end, group)
+        return part, group
+
+    @staticmethod
+    def _end(group: RankGroup) -> None:
+        group.keeps_ranks = False
+        group.close()
+
+
+class HostPlace(Place):
+    """A CPU host in a process of its own, with most of the host tier's memory."""
+
+    def __init__(self, stack: ExitStack, host_kv_bytes: int) -> None:
+        super().__init__(stack, host_kv_bytes)
+        secret = new_secret(stack)
+        address = stack.enter_context(cpu_host(secret, threads=1, kv_gib=FAR_MEMORY * host_kv_bytes / GIB))
+        hosts = HostsConfig(cpu_hosts=("{}:{}".format(*address),), cpu_host_secret_file=str(secret))
+        self.settings = {"hosts": hosts, "host_kv_bytes": int((1 - FAR_MEMORY) * host_kv_bytes)}
+
+    def machine(self, machine: Machine, *, calibrated: bool = False) -> Machine:
+        (own,) = machine.hosts
+        far = dataclasses.replace(own, latency_s=own.latency_s + LINK_S, memory=FAR_MEMORY, num_threads=1)
+        return dataclasses.replace(machine, hosts=(dataclasses.replace(own, memory=1 - FAR_MEMORY), far))
+
+
+class PrefillPlace(Place):
+    """A prefill engine for the same model in a process of its own, a core for each."""
+
+    replays = False
+
+    def __init__(self, stack: ExitStack, host_kv_bytes: int) -> None:
+        super().__init__(stack, host_kv_bytes)
+        self.settings, self.simulated_settings = dict(ONE_CORE), dict(ONE_CORE)
+        self._folder = saved_llama("smollm-135m", SMOLLM_135M)
+        self._own = EngineConfig(device_kv_bytes=GIB // 2, host_kv_bytes=GIB // 2, **ONE_CORE)
+        self._trace: Path
+        self._calibrated: Machine
+        self._num_seen = 0
+
+    def load(self, config: EngineConfig) -> tuple[PreTrainedModel, RankGroup | None]:
+        return AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.bfloat16).eval(), None
+
+    def start(self) -> None:
+        secret = new_secret(self._stack)
+        self._trace = secret.with_name("steps.jsonl")
+        options = ["--model", str(self._folder), "--device-kv-gib", "0.5", "--host-kv-gib", "0.5", "--block-size", "16"]
+        options += ["--device-threads", "1", "--host-threads", "1", "--trace-steps", str(self._trace)]
+        address = self._stack.enter_context(listening("omniserve.prefill", secret, *options))
+        engines = ("{}:{}".format(*address),)
+        self.settings["prefill"] = PrefillConfig(prefill_engines=engines, prefill_secret_file=str(secret))
+
+    def calibrate(self, machine: Machine) -> None:
+        samples = read_samples(self._trace)
+        new, self._num_seen = samples[self._num_seen :], len(samples)
+        self._calibrated = Calibration.fitted(machine.device, new).apply(machine)
+
+    def machine(self, machine: Machine, *, calibrated: bool = False) -> Machine:
+        there = self._calibrated if calibrated else machine
+        node = PrefillNode(machine=there, config=self._own, link=AlphaBeta(LINK_S, 1 / LINK_BYTES_PER_S))
+        return dataclasses.replace(machine, prefill_engines=(node,))
+
+
+PLACES: dict[str, type[Place]] = {
+    "process": Place, "ranks": RanksPlace, "host": HostPlace, "prefill": PrefillPlace,
+}  # fmt: skip
+
+
+def new_secret(stack: ExitStack) -> Path:
+    """Return a file with a new secret, in a folder that is there until the stack ends."""
+    secret = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "secret"
+    secret.write_text(secrets.token_hex(32))
+    return secret
