@@ -82,8 +82,7 @@ class OmniServePolicy(Policy):
             return None
         self._ttft.note(state)
         device, waiting = self.requests.device, self.requests.waiting
-        coming = itertools.chain(self.requests.disk_reads.states(), self.requests.remote_prefills.states())
-        reading = (other for other in coming if other.kind is LS)
+        reading = (other for other in self.requests.reads.states() if other.kind is LS)
         in_line = (other for other in itertools.chain(device[LS], waiting[LS], reading) if other is not state)
         ahead = [s for s in in_line if not s.decodes and s.priority_key[0] <= state.priority_key[0]]
         queue = self._ls_queue([other for other in device[LS] if other.decodes], ahead)
@@ -94,7 +93,7 @@ class OmniServePolicy(Policy):
         )  # fmt: skip
         # What it will have waited before a step can have it.
         waited_s = max(0.0, now_s - state.arrival_s) + (self.begin_s(now_s) - now_s)
-        elsewhere_s = self.requests.remote_prefills.predict(state)
+        elsewhere_s = self.requests.reads.prefills.predict(state)
         state.predicted_here_s = waited_s + prediction.expected_s
         if self.options.admission and state.slo.ttft_s is not None:
             most_s = (1 - max(TTFT_HEADROOM, self._margin.share)) * state.slo.ttft_s - waited_s

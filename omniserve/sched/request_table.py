@@ -7,15 +7,14 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, SlotCopy, StateLoad
+from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, SlotCopy
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import CanEvict, CanMove, CanShare, CanSpread, KVManager, MoveResult, Tier
 from omniserve.sched.checkpoints import Checkpoints
-from omniserve.sched.disk_reads import MOST_LOOKED_UP, DiskReads
 from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.prefix_queue import PrefixQueue
 from omniserve.sched.prefixes import Coming, Prefixes
-from omniserve.sched.remote_prefills import MOST_ASKED_FOR, RemotePrefills
+from omniserve.sched.reads import Reads
 from omniserve.sched.residents import HostResidents
 from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
 from omniserve.sched.state_slots import StateSlots
@@ -23,19 +22,14 @@ from omniserve.sched.step_cost import Forecast
 
 logger = logging.getLogger(__name__)
 
-_OF_PREFILLS = (
-    HostEventKind.PREFILL_DONE, HostEventKind.PREFILL_FAILED, HostEventKind.PREFILL_JOINED, HostEventKind.PREFILL_LOST,
-)  # fmt: skip
-
 
 class RequestTable:
     """The requests that have not ended, the queue that each is in, and the KV moves under way.
 
-    A request is in exactly one of ``waiting[kind]``, ``disk_reads`` or ``remote_prefills``, ``device[kind]``,
-    ``residents.queue`` and ``moving``, by its phase, or in none of them and ENDING. WAITING, READING and ENDING
-    requests have no block table. HOST requests hold a slot, and so do MOVING ones that come from the host tier or go
-    there; with ``offloads``, requests may. With ``preempts``, plans may have preemptible rows. With ``hides_held``, its
-    queues hide requests that are held.
+    A request is in exactly one of ``waiting[kind]``, ``reads``, ``device[kind]``, ``residents.queue`` and ``moving``,
+    by its phase, or in none of them and ENDING. WAITING, READING and ENDING requests have no block table. HOST requests
+    hold a slot, and so do MOVING ones that come from the host tier or go there; with ``offloads``, requests may. With
+    ``preempts``, plans may have preemptible rows. With ``hides_held``, its queues hide requests that are held.
     """
 
     def __init__(
@@ -64,7 +58,6 @@ class RequestTable:
         """Hosts on the network that can be used."""
         self._has_lost_hosts = False  # a request may have KV on one
         self.state_slots = StateSlots(limits.num_state_slots)
-        self._state_loads: list[StateLoad] = []
         self.sharer = kv if isinstance(kv, CanShare) else None
         blocks_per_step = -(-limits.config.max_num_batched_tokens // kv.block_size)
         self.prefixes = Prefixes(
@@ -74,8 +67,7 @@ class RequestTable:
         # States stand where a request's last token left them: what is kept of its KV up to an earlier one is of no use.
         can_keep = isinstance(kv, CanEvict) and not limits.num_state_slots
         self.evicter = kv if isinstance(kv, CanEvict) and can_keep and not self.prefixes.is_on else None
-        self.disk_reads = DiskReads(kv, self.prefixes, max_blocks=blocks_per_step)
-        self.remote_prefills = RemotePrefills(kv, self.prefixes, limits.config)
+        self.reads = Reads(kv, self.prefixes, limits.config, self.waiting, max_blocks=blocks_per_step)
         self._offloads = offloads
         self._draining: dict[int, RequestState] = {}
         self._cancels: list[int] = []
@@ -120,8 +112,7 @@ class RequestTable:
             else:
                 self._leave_host(state)
         elif phase is Phase.READING:
-            self.disk_reads.forget(state)
-            self.remote_prefills.forget(state)
+            self.reads.forget(state)
         elif phase in (Phase.WAITING, Phase.DEVICE):
             (self.waiting if phase is Phase.WAITING else self.device)[state.kind].remove(state)
             self.kv.free(state.request_id)
@@ -137,7 +128,7 @@ class RequestTable:
 
         Copies of cached prefixes to the host do not count: no request waits for them.
         """
-        is_busy = self.checkpoints.busy or self.remote_prefills.is_cancelling
+        is_busy = self.checkpoints.busy or self.reads.prefills.is_cancelling
         return not (self.states or self.moving or self.abandoned_moves or self._draining or is_busy)
 
     # -- changes of place ----------------------------------------------------------------------------------------
@@ -156,40 +147,17 @@ class RequestTable:
 
         They come back when it is there.
         """
-        if not self.host_is_up:
-            return
-        reserve = self.host_headroom
-        if self.disk_reads.is_on:
-            for kind, most in MOST_LOOKED_UP.items():
-                for state in list(itertools.islice(self.waiting[kind], most)):
-                    if self.disk_reads.start(state, forecast, reserve_blocks=reserve):
-                        self._read(state)
-        if self.remote_prefills.is_on:
-            num_ahead = sum(state.num_tokens - state.num_computed_tokens for state in self.device[LS])
-            for kind, most in MOST_ASKED_FOR.items():
-                for state in list(itertools.islice(self.waiting[kind], most)):
-                    if self.remote_prefills.start(
-                        state, now_s, forecast, num_ahead=num_ahead, reserve_blocks=reserve
-                    ):  # fmt: skip
-                        self._read(state)
-                    elif kind is LS:
-                        num_ahead += state.num_tokens
-
-    def _read(self, state: RequestState) -> None:
-        self.waiting[state.kind].remove(state)
-        state.phase = Phase.READING
+        if self.host_is_up:
+            self.reads.start(forecast, now_s, running_ls=self.device[LS], reserve_blocks=self.host_headroom)
 
     def give_up_prefixes(self) -> None:
         """Find, publish, copy and write no prefixes any more; to be called when a step has failed."""
         self.prefixes.give_up()
-        self.disk_reads.give_up()
-        for state in self.remote_prefills.give_up():
-            state.phase = Phase.WAITING
-            self.waiting[state.kind].add(state)
+        self.reads.give_up()
 
     def coming(self, state: RequestState) -> Coming | None:
         """Return the KV that will be copied to the device for a new WAITING request; None: nothing."""
-        return self.disk_reads.coming(state) if self.prefixes.is_on and self.host_is_up else None
+        return self.reads.disk.coming(state) if self.prefixes.is_on and self.host_is_up else None
 
     def preempt(self, state: RequestState) -> None:
         """Take a request's memory back; it waits, in arrival order, to be resumed. Its tokens are kept.
@@ -296,11 +264,6 @@ class RequestTable:
         """Tell whether the request's tokens fill its device blocks from the right; see ``CanShare``."""
         return self.sharer is not None and self.sharer.runs_from_right(state.request_id)
 
-    def take_state_loads(self) -> tuple[StateLoad, ...]:
-        """Return, once, the recurrent states that the next step must begin with."""
-        loads, self._state_loads = tuple(self._state_loads), []
-        return loads
-
     def take_relocations(self) -> tuple[SlotCopy, ...]:
         """Return, once, the copies on the device that the next step must begin with."""
         return self.sharer.take_relocations() if self.sharer is not None else ()
@@ -328,11 +291,7 @@ class RequestTable:
                 assert self.spreader is not None
                 self.hosts.add(event.host)
                 self.spreader.add_host(event.host, event.num_blocks, event.num_threads)
-            elif event.kind in _OF_PREFILLS:
-                if (back := self.remote_prefills.on_event(event)) is not None:
-                    back.phase = Phase.WAITING
-                    self.waiting[back.kind].add(back)
-            else:
+            elif not self.reads.on_prefill(event):
                 self._finish_attention(event)
         if self._has_lost_hosts:
             self._leave_lost_hosts()
@@ -378,10 +337,7 @@ class RequestTable:
         result = self.mover.finish_move(event.move_id, succeeded=succeeded)
         if self.checkpoints.on_end(event.move_id, result) or self.prefixes.on_end(event.move_id):
             return
-        if (readers := self.disk_reads.on_end(event)) is not None:
-            for state in readers:
-                state.phase = Phase.WAITING
-                self.waiting[state.kind].add(state)
+        if self.reads.on_move_end(event):
             return
         if event.move_id in self.abandoned_moves:
             self.abandoned_moves.remove(event.move_id)
@@ -412,7 +368,7 @@ class RequestTable:
                 self.counters["resumed_tokens"] += state.num_computed_tokens
             self._release_slot(state)
             if (states := self.prefixes.take_states(state)) is not None:
-                self._state_loads.append(StateLoad(state_slot=state.state_slot, states=states))
+                self.state_slots.load(state, states)
             state.phase = Phase.DEVICE
             self.device[state.kind].add(state)
 
@@ -423,8 +379,7 @@ class RequestTable:
 
     def _wait(self, state: RequestState) -> None:
         self.state_slots.release(state)
-        self.disk_reads.look_again(state)
-        self.remote_prefills.look_again(state)
+        self.reads.look_again(state)
         state.num_computed_tokens = 0
         state.halted = None
         state.phase = Phase.WAITING
@@ -512,7 +467,7 @@ class RequestTable:
             phase, about = state.phase, (state.request_id, state.phase, state.slot)
             homes = {
                 Phase.WAITING: state in self.waiting[state.kind],
-                Phase.READING: state in self.disk_reads or state in self.remote_prefills,
+                Phase.READING: state in self.reads,
                 Phase.DEVICE: state in self.device[state.kind],
                 Phase.HOST: state in self.residents.queue,
                 Phase.MOVING: any(other is state for other, _ in self.moving.values()),

@@ -396,7 +396,7 @@ class Scheduler:
             state.first_token_s = now_s
             self._prompt_tokens[state.service_class] += state.num_prompt_tokens
             self.policy.on_first_token(state, now_s)
-            self.requests.remote_prefills.note_first_token(state, now_s)
+            self.requests.reads.prefills.note_first_token(state, now_s)
             prompt_logprobs = tuple(state.prompt_logprobs)
             if state.request.sampling.max_tokens == 0:
                 self.requests.end(state)
@@ -453,7 +453,7 @@ class Scheduler:
     @property
     def is_saving(self) -> bool:
         """True while prefixes are being copied to the host or to disk."""
-        return self.requests.prefixes.is_saving or self.requests.disk_reads.is_writing
+        return self.requests.prefixes.is_saving or self.requests.reads.disk.is_writing
 
     def stats(self) -> SchedulerStats:
         """Return gauges and counters."""
@@ -480,8 +480,8 @@ class Scheduler:
             checkpoints=self.requests.checkpoints.num_blocks_copied,
             cached_tokens={name: self.requests.prefixes.num_cached_tokens[name] for name in self._classes},
             restored_tokens={name: self.requests.prefixes.num_restored_tokens[name] for name in self._classes},
-            disk_tokens={name: self.requests.disk_reads.num_read_tokens[name] for name in self._classes},
-            prefilled_tokens={name: self.requests.remote_prefills.num_tokens[name] for name in self._classes},
+            disk_tokens={name: self.requests.reads.disk.num_read_tokens[name] for name in self._classes},
+            prefilled_tokens={name: self.requests.reads.prefills.num_tokens[name] for name in self._classes},
             **counters,
             rejected=dict(self._rejected),
         )

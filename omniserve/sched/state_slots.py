@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from omniserve.core.config import EngineConfig
+from omniserve.core.plan import StateLoad
 from omniserve.core.spec import ModelSpec
 from omniserve.sched.state import Phase, RequestState
 
@@ -13,6 +14,7 @@ class StateSlots:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
+        self._loads: list[StateLoad] = []
 
     @property
     def num_used(self) -> int:
@@ -32,6 +34,15 @@ class StateSlots:
         if state.state_slot >= 0:
             self._free.append(state.state_slot)
             state.state_slot = -1
+
+    def load(self, state: RequestState, states: bytes) -> None:
+        """Have the next step begin with these states in a request's slot."""
+        self._loads.append(StateLoad(state_slot=self.of(state), states=states))
+
+    def take_loads(self) -> tuple[StateLoad, ...]:
+        """Return, once, the states that the next step must begin with."""
+        loads, self._loads = tuple(self._loads), []
+        return loads
 
     def check(self, states: list[RequestState]) -> None:
         """Verify that just the requests with KV hold a slot each.

@@ -458,7 +458,7 @@ def run_history(
         else:
             raise AssertionError(f"seed {seed}: unfinished after all steps: {engine.stats()}")
         stats = engine.stats()
-        tally.prefilled_tokens += engine.scheduler.requests.remote_prefills.num_tokens.total()
+        tally.prefilled_tokens += engine.scheduler.requests.reads.prefills.num_tokens.total()
         if tier is not None:
             for host in tier.hosts():
                 tally.network_tasks += host.tasks_sent

@@ -85,7 +85,7 @@ def with_disk(num_tokens: int, *, block_s: float | None, **settings: object) -> 
     caches = {"prefix_cache": True, "host_prefixes": True, "disk": disk}
     clock = Clock(host_blocks=200, caches=caches, **settings)
     clock.device.disk = {slot: (key, [7] * BLOCK) for slot, key in enumerate(keys)}
-    clock.requests.disk_reads._block_s = block_s
+    clock.requests.reads.disk._block_s = block_s
     return clock
 
 
