@@ -21,6 +21,7 @@ from benchmarks.common.network import cpu_host, listening
 from omniserve import EngineConfig, HostsConfig, ParallelConfig, PrefillConfig
 from omniserve.core.config import GIB
 from omniserve.latency.base import AlphaBeta
+from omniserve.launch.dataclass_flags import flag_of
 from omniserve.launch.loading import EngineLoader
 from omniserve.parallel.group import RankGroup
 from omniserve.simulate import Calibration, Machine, PrefillNode
@@ -36,6 +37,8 @@ LINK_BYTES_PER_S = 1e9
 """Of a message with KV over loopback, copies included."""
 ONE_CORE: dict[str, Any] = {"block_size": 16, "device_threads": 1, "host_threads": 1}
 """Settings of an engine and of its prefill engine, which share this machine."""
+_PREFILL_KV_GIB = 0.5
+"""Of each tier of a prefill engine."""
 
 
 class Place:
@@ -116,7 +119,8 @@ class PrefillPlace(Place):
         super().__init__(stack, host_kv_bytes)
         self.settings, self.simulated_settings = dict(ONE_CORE), dict(ONE_CORE)
         self._folder = saved_llama("smollm-135m", SMOLLM_135M)
-        self._own = EngineConfig(device_kv_bytes=GIB // 2, host_kv_bytes=GIB // 2, **ONE_CORE)
+        kv_bytes = int(_PREFILL_KV_GIB * GIB)
+        self._own = EngineConfig(device_kv_bytes=kv_bytes, host_kv_bytes=kv_bytes, **ONE_CORE)
         self._trace: Path
         self._calibrated: Machine
         self._num_seen = 0
@@ -127,8 +131,10 @@ class PrefillPlace(Place):
     def start(self) -> None:
         secret = new_secret(self._stack)
         self._trace = secret.with_name("steps.jsonl")
-        options = ["--model", str(self._folder), "--device-kv-gib", "0.5", "--host-kv-gib", "0.5", "--block-size", "16"]
-        options += ["--device-threads", "1", "--host-threads", "1", "--trace-steps", str(self._trace)]
+        options = ["--model", str(self._folder), "--trace-steps", str(self._trace)]
+        options += ["--device-kv-gib", str(_PREFILL_KV_GIB), "--host-kv-gib", str(_PREFILL_KV_GIB)]
+        for name, value in ONE_CORE.items():
+            options += [flag_of(name), str(value)]
         address = self._stack.enter_context(listening("omniserve.prefill", secret, *options))
         engines = ("{}:{}".format(*address),)
         self.settings["prefill"] = PrefillConfig(prefill_engines=engines, prefill_secret_file=str(secret))
