@@ -65,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def end(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, end)
-    server.start()
-    print("listens at {}:{}".format(*server.address), flush=True)
     try:
+        signal.signal(signal.SIGTERM, end)
+        server.start()
+        print("listens at {}:{}".format(*server.address), flush=True)
         server.wait()
     except KeyboardInterrupt:
         server.close()

@@ -119,7 +119,8 @@ class HostServer:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._acceptor.join()
+        if self._acceptor.ident is not None:  # it was started
+            self._acceptor.join()
         with self._lock:
             session = self._session
         if session is not None:

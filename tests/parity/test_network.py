@@ -154,6 +154,27 @@ def test_a_host_process_ends_whichever_thread_gets_the_signal(secret_file: str) 
         assert process.wait(30) == 0
 
 
+_ENDED_AS_IT_STARTS = """
+import os, signal, sys
+from omniserve.host.cli import main
+from omniserve.host.server import HostServer
+
+def start_and_end(server, start=HostServer.start):
+    start(server)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+HostServer.start = start_and_end
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_host_process_ends_well_before_it_has_said_where_it_listens(secret_file: str) -> None:
+    options = ["--listen", "127.0.0.1:0", "--secret-file", secret_file, "--kv-gib", "0.001", "--threads", "1"]
+    command = [sys.executable, "-c", _ENDED_AS_IT_STARTS, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
 def test_a_host_process_says_what_is_wrong(tmp_path: Path, secret_file: str) -> None:
     short = tmp_path / "short"
     short.write_text("short")
