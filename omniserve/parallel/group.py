@@ -50,7 +50,7 @@ _START_S = 900.0
 _LOOK_S = 0.2
 _HELLO_S = 10.0
 _END_S = 5.0
-_SAYS_WHY_S = 0.5
+_SAYS_WHY_S = 2.0
 _WATCH_S = 0.5
 _GRACE_S = 3.0
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -117,8 +118,17 @@ def ranks_of(
         group.close()
 
 
-def serve_until_lost(model: nn.Module, group: ForkedRanks, parallel: ParallelConfig, fault: Any, at_step: int) -> str:
-    """Run steps, with a fault before one of them, until the engine says that a rank is lost; return what it says."""
+class Lost(NamedTuple):
+    """How an engine has lost a rank."""
+
+    told: str
+    """What it says."""
+    seconds: float
+    """Since the fault."""
+
+
+def serve_until_lost(model: nn.Module, group: ForkedRanks, parallel: ParallelConfig, fault: Any, at_step: int) -> Lost:
+    """Run steps, with a fault before one of them, until the engine says that a rank is lost."""
     config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=False), block_size=8, max_model_len=80)
     with Engine(model, config, group=group) as engine:
         for name in ("LS", "BE"):
@@ -127,9 +137,10 @@ def serve_until_lost(model: nn.Module, group: ForkedRanks, parallel: ParallelCon
         with pytest.raises(PeerLost) as lost:
             for step in range(500):
                 if step == at_step:
+                    began_s = time.monotonic()
                     fault()
                 engine.step()
-        return str(lost.value)
+        return Lost(str(lost.value), time.monotonic() - began_s)
 
 
 @functools.cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -122,15 +121,14 @@ def test_steps_in_flight_of_an_engine_that_is_closed_do_not_reach_the_next_one()
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_that_is_killed_ends_the_step(victim: int) -> None:
     with ranks_of("llama", 2, num_stages=2) as (model, group, parallel):
-        told = serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[victim], signal.SIGKILL), 3)
+        told, _ = serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[victim], signal.SIGKILL), 3)
     assert "rank" in told
 
 
 def test_a_stage_that_hangs_ends_the_step_within_the_timeout() -> None:
     with ranks_of("llama", 1, num_stages=2, timeout_s=1.0) as (model, group, parallel):
-        began_s = time.monotonic()
-        told = serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGSTOP), 3)
-    assert time.monotonic() - began_s < 15.0
+        told, seconds = serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGSTOP), 3)
+    assert seconds < 10.0
     assert "step failed" in told or "rank 1" in told
 
 

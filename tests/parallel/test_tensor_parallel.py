@@ -116,16 +116,15 @@ def test_compiled_halves_hold_the_collectives() -> None:
 @pytest.mark.parametrize(("at_step", "uses_sockets"), [(0, False), (3, False), (3, True)])
 def test_a_rank_that_is_killed_ends_the_step(at_step: int, uses_sockets: bool) -> None:
     with ranks_of("llama", uses_sockets=uses_sockets) as (model, group, parallel):
-        told = serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGKILL), at_step)
+        told, _ = serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGKILL), at_step)
     assert "rank 1" in told
 
 
 @pytest.mark.parametrize("uses_sockets", [False, True])
 def test_a_rank_that_hangs_ends_the_step_within_the_timeout(uses_sockets: bool) -> None:
     with ranks_of("llama", timeout_s=1.0, uses_sockets=uses_sockets) as (model, group, parallel):
-        began_s = time.monotonic()
-        told = serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGSTOP), 3)
-    assert time.monotonic() - began_s < 15.0
+        told, seconds = serve_until_lost(model, group, parallel, lambda: os.kill(group.pids[0], signal.SIGSTOP), 3)
+    assert seconds < 10.0
     assert "step failed" in told or "rank 1" in told
 
 
