@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import ray
 
+from omniserve.core.config import CPU_HOST_SECRET_VARIABLE
 from omniserve.core.errors import PeerLost, PeerRefused
 
 _PAUSE_S = 0.5
@@ -83,7 +84,7 @@ class Rank:
     """``python -m omniserve.rank`` as an actor.
 
     Args:
-        secret: What the engine's ``rank_secret_file`` has.
+        secret: What the engine's ``rank_secret_file`` has, and its ``cpu_host_secret_file``.
         address: The engine's ``rank_listen``.
     """
 
@@ -100,6 +101,7 @@ class Rank:
         """Serve one engine. The next one finds a new process, which Ray makes when this one ends."""
         from omniserve.parallel.cli import join
 
+        os.environ[CPU_HOST_SECRET_VARIABLE] = self._secret.decode()
         logger, pause_s = logging.getLogger("omniserve.cluster"), _PAUSE_S
         try:
             join(self._address, self._secret)

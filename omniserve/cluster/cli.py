@@ -104,9 +104,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--cpu-host-kv-gib must be > 0, got {args.cpu_host_kv_gib:g}")
     if args.cpu_host_threads is not None and args.cpu_host_threads < 1:
         raise ValueError(f"--cpu-host-threads must be >= 1, got {args.cpu_host_threads}")
-    for name, count in (("--cpu-hosts", args.cpu_hosts), ("--prefill-engines", args.prefill_engines)):
-        if count and num_ranks > 1:
-            raise ValueError(f"{name} are for a model on one rank: leave them out, or the sizes of both parallels")
+    if args.prefill_engines and num_ranks > 1:
+        raise ValueError(
+            "--prefill-engines are for a model on one rank: leave them out, or the sizes of both parallels"
+        )
     if not args.cpu_hosts and not args.prefill_engines and num_ranks == 1:
         raise ValueError(
             "give --cpu-hosts, --prefill-engines, --tensor-parallel-size or --pipeline-parallel-size: without them, "

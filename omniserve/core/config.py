@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.core.spec import HOST_KV_DTYPES
@@ -13,6 +13,8 @@ from omniserve.core.spec import HOST_KV_DTYPES
 GIB = 1 << 30
 MOST_HOSTS = 127
 """CPU hosts on the network that an engine can have (``kMostHosts`` in ``ops/csrc/host_tier.h``)."""
+CPU_HOST_SECRET_VARIABLE: Final = "OMNISERVE_CPU_HOST_SECRET"
+"""Has the secret of CPU hosts where there is no file with it."""
 
 
 DEFAULT_CLASSES = (
@@ -313,8 +315,6 @@ class EngineConfig:
             raise ValueError("the KV of prefill_engines comes into host memory: give host_kv_bytes")
         if self.parallel.num_ranks > 1:
             sizes = "tensor_parallel_size and pipeline_parallel_size"
-            if self.hosts.cpu_hosts:
-                raise ValueError(f"cpu_hosts are for a model on one rank: leave them out, or {sizes}")
             if self.prefill.prefill_engines:
                 raise ValueError(f"prefill_engines are for a model on one rank: leave them out, or {sizes}")
             if self.disk_kv.gib:

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import os
 import pickle
 import secrets
 import select
@@ -209,15 +210,20 @@ def _read(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def read_secret(path: str) -> bytes:
-    """Return the secret in a file, without white space around it.
+def read_secret(path: str, variable: str | None = None) -> bytes:
+    """Return the secret in a file, without white space around it; if there is no such file, that in the environment.
 
     Raises:
         ValueError: It is shorter than 16 bytes.
-        OSError: The file cannot be read.
+        OSError: The file cannot be read, and no such variable is set.
     """
-    with open(path, "rb") as file:
-        secret = file.read().strip()
+    try:
+        with open(path, "rb") as file:
+            secret = file.read().strip()
+    except FileNotFoundError:
+        if variable is None or variable not in os.environ:
+            raise
+        path, secret = variable, os.environ[variable].encode()
     if len(secret) < 16:
         raise ValueError(f"{path} must hold a secret of at least 16 characters, the same for all machines")
     return secret

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -36,6 +37,7 @@ from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, StepLog, Stepper
 from omniserve.host.cores import default_host_threads
 from omniserve.host.disk import DiskStats, DiskTier
+from omniserve.host.remote import HostUser
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS, CanMove, CanShare, KeepsPrefixesOnDisk
 from omniserve.kv.disk_prefixes import DiskPrefixes
@@ -196,7 +198,8 @@ class Engine:
         self.scheduler = Scheduler(
             policy, options, limits=limits, kv=self.kv, forecast=forecast, num_stages=num_stages if overlaps else 1
         )
-        self.hosts = connect_hosts(config, self.spec, self.host_tier, patched.dtype)
+        host_user = HostUser(secrets.token_hex(16), num_ranks=num_ranks)
+        self.hosts = connect_hosts(config, patched, self.host_tier, host_user)
         """The CPU hosts on the network, if the settings ask for any."""
         self.prefill_engines = connect_prefill_engines(config, self.spec, self.host_tier, self.kv, model, clock)
         """The prefill engines, if the settings ask for any."""
@@ -211,7 +214,8 @@ class Engine:
         )  # fmt: skip
         parts: dict[str, Any] = dict(
             model=patched, storage=storage, sampler=self._sampler, tier=self.host_tier, disk=self.disk,
-            hosts=self.hosts, prefills=self.prefill_engines,
+            hosts=self.hosts if group is None else None,  # else the tier of all ranks has them
+            prefills=self.prefill_engines,
             safepoint=(lambda: this()._ask_who_must_leave()) if has_safepoints else None,
         )  # fmt: skip
         if group is None:
@@ -222,7 +226,7 @@ class Engine:
             group.begin_engine(Setup(
                 config=config, num_device_blocks=num_device_blocks, has_host_tier=num_host_blocks > 0,
                 has_mailbox=has_mailbox, max_host_rows=max_host_rows, has_safepoints=has_safepoints,
-                shares_tokens=overlaps and num_stages == 1, **settings,
+                shares_tokens=overlaps and num_stages == 1, host_user=host_user.engine, **settings,
             ))  # fmt: skip
             if num_stages == 1:
                 lockstep = LeadLockstep(group, shares_tokens=overlaps)

@@ -5,23 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import torch
 from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.spec import ModelSpec
 from omniserve.engine.fingerprint import kv_fingerprint
 from omniserve.host.prefill_engines import PrefillEngines
-from omniserve.host.remote import NetworkHosts
+from omniserve.host.remote import HostUser, NetworkHosts
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS, CanCache, CanShare, CanSpread, KVManager
+from omniserve.layers.patching import PatchedModel
+from omniserve.parallel.host_tier import GroupHostTier
 from omniserve.sched import policy_of
 
 logger = logging.getLogger(__name__)
 
 
 def connect_hosts(
-    config: EngineConfig, spec: ModelSpec, tier: HostTier | None, dtype: torch.dtype
+    config: EngineConfig, model: PatchedModel, tier: HostTier | None, user: HostUser
 ) -> NetworkHosts | None:
     """Connect the host tier to the hosts; None if none are wanted.
 
@@ -35,10 +36,10 @@ def connect_hosts(
         raise ValueError(f"kv={config.kv!r} moves nothing to cpu_hosts: set kv to tiered or incremental")
     if policy_of(config)[0].offloads is False:
         logger.warning("scheduler=%r moves no request to a host: cpu_hosts are of no use", config.scheduler)
-    return NetworkHosts(
-        config.hosts, tier, spec=spec, dtype=dtype, block_size=config.block_size, kv_dtype=config.host_kv_dtype,
-        num_slots=config.max_host_requests,
-    )  # fmt: skip
+    hosts = NetworkHosts.of(config, tier, model.spec, dtype=model.dtype, layers=model.layers, user=user)
+    if isinstance(tier, GroupHostTier):
+        tier.use(hosts)
+    return hosts
 
 
 def connect_prefill_engines(

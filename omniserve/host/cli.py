@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from omniserve.core import link
-
-SECRET_VARIABLE = "OMNISERVE_CPU_HOST_SECRET"
+from omniserve.core.config import CPU_HOST_SECRET_VARIABLE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         address = link.host_and_port(args.listen)
         if args.secret_file is not None:
             secret = link.read_secret(args.secret_file)
-        elif SECRET_VARIABLE in os.environ:
-            secret = os.environ[SECRET_VARIABLE].encode()
+        elif CPU_HOST_SECRET_VARIABLE in os.environ:
+            secret = os.environ[CPU_HOST_SECRET_VARIABLE].encode()
         else:
             raise ValueError("give --secret-file, the file that the engine's --cpu-host-secret-file has")
         if not args.kv_gib > 0:

@@ -5,17 +5,21 @@ Paper: omniserve 4 (distributed CPU attention).
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import secrets
+import socket
 import threading
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
 from omniserve import __version__
 from omniserve.core import link
-from omniserve.core.config import HostsConfig
+from omniserve.core.config import CPU_HOST_SECRET_VARIABLE, EngineConfig, HostsConfig
 from omniserve.core.errors import PeerLost, PeerRefused
 from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind
 from omniserve.core.spec import ModelSpec
@@ -29,11 +33,24 @@ _CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 
 
+@dataclass(frozen=True, slots=True)
+class HostUser:
+    """Which of an engine's ranks uses the hosts."""
+
+    engine: str
+    """The engine's, the same on all of its ranks and on no other engine."""
+    rank: int = 0
+    num_ranks: int = 1
+
+
 class NetworkHosts:
     """Connects a host tier to hosts on the network, beside the steps.
 
     A host that does not answer, or is lost, is tried again and again, in a thread of its own; ``poll`` tells which have
     joined.
+
+    The ranks of an engine each have connections of their own, and lose a host together: once ``poll`` has told that one
+    is lost, it is tried again only after ``allow``, and ``drop`` gives it up here because another rank has lost it.
 
     Args:
         config: Where the hosts are.
@@ -41,6 +58,7 @@ class NetworkHosts:
         spec: The model's sizes.
         dtype: Of rows and results.
         block_size, kv_dtype, num_slots: Those of the tier.
+        user: The rank whose tier it is; None: the engine has one.
 
     Raises:
         ValueError: A host refuses this engine for good, or a setting is wrong: the message says why.
@@ -49,19 +67,28 @@ class NetworkHosts:
 
     def __init__(
         self, config: HostsConfig, tier: HostTier, *, spec: ModelSpec, dtype: torch.dtype, block_size: int,
-        kv_dtype: str, num_slots: int,
+        kv_dtype: str, num_slots: int, user: HostUser | None = None,
     ) -> None:  # fmt: skip
         self._tier, self._timeout_s = tier, config.cpu_host_timeout_s
+        user = user or HostUser(secrets.token_hex(16))
+        self._is_led = user.num_ranks > 1
         self._addresses = [link.host_and_port(address) for address in config.cpu_hosts]
         assert config.cpu_host_secret_file is not None
-        self._secret = link.read_secret(config.cpu_host_secret_file)
+        self._secret = link.read_secret(config.cpu_host_secret_file, CPU_HOST_SECRET_VARIABLE)
         self._hello = {
-            "purpose": "rows", "version": __version__, "engine": secrets.token_hex(16), "spec": spec_to_plain(spec),
-            "dtype": str(dtype).removeprefix("torch."), "block_size": block_size, "kv_dtype": kv_dtype,
-            "num_slots": num_slots, "max_rows": tier.max_rows, "timeout_s": config.cpu_host_timeout_s,
+            "purpose": "rows", "version": __version__, "engine": user.engine, "rank": user.rank,
+            "num_ranks": user.num_ranks, "spec": spec_to_plain(spec), "dtype": str(dtype).removeprefix("torch."),
+            "block_size": block_size, "kv_dtype": kv_dtype, "num_slots": num_slots, "max_rows": tier.max_rows,
+            "timeout_s": config.cpu_host_timeout_s,
         }  # fmt: skip
         self._lock = threading.Lock()
-        self._new: list[HostEvent] = []  # joins that `poll` has not returned yet; needs the lock
+        self._new: list[HostEvent] = []  # what `poll` has not returned yet of joins and drops; needs the lock
+        self._attempts = [0 for _ in self._addresses]
+        """The number of each host's present attempt to connect; ``drop`` ends one. Needs the lock."""
+        self._is_tried = [True for _ in self._addresses]
+        """It is connected, or will be without a word from anybody. Needs the lock."""
+        self._sockets: dict[int, socket.socket] = {}
+        """Of each connected host a second descriptor of one connection, to shut it down. Needs the lock."""
         self._told_of: set[int] = set()  # the hosts whose join was the last that `poll` returned of them
         self._is_wanted = [threading.Event() for _ in self._addresses]
         self._is_closed = threading.Event()
@@ -80,6 +107,17 @@ class NetworkHosts:
             self.close()
             raise ValueError("; ".join(self._refused.values()))
 
+    @classmethod
+    def of(
+        cls, config: EngineConfig, tier: HostTier, spec: ModelSpec, *, dtype: torch.dtype, layers: range | None,
+        user: HostUser,
+    ) -> Self:  # fmt: skip
+        """Return the hosts that an engine's settings name; ``layers`` as in ``HostTier``."""
+        return cls(
+            config.hosts, tier, spec=spec if layers is None else spec.part(layers), dtype=dtype, user=user,
+            block_size=config.block_size, kv_dtype=config.host_kv_dtype, num_slots=config.max_host_requests,
+        )  # fmt: skip
+
     def name(self, host: int) -> str:
         """Return what a host is called in messages."""
         return "CPU host {}:{}".format(*self._addresses[host - 1])
@@ -92,10 +130,20 @@ class NetworkHosts:
         with self._lock:
             joined = self._new
             self._new = []
+        if self._is_led:
+            for event in events:
+                if event.kind is HostEventKind.HOST_LOST:
+                    logger.warning("%s is lost: %s", self.name(event.host), event.message)
+                    with self._lock:
+                        self._is_tried[event.host - 1] = False
+                        self._forget_socket(event.host)
+            return [*joined, *events]
         told: list[HostEvent] = []
         for event in events:
             if event.kind is HostEventKind.HOST_LOST:
                 logger.warning("%s is lost: %s", self.name(event.host), event.message)
+                with self._lock:
+                    self._forget_socket(event.host)
                 self._is_wanted[event.host - 1].set()
                 if event.host not in self._told_of:
                     joined.remove(next(new for new in joined if new.host == event.host))
@@ -104,6 +152,29 @@ class NetworkHosts:
             told.append(event)
         self._told_of.update(new.host for new in joined)
         return told + joined
+
+    def drop(self, host: int) -> None:
+        """Give up a host, because another rank has lost it; ``poll`` tells HOST_LOST once, unless it has done so."""
+        with self._lock:
+            if not self._is_tried[host - 1]:
+                return
+            if (connection := self._sockets.get(host)) is not None:
+                with contextlib.suppress(OSError):  # it is closed
+                    connection.shutdown(socket.SHUT_RDWR)  # the tier finds that out, and tells of it
+                return
+            self._attempts[host - 1] += 1
+            self._is_tried[host - 1] = False
+            self._new.append(HostEvent(kind=HostEventKind.HOST_LOST, host=host, message="another rank has lost it"))
+
+    def allow(self, host: int) -> None:
+        """Try a lost host again: all ranks have lost it, and the scheduler knows that."""
+        with self._lock:
+            self._is_tried[host - 1] = True
+            self._is_wanted[host - 1].set()
+
+    def _forget_socket(self, host: int) -> None:
+        if (connection := self._sockets.pop(host, None)) is not None:
+            connection.close()
 
     def stats(self) -> dict[str, CPUHostStats]:
         """Return what is known of each host, by its address."""
@@ -126,6 +197,8 @@ class NetworkHosts:
             wanted.set()
         for thread in self._threads:
             thread.join()
+        for host in list(self._sockets):
+            self._forget_socket(host)
 
     def _keep(self, host: int) -> None:
         """Connect to a host whenever that is wanted."""
@@ -137,8 +210,10 @@ class NetworkHosts:
             wanted.clear()  # before is_closed is read, because `close` sets the one after the other
             if self._is_closed.is_set():
                 return
+            with self._lock:
+                attempt = self._attempts[host - 1]
             try:
-                self._connect(host)
+                self._connect(host, attempt)
             except PeerRefused as error:
                 if not first.is_set():
                     self._refused[host] = str(error)
@@ -153,9 +228,11 @@ class NetworkHosts:
             first.set()
             self._is_closed.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            wanted.set()
+            with self._lock:
+                if attempt == self._attempts[host - 1]:
+                    wanted.set()
 
-    def _connect(self, host: int) -> None:
+    def _connect(self, host: int, attempt: int) -> None:
         """Open both connections to a host, and give them to the tier.
 
         Raises:
@@ -163,11 +240,11 @@ class NetworkHosts:
             PeerLost, OSError: As ``_ask``.
         """
         try:
-            self._open(host)
+            self._open(host, attempt)
         except (KeyError, TypeError, ValueError) as error:
             raise PeerRefused(f"{self.name(host)} answers what no host does: {error!r}") from error
 
-    def _open(self, host: int) -> None:
+    def _open(self, host: int, attempt: int) -> None:
         rows, welcome = self._ask(host, self._hello)
         try:
             session = welcome["session"]
@@ -180,6 +257,11 @@ class NetworkHosts:
             raise
         new = HostEvent(kind=HostEventKind.HOST_JOINED, host=host, num_blocks=num_blocks, num_threads=num_threads)
         with self._lock:  # so that `poll` sees the join before it sees that the host was lost
+            if attempt != self._attempts[host - 1]:
+                rows.close()
+                blocks.close()
+                raise PeerLost(f"{self.name(host)}: another rank has lost it meanwhile")
+            self._sockets[host] = socket.socket(fileno=os.dup(rows.fileno()))
             self._tier.connect(host, rows.detach(), blocks.detach(), num_blocks, self._timeout_s)
             self._new.append(new)
         logger.info("%s has joined: %d blocks, %d threads", self.name(host), num_blocks, num_threads)

@@ -1,7 +1,8 @@
 """A CPU host on the network: keeps KV of an engine on another machine, and attends over it with this machine's threads.
 
 ``python -m omniserve.host`` runs one. It knows no model: the engine that connects tells the sizes, and the host makes a
-host tier with them. It serves one engine at a time; when that is gone, its KV is dropped and the next one may come.
+host tier with them. It serves one engine at a time; when that is gone, its KV is dropped and the next one may come. An
+engine of several ranks has a tier for each, with an equal part of the memory and of the threads.
 
 Paper: omniserve 4 (distributed CPU attention).
 """
@@ -56,9 +57,10 @@ def spec_of_plain(plain: Mapping[str, Any]) -> ModelSpec:
 
 @dataclass(slots=True)
 class _Session:
-    """An engine that is served, or will be when its second connection has come."""
+    """A rank of an engine that is served, or will be when its second connection has come."""
 
     engine: str
+    rank: int
     token: str
     tier: HostTier
     timeout_s: float
@@ -99,7 +101,8 @@ class HostServer:
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         """Where it listens."""
         self._lock = threading.Lock()
-        self._session: _Session | None = None
+        self._sessions: dict[int, _Session] = {}
+        """By rank; all of one engine. Needs the lock."""
         self._is_closed = False
         self._acceptor = threading.Thread(target=self._accept, name="host-accept", daemon=True)
 
@@ -122,8 +125,8 @@ class HostServer:
         if self._acceptor.ident is not None:  # it was started
             self._acceptor.join()
         with self._lock:
-            session = self._session
-        if session is not None:
+            sessions = list(self._sessions.values())
+        for session in sessions:
             self._end(session)
 
     # -- connections ---------------------------------------------------------------------------------------------------
@@ -168,42 +171,55 @@ class HostServer:
         """Make a session for an engine's first connection."""
         if hello["version"] != __version__:
             raise ValueError(f"this host runs OmniServe {__version__}, the engine {hello['version']}")
+        rank, num_ranks = int(hello["rank"]), int(hello["num_ranks"])
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"it is rank {rank} of {num_ranks}")
         with self._lock:
-            before = self._session
-        if before is not None:
-            if before.engine == hello["engine"]:
-                self._end(before)  # it has lost the host, and comes back
-            elif before.thread is not None:
-                before.thread.join(_LAST_SESSION_S)
+            before = list(self._sessions.values())
+        for each in before:
+            if each.engine == hello["engine"]:
+                if each.rank == rank:
+                    self._end(each)  # it has lost the host, and comes back
+            elif each.thread is not None:
+                each.thread.join(_LAST_SESSION_S)
+        num_threads = max(1, self._num_threads // num_ranks)
         tier = HostTier(
             spec=spec_of_plain(hello["spec"]), dtype=_DTYPES[hello["dtype"]], block_size=hello["block_size"],
-            kv_bytes=self._kv_bytes, num_slots=hello["num_slots"], num_threads=self._num_threads, cores=self._cores,
-            kv_dtype=hello["kv_dtype"], max_rows=hello["max_rows"],
+            kv_bytes=self._kv_bytes // num_ranks, num_slots=hello["num_slots"], num_threads=num_threads,
+            cores=self._cores_of(rank, num_ranks), kv_dtype=hello["kv_dtype"], max_rows=hello["max_rows"],
         )  # fmt: skip
-        session = _Session(hello["engine"], secrets.token_hex(16), tier, float(hello["timeout_s"]))
+        session = _Session(hello["engine"], rank, secrets.token_hex(16), tier, float(hello["timeout_s"]))
         with self._lock:
-            if self._session is not None or self._is_closed:
+            is_free = all(each.engine == session.engine for each in self._sessions.values())
+            if not is_free or rank in self._sessions or self._is_closed:
                 tier.close()
                 raise OmniServeError("another engine uses this host")
-            self._session = session
+            self._sessions[rank] = session
         # The session's thread ends the session, also if the engine never gets this answer. The thread sends nothing
         # before the second connection is there.
         session.add("rows", os.dup(peer.fileno()))
         session.thread = threading.Thread(target=self._serve, args=(session, name), name="host-serve", daemon=True)
         session.thread.start()
-        welcome = {"session": session.token, "num_blocks": tier.num_blocks, "num_threads": self._num_threads}
+        welcome = {"session": session.token, "num_blocks": tier.num_blocks, "num_threads": num_threads}
         return welcome, lambda: os.close(peer.detach())
+
+    def _cores_of(self, rank: int, num_ranks: int) -> tuple[int, ...] | None:
+        """Return the cores to which a rank's threads are pinned: with fewer cores than ranks, all of them."""
+        return self._cores and (self._cores[rank::num_ranks] or self._cores)
 
     def _complete(self, peer: link.Link, hello: Mapping[str, Any], name: str) -> tuple[Any, Callable[[], None]]:
         """Give a session its second connection."""
         with self._lock:
-            session = self._session
-        if session is None or not secrets.compare_digest(session.token, hello["session"]) or session.is_whole.is_set():
+            tokens = {session.token: session for session in self._sessions.values()}
+        session = next(
+            (each for token, each in tokens.items() if secrets.compare_digest(token, hello["session"])), None
+        )
+        if session is None or session.is_whole.is_set():
             raise OmniServeError("there is no such session")
 
         def go_on() -> None:
             with self._lock:
-                if self._session is not session:
+                if self._sessions.get(session.rank) is not session:
                     raise PeerLost("the session has ended")
                 session.add("blocks", peer.detach())
             session.is_whole.set()
@@ -215,8 +231,8 @@ class HostServer:
         session.is_whole.wait(_SECOND_CONNECTION_S)
         with self._lock:
             is_whole = "blocks" in session.descriptors
-            if not is_whole and self._session is session:
-                self._session = None  # the second connection is refused from now on
+            if not is_whole:
+                self._forget(session)  # the second connection is refused from now on
         if is_whole:
             logger.info("serves the engine at %s with %d blocks", name, session.tier.num_blocks)
             descriptors = session.descriptors
@@ -228,8 +244,11 @@ class HostServer:
         logger.info("serves the engine at %s no more: %s", name, why)
         session.tier.close()
         with self._lock:
-            if self._session is session:
-                self._session = None
+            self._forget(session)
+
+    def _forget(self, session: _Session) -> None:
+        if self._sessions.get(session.rank) is session:
+            del self._sessions[session.rank]
 
     def _end(self, session: _Session) -> None:
         """End a session, and wait for that."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from omniserve.core.errors import OmniServeError, PeerLost, PeerRefused
 from omniserve.core.link import Link
+from omniserve.host.remote import HostUser, NetworkHosts
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel, patched_model
@@ -39,13 +40,16 @@ def summary_of(model: PatchedModel) -> str:
 
 
 class FollowLockstep(Lockstep):
-    """Is told what rank 0 decides."""
+    """Is told what rank 0 decides; a host that is lost meanwhile is dropped."""
 
-    def __init__(self, link: Link, *, timeout_s: float, shares_tokens: bool) -> None:
-        self._link, self._timeout_s, self._shares_tokens = link, timeout_s, shares_tokens
+    def __init__(
+        self, link: Link, *, timeout_s: float, shares_tokens: bool, drop: Callable[[messages.DropHost], None]
+    ) -> None:
+        self._link, self._timeout_s, self._shares_tokens, self._drop = link, timeout_s, shares_tokens, drop
 
     def agree(self, decide: Callable[[], T]) -> T:
-        told = self._link.receive(self._timeout_s)
+        while isinstance(told := self._link.receive(self._timeout_s), messages.DropHost):
+            self._drop(told)
         if not isinstance(told, messages.Decided):
             raise PeerLost(f"rank 0 sends {type(told).__name__} in the middle of a step")
         return told.value
@@ -82,6 +86,7 @@ class _Follower:
         self._stage = StageLink()
         self._runner: ModelRunner | None = None
         self._tier: HostTier | None = None
+        self._network: NetworkHosts | None = None
         self._teller: threading.Thread | None = None
         self._is_over = threading.Event()
 
@@ -126,6 +131,11 @@ class _Follower:
             case messages.Forget(request_id):
                 assert self._runner is not None
                 self._runner.forget(request_id)
+            case messages.DropHost():
+                self._drop_host(message)
+            case messages.AllowHost(host):
+                assert self._network is not None
+                self._network.allow(host)
             case messages.Inject(faults):
                 assert self._tier is not None
                 self._tier.inject(**faults)
@@ -139,10 +149,16 @@ class _Follower:
         self._is_over.set()
         if self._teller is not None:
             self._teller.join()
+        if self._network is not None:
+            self._network.close()
         if self._tier is not None:
             self._tier.close()
-        self._runner = self._tier = self._teller = None
+        self._runner = self._tier = self._network = self._teller = None
         self._is_over.clear()
+
+    def _drop_host(self, message: messages.DropHost) -> None:
+        assert self._network is not None
+        self._network.drop(message.host)
 
     def _set_up(self, model: PatchedModel, setup: messages.Setup) -> ModelRunner:
         storage = DeviceKVStorage(
@@ -154,7 +170,14 @@ class _Follower:
                 setup.config, model.spec, dtype=model.dtype, device=model.device, num_threads=setup.host_threads,
                 mailbox=setup.has_mailbox, max_rows=setup.max_host_rows, layers=model.layers,
             )  # fmt: skip
-        lockstep = FollowLockstep(self._link, timeout_s=self._welcome.timeout_s, shares_tokens=setup.shares_tokens)
+            if setup.config.hosts.cpu_hosts:
+                self._network = NetworkHosts.of(
+                    setup.config, self._tier, model.spec, dtype=model.dtype, layers=model.layers,
+                    user=HostUser(setup.host_user, self._place.rank, self._place.num_shards * self._place.num_stages),
+                )  # fmt: skip
+        lockstep = FollowLockstep(
+            self._link, timeout_s=self._welcome.timeout_s, shares_tokens=setup.shares_tokens, drop=self._drop_host
+        )
         return ModelRunner(
             setup.config, model=model, storage=storage, sampler=None, tier=self._tier,
             host_threads=setup.host_threads, max_model_len=setup.max_model_len, is_directed=setup.is_directed,
@@ -169,6 +192,8 @@ class _Follower:
         while not self._is_over.is_set():
             tier.wait(_LOOK_S)
             events = tier.poll()
+            if self._network is not None:
+                events = self._network.poll(events)
             now = (tier.healthy, tier.is_stalled)
             if events or now != before:
                 before = now

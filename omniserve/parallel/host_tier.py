@@ -3,15 +3,20 @@
 Each rank's tier holds the KV of its heads and layers, in the same blocks, and gets the same moves. So the end of a move
 comes once from every rank, and that of a task from each rank of the layer's stage. It counts when the last one has told
 it, and as failed if one of them has failed.
+
+Each rank has connections of its own to CPU hosts on the network. Such a host has joined when all ranks are connected
+to it. It is lost when the first one has lost it: the others then drop it, and none connects again before all have.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from omniserve.core.plan import HostEvent, HostEventKind
+from omniserve.host.remote import NetworkHosts
 from omniserve.host.tier import CANCELLED, HostTier
 from omniserve.parallel import messages
 from omniserve.parallel.place import Place
@@ -21,15 +26,32 @@ _OF_MOVES = (HostEventKind.MOVE_DONE, HostEventKind.MOVE_FAILED)
 _LOOK_AGAIN_S = 0.0005
 
 
+@dataclass(slots=True)
+class _Joining:
+    """A CPU host, from when ranks begin to connect to it until all have lost it."""
+
+    joined: list[HostEvent]
+    """What the ranks that are connected, or were, have told."""
+    num_lost: int = 0
+    """Ranks that have lost it, or given up to connect."""
+
+
 class EventMerge:
     """Counts the events of ranks, and returns each once the last rank that has to has told it.
 
     Args:
         num_shards: Ranks of a stage.
         num_stages: Stages.
+        drop: Called with a CPU host that a rank has lost: all ranks must drop it.
+        allow: Called with one that all have lost: they may connect again once the scheduler knows of it.
     """
 
-    def __init__(self, num_shards: int, num_stages: int = 1) -> None:
+    def __init__(
+        self, num_shards: int, num_stages: int = 1, *, drop: Callable[[int], None] = lambda host: None,
+        allow: Callable[[int], None] = lambda host: None,
+    ) -> None:  # fmt: skip
+        self._drop, self._allow = drop, allow
+        self._joining: dict[int, _Joining] = {}
         self._num_shards, self._num_ranks = num_shards, num_shards * num_stages
         self._told: dict[tuple[int, ...], list[HostEvent]] = {}
         self._cancelled: dict[tuple[int, int], int] = {}  # slot, epoch -> ranks on which nothing uses it any more
@@ -40,6 +62,9 @@ class EventMerge:
         for event in events:
             if event.message == CANCELLED:
                 done += self._cancel(event)
+                continue
+            if event.kind in (HostEventKind.HOST_JOINED, HostEventKind.HOST_LOST):
+                done += self._join_or_lose(event)
                 continue
             key = (event.slot, event.epoch, event.layer, event.position, event.move_id)
             told = self._told.setdefault(key, [])
@@ -61,6 +86,24 @@ class EventMerge:
             del self._told[key]
         return [event]
 
+    def _join_or_lose(self, event: HostEvent) -> list[HostEvent]:
+        """Count a rank that is connected to a CPU host, or that is not any more; each tells both at most once."""
+        state = self._joining.setdefault(event.host, _Joining([]))
+        if event.kind is HostEventKind.HOST_JOINED:
+            state.joined.append(event)
+            if len(state.joined) < self._num_ranks or state.num_lost:
+                return []
+            blocks, threads = (min(getattr(e, name) for e in state.joined) for name in ("num_blocks", "num_threads"))
+            return [dataclasses.replace(event, num_blocks=blocks, num_threads=threads)]
+        state.num_lost += 1
+        is_first = state.num_lost == 1
+        if is_first:
+            self._drop(event.host)
+        if state.num_lost == self._num_ranks:
+            del self._joining[event.host]
+            self._allow(event.host)
+        return [event] if is_first and len(state.joined) == self._num_ranks else []
+
 
 class GroupHostTier(HostTier):
     """The host tier of rank 0. ``follow`` must be called before its first task."""
@@ -76,16 +119,39 @@ class GroupHostTier(HostTier):
                 are healthy, and whether one is stalled. Never waits.
             tell: Sends a message to the others.
         """
-        self._merge, self._news, self._tell = EventMerge(place.num_shards, place.num_stages), news, tell
+        self._merge = EventMerge(
+            place.num_shards, place.num_stages, drop=self._drop_host, allow=lambda host: self._lost_hosts.append(host)
+        )
+        self._news, self._tell = news, tell
+        self._network: NetworkHosts | None = None
+        self._lost_hosts: list[int] = []
         self._others_healthy, self._others_stalled = True, False
 
     def poll(self) -> list[HostEvent]:
         """Return the events of all that has finished on every rank since the last call. Never blocks."""
-        merged = self._merge.add(super().poll())
+        own = super().poll()
+        merged = self._merge.add(own if self._network is None else self._network.poll(own))
         told, self._others_healthy, self._others_stalled = self._news()
         for events in told:
             merged += self._merge.add(events)
         return merged
+
+    def use(self, network: NetworkHosts) -> None:
+        """Have CPU hosts on the network from now on; the other ranks have the same."""
+        self._network = network
+
+    def _drop_host(self, host: int) -> None:
+        assert self._network is not None
+        self._tell(messages.DropHost(host))
+        self._network.drop(host)
+
+    def allow_hosts(self) -> None:
+        """Let all ranks connect again to the hosts that all have lost, now that the scheduler is told of that."""
+        hosts, self._lost_hosts = self._lost_hosts, []
+        for host in hosts:
+            assert self._network is not None
+            self._tell(messages.AllowHost(host))
+            self._network.allow(host)
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until this rank's tier has something to tell, or a moment: those of other ranks wake nobody."""

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from omniserve.core.errors import PeerLost
-from omniserve.core.plan import StepOutput, StepPlan
+from omniserve.core.plan import HostEvent, StepOutput, StepPlan
 from omniserve.ops import collectives
 from omniserve.parallel import messages
 from omniserve.parallel.group import RankGroup
+from omniserve.parallel.host_tier import GroupHostTier
 from omniserve.runner.lockstep import Lockstep
 from omniserve.runner.runner import LaunchedStep, ModelRunner
 
@@ -60,6 +61,13 @@ class LeadRunner(ModelRunner):
             return super().launch(plan)
         except RuntimeError as error:  # of a collective, which knows less than the rank itself
             raise PeerLost(self._group.why_lost(otherwise=f"a step failed: {error}")) from error
+
+    def poll_host(self) -> list[HostEvent]:
+        events = super().poll_host()
+        if isinstance(self._tier, GroupHostTier):
+            # Steps that were planned before come before this on all ranks, so none begins a token for the next session.
+            self._tier.allow_hosts()
+        return events
 
     def forget(self, request_id: str) -> None:
         self._group.tell(messages.Forget(request_id))

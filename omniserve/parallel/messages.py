@@ -95,6 +95,8 @@ class Setup:
     num_state_slots: int
     shares_tokens: bool
     """Steps overlap: each rank needs the tokens that rank 0 samples."""
+    host_user: str
+    """What CPU hosts on the network know the engine by (``HostUser.engine``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,20 @@ class Forget:
     """To a rank: a request has ended."""
 
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropHost:
+    """To a rank, also in the middle of a step: another one has lost this CPU host."""
+
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllowHost:
+    """To a rank: all have lost this CPU host; connect to it again."""
+
+    host: int
 
 
 @dataclass(frozen=True, slots=True)

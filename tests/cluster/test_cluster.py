@@ -130,6 +130,25 @@ def test_cpu_hosts_are_started_again_and_no_request_is_lost(start: Callable[...,
 
 
 @pytest.mark.slow
+def test_ranks_share_cpu_hosts(start: Callable[..., Cluster]) -> None:
+    first, ranks = _free_ports(2)
+    cluster = start(
+        "--cpu-hosts", "1", "--cpu-host-threads", "1", "--cpu-host-kv-gib", "0.2", "--cpu-host-port", str(first),
+        "--tensor-parallel-size", "2", "--rank-port", str(ranks),
+        server=("--device-kv-gib", "0.004", "--host-kv-gib", "0.001"),
+    )  # fmt: skip
+    told: dict[int, str] = {}
+    threads = [threading.Thread(target=_tell_a_long_story, args=(cluster, i, told)) for i in range(24)]
+    for thread in threads:
+        thread.start()
+    _wait_until(lambda: cluster.metric("cpu_host_tasks_total") > 0, "a task on the host")
+    for thread in threads:
+        thread.join()
+    assert sorted(told) == list(range(24))
+    assert cluster.metric("cpu_host_losses_total") == 0
+
+
+@pytest.mark.slow
 def test_a_prefill_engine_is_started_again(start: Callable[..., Cluster]) -> None:
     (port,) = _free_ports(1)
     cluster = start("--prefill-engines", "1", "--prefill-port", str(port), server=("--prefill-placement", "always"))
@@ -169,10 +188,9 @@ def test_a_rank_is_started_again(start: Callable[..., Cluster], parallel: str) -
     [
         ([], "give --cpu-hosts, --prefill-engines, --tensor-parallel-size or"),
         (["--prefill-engines", "1", "--tensor-parallel-size", "2"], "--prefill-engines are for a model on one rank"),
-        (["--cpu-hosts", "1", "--tensor-parallel-size", "2"], "--cpu-hosts are for a model on one rank"),
         (["--cpu-hosts", "-1"], "--cpu-hosts must be >= 0"),
         (["--tensor-parallel-size", "0"], "--tensor-parallel-size must be >= 1"),
-        (["--cpu-hosts", "1", "--pipeline-parallel-size", "2"], "--cpu-hosts are for a model on one rank"),
+        (["--prefill-engines", "1", "--pipeline-parallel-size", "2"], "--prefill-engines are for a model on one rank"),
         (["--cpu-hosts", "1", "--cpu-host-kv-gib", "0"], "--cpu-host-kv-gib must be > 0"),
         (["--cpu-hosts", "1", "--cpu-host-threads", "0"], "--cpu-host-threads must be >= 1"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import threading
 
@@ -40,6 +41,14 @@ class Proxy:
                 with contextlib.suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
             self._ends.clear()
+
+    def cut_one(self, rng: random.Random) -> None:
+        """End one connection."""
+        with self._lock:
+            if self._ends:
+                end = self._ends.pop(rng.randrange(len(self._ends)))
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -18,8 +18,9 @@ from omniserve.core import link
 from omniserve.core.errors import PeerLost
 from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind, KVMove, MoveDirection
 from omniserve.host import server
-from omniserve.host.remote import NetworkHosts
+from omniserve.host.remote import HostUser, NetworkHosts
 from omniserve.host.server import HostServer, spec_of_plain, spec_to_plain
+from omniserve.host.tier import HostTier
 from tests.host.helpers import ATTENTION, BLOCK_SIZE, KINDS, collect, make_spec, make_tier, shorten_pauses, wait_until
 from tests.host.proxy import Proxy
 
@@ -145,7 +146,7 @@ def _corrupt_down(network: Network) -> None:
 
 
 def _end(network: Network) -> None:
-    session = network.host._session
+    session = network.host._sessions.get(0)
     assert session is not None
     network.host._end(session)
 
@@ -156,8 +157,8 @@ def test_what_a_lost_host_has_in_hand_fails_once_and_it_can_come_back(
 ) -> None:
     network = open_network(timeout_s=0.6)
     network.begin(range(8))
-    assert network.host._session is not None
-    network.host._session.tier.inject(delay_s=0.05)
+    assert network.host._sessions
+    network.host._sessions[0].tier.inject(delay_s=0.05)
     network.submit(range(4))
     fail(network)
     network.submit(range(4, 8))
@@ -239,9 +240,109 @@ def test_a_host_serves_one_engine_at_a_time(open_network: Callable[..., Network]
     network.wait_for(HostEventKind.HOST_JOINED)
 
 
+def _as_rank(network: Network, rank: int, tier: HostTier) -> NetworkHosts:
+    return NetworkHosts(
+        network.config, tier, spec=SPEC, dtype=torch.float32, block_size=BLOCK_SIZE, kv_dtype="auto", num_slots=8,
+        user=HostUser("an engine", rank, 2),
+    )  # fmt: skip
+
+
+class _Rank:
+    """A rank of an engine with two, and what its hosts have told."""
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self.tier = make_tier(SPEC, num_blocks=4)
+        self.hosts = _as_rank(network, rank, self.tier)
+        self.told: list[HostEventKind] = []
+        self.num_blocks = self.num_threads = 0
+
+    def poll(self) -> None:
+        for event in self.hosts.poll(self.tier.poll()):
+            self.told.append(event.kind)
+            if event.kind is HostEventKind.HOST_JOINED:
+                self.num_blocks, self.num_threads = event.num_blocks, event.num_threads
+
+    def wait_for(self, *kinds: HostEventKind) -> None:
+        """Wait until these are what was told, in this order, and forget them."""
+
+        def has_come() -> bool:
+            self.poll()
+            return len(self.told) >= len(kinds)
+
+        wait_until(has_come)
+        assert self.told == [*kinds]
+        self.told.clear()
+
+    def close(self) -> None:
+        self.hosts.close()
+        self.tier.close()
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Iterator[tuple[Network, _Rank, _Rank]]:
+    network = Network(tmp_path / "secret")
+    network.hosts.close()
+    network.tier.close()
+    ranks = _Rank(network, 0), _Rank(network, 1)
+    yield network, *ranks
+    for rank in ranks:
+        rank.close()
+    network.close()
+
+
+def test_ranks_of_one_engine_share_a_host(two_ranks: tuple[Network, _Rank, _Rank], caplog: Any) -> None:
+    network, *ranks = two_ranks
+    for rank in ranks:
+        rank.wait_for(HostEventKind.HOST_JOINED)
+        assert (rank.num_blocks, rank.num_threads) == (50, 1)
+    network.tier = make_tier(SPEC, num_blocks=4)
+    network.hosts = network.connect()
+    network.poll()
+    assert not network.events and "another engine uses this host" in caplog.text
+
+
+def test_a_rank_connects_again_when_it_is_allowed(two_ranks: tuple[Network, _Rank, _Rank]) -> None:
+    network, first, second = two_ranks
+    first.wait_for(HostEventKind.HOST_JOINED)
+    second.wait_for(HostEventKind.HOST_JOINED)
+    for _ in range(2):
+        network.host._end(network.host._sessions[0])
+        first.wait_for(HostEventKind.HOST_LOST)
+        first.hosts.drop(1)  # it knows
+        second.hosts.drop(1)
+        second.wait_for(HostEventKind.HOST_LOST)
+        time.sleep(0.3)
+        for rank in (first, second):
+            rank.poll()
+            assert rank.told == [] and rank.tier.hosts()[0].is_lost
+            rank.hosts.allow(1)
+            rank.wait_for(HostEventKind.HOST_JOINED)
+
+
+def test_a_rank_that_still_tries_gives_up_when_it_is_told(two_ranks: tuple[Network, _Rank, _Rank]) -> None:
+    network, first, second = two_ranks
+    first.wait_for(HostEventKind.HOST_JOINED)
+    second.wait_for(HostEventKind.HOST_JOINED)
+    network.proxy.refuses = True
+    network.proxy.cut()
+    first.wait_for(HostEventKind.HOST_LOST)
+    first.hosts.allow(1)
+    time.sleep(0.1)
+    for _ in range(2):
+        first.hosts.drop(1)
+    first.wait_for(HostEventKind.HOST_LOST)
+    network.proxy.refuses = False
+    time.sleep(0.3)
+    first.poll()
+    assert first.told == []
+    first.hosts.allow(1)
+    first.wait_for(HostEventKind.HOST_JOINED)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"rank": 2}, "rank 2 of 1"),
         ({"version": "0.0.1"}, "the engine 0.0.1"),
         ({"block_size": 1 << 20}, "less than one block"),
         ({"dtype": "float8"}, "float8"),

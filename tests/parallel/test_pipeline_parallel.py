@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams
-from omniserve.core.config import HostsConfig, ParallelConfig
+from omniserve.core.config import DiskKVConfig, ParallelConfig
 from omniserve.core.plan import HostEvent, HostEventKind
 from omniserve.host.tier import CANCELLED
 from omniserve.parallel.host_tier import EventMerge
@@ -192,11 +192,8 @@ def test_more_stages_than_layers_are_refused() -> None:
 def test_settings_that_do_not_fit_stages_are_refused() -> None:
     with pytest.raises(ValueError, match="pipeline_parallel_size must be >= 1"):
         ParallelConfig(pipeline_parallel_size=0)
-    with pytest.raises(ValueError, match="cpu_hosts"):
-        EngineConfig(
-            parallel=ParallelConfig(pipeline_parallel_size=2),
-            hosts=HostsConfig(cpu_hosts=("127.0.0.1:1",), cpu_host_secret_file="secret"),
-        )
+    with pytest.raises(ValueError, match="disk_kv"):
+        EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=2), disk_kv=DiskKVConfig(gib=1.0))
 
 
 @pytest.fixture(autouse=True)

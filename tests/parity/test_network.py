@@ -40,12 +40,13 @@ def secret_file(tmp_path: Path) -> str:
 
 
 @contextlib.contextmanager
-def hosts_behind_proxies(model: Any, num_hosts: int, secret_file: str) -> Iterator[tuple[HostsConfig, list[Proxy]]]:
+def hosts_behind_proxies(
+    model: Any, num_hosts: int, secret_file: str, *, num_ranks: int = 1
+) -> Iterator[tuple[HostsConfig, list[Proxy]]]:
     """Run hosts in this process, each with room for a few requests."""
+    kv_bytes = num_ranks * 14 * model.omniserve.spec.kv_block_bytes(8)
     hosts = [
-        HostServer(
-            secret=SECRET.encode(), kv_bytes=14 * model.omniserve.spec.kv_block_bytes(8), num_threads=1, cores=None
-        )
+        HostServer(secret=SECRET.encode(), kv_bytes=kv_bytes, num_threads=num_ranks, cores=None)
         for _ in range(num_hosts)
     ]
     for host in hosts:

@@ -170,7 +170,6 @@ def test_there_may_be_cpu_hosts_on_the_network(tmp_path, capsys):
     assert parse_args(["--config", str(again)])[1].config == loader.config
     for more, told in (
         (["--host-kv-gib", "0"], "--cpu-hosts are used when"),
-        (["--tensor-parallel-size", "2"], "--cpu-hosts are for a model on one rank"),
         (["--cpu-hosts", "a:1,a:1"], "--cpu-hosts names a host twice"),
     ):
         with pytest.raises(SystemExit):
