@@ -26,8 +26,8 @@ from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table_of
 from omniserve import Engine, EngineConfig, PrefillConfig, Request, SamplingParams, patch
-from omniserve.engine.fingerprint import kv_fingerprint
 from omniserve.host.cores import available_cores
+from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.prefill.server import PrefillServer
 
 SHAPE = {**SMOLLM_135M, "max_position_embeddings": 8192}

@@ -34,7 +34,7 @@ ALLOWED = {
     "profiling": {"core", "ops", "kv", "latency", "layers", "host", "runner", "parallel", "engine"},
     "launch": {"core", "ops", "kv", "latency", "layers", "parallel", "sched", "engine", "profiling"},
     "server": {"core", "sampling", "launch"},
-    "prefill": {"core", "kv", "host", "engine", "launch"},
+    "prefill": {"core", "kv", "host", "engine", "launch", "layers", "parallel"},
     "cluster": {"core", "host", "parallel", "prefill"},
 }
 """Cluster, {server, prefill}, launch, {profiling, simulate}, engine, parallel, {sched, runner},

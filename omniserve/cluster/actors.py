@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import ray
 
-from omniserve.core.config import CPU_HOST_SECRET_VARIABLE
+from omniserve.core.config import CPU_HOST_SECRET_VARIABLE, PREFILL_SECRET_VARIABLE
 from omniserve.core.errors import PeerLost, PeerRefused
 
 _PAUSE_S = 0.5
@@ -69,6 +69,7 @@ class PrefillEngine:
         """Serve until this fails; Ray makes a new process then."""
         from omniserve.prefill.cli import build_parser, run
 
+        os.environ[PREFILL_SECRET_VARIABLE] = self._secret.decode()  # for its other ranks
         try:
             args, _ = build_parser().parse_known_args(self._flags)
             args.disk_kv_gib, args.disk_kv_keep, args.trace_steps = 0.0, False, None
@@ -84,7 +85,8 @@ class Rank:
     """``python -m omniserve.rank`` as an actor.
 
     Args:
-        secret: What the engine's ``rank_secret_file`` has, and its ``cpu_host_secret_file``.
+        secret: What the engine's ``rank_secret_file`` has, its ``cpu_host_secret_file`` and its
+            ``prefill_secret_file``.
         address: The engine's ``rank_listen``.
     """
 
@@ -101,7 +103,8 @@ class Rank:
         """Serve one engine. The next one finds a new process, which Ray makes when this one ends."""
         from omniserve.parallel.cli import join
 
-        os.environ[CPU_HOST_SECRET_VARIABLE] = self._secret.decode()
+        for variable in (CPU_HOST_SECRET_VARIABLE, PREFILL_SECRET_VARIABLE):
+            os.environ[variable] = self._secret.decode()
         logger, pause_s = logging.getLogger("omniserve.cluster"), _PAUSE_S
         try:
             join(self._address, self._secret)

@@ -104,10 +104,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--cpu-host-kv-gib must be > 0, got {args.cpu_host_kv_gib:g}")
     if args.cpu_host_threads is not None and args.cpu_host_threads < 1:
         raise ValueError(f"--cpu-host-threads must be >= 1, got {args.cpu_host_threads}")
-    if args.prefill_engines and num_ranks > 1:
-        raise ValueError(
-            "--prefill-engines are for a model on one rank: leave them out, or the sizes of both parallels"
-        )
     if not args.cpu_hosts and not args.prefill_engines and num_ranks == 1:
         raise ValueError(
             "give --cpu-hosts, --prefill-engines, --tensor-parallel-size or --pipeline-parallel-size: without them, "
@@ -127,7 +123,9 @@ def _serve(args: argparse.Namespace, server_flags: Sequence[str]) -> int:
     is_local = args.address == _LOCAL
     ip = _LOOPBACK if is_local else str(ray.util.get_node_ip_address())
     hosts = _start_cpu_hosts(args, secret.encode(), _LOOPBACK if is_local else None)
-    prefills = _start_prefill_engines(args, secret.encode(), _LOOPBACK if is_local else None, server_flags)
+    sizes = ["--tensor-parallel-size", str(args.tensor_parallel_size)]
+    sizes += ["--pipeline-parallel-size", str(args.pipeline_parallel_size)]
+    prefills = _start_prefill_engines(args, secret.encode(), _LOOPBACK if is_local else None, [*server_flags, *sizes])
     ranks = _start_ranks(args, secret.encode(), (ip, args.rank_port))
     addresses = _addresses(hosts + prefills + ranks)
     logger.info(
@@ -144,9 +142,7 @@ def _serve(args: argparse.Namespace, server_flags: Sequence[str]) -> int:
             of_prefills = addresses[len(hosts) : len(hosts) + len(prefills)]
             command += ["--prefill-engines", ",".join(of_prefills), "--prefill-secret-file", str(secret_file)]
         if ranks:
-            command += ["--tensor-parallel-size", str(args.tensor_parallel_size)]
-            command += ["--pipeline-parallel-size", str(args.pipeline_parallel_size)]
-            command += ["--rank-listen", f"{ip}:{args.rank_port}", "--rank-secret-file", str(secret_file)]
+            command += [*sizes, "--rank-listen", f"{ip}:{args.rank_port}", "--rank-secret-file", str(secret_file)]
         server = subprocess.Popen(command)
 
         def end(number: int, frame: FrameType | None) -> None:
@@ -193,21 +189,22 @@ def _nodes_for(count: int) -> list[tuple[dict[str, Any], int, int]]:
     ]
 
 
-def _start_prefill_engines(
-    args: argparse.Namespace, secret: bytes, ip: str | None, server_flags: Sequence[str]
-) -> list[Any]:
+def _start_prefill_engines(args: argparse.Namespace, secret: bytes, ip: str | None, flags: Sequence[str]) -> list[Any]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from omniserve.cluster.actors import PrefillEngine
 
-    started, num_gpus = [], 1 if ray.cluster_resources().get("GPU", 0) else 0
+    num_ranks = args.tensor_parallel_size * args.pipeline_parallel_size  # all on its node
+    started, num_gpus = [], num_ranks if ray.cluster_resources().get("GPU", 0) else 0
     for number, (node, num_before, _) in enumerate(_nodes_for(args.prefill_engines)):
         actor = ray.remote(PrefillEngine).options(
             num_cpus=1, num_gpus=num_gpus, max_restarts=-1, name=f"omniserve-prefill-{number}-{os.getpid()}",
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         )  # fmt: skip
-        started.append(actor.remote(secret, ip, args.prefill_port + num_before, list(server_flags)))
+        # Its other ranks listen at the ports behind its own.
+        port = args.prefill_port + num_ranks * num_before
+        started.append(actor.remote(secret, ip, port, list(flags)))
     return started
 
 

@@ -15,6 +15,8 @@ MOST_HOSTS = 127
 """CPU hosts on the network that an engine can have (``kMostHosts`` in ``ops/csrc/host_tier.h``)."""
 CPU_HOST_SECRET_VARIABLE: Final = "OMNISERVE_CPU_HOST_SECRET"
 """Has the secret of CPU hosts where there is no file with it."""
+PREFILL_SECRET_VARIABLE: Final = "OMNISERVE_PREFILL_SECRET"
+"""Likewise, of prefill engines."""
 
 
 DEFAULT_CLASSES = (
@@ -315,8 +317,6 @@ class EngineConfig:
             raise ValueError("the KV of prefill_engines comes into host memory: give host_kv_bytes")
         if self.parallel.num_ranks > 1:
             sizes = "tensor_parallel_size and pipeline_parallel_size"
-            if self.prefill.prefill_engines:
-                raise ValueError(f"prefill_engines are for a model on one rank: leave them out, or {sizes}")
             if self.disk_kv.gib:
                 raise ValueError(f"disk_kv is for a model on one rank: leave out disk_kv.gib, or {sizes}")
             if self.host_cores is not None:

@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from omniserve.core.config import GIB, EngineConfig
 from omniserve.core.spec import ModelSpec
 from omniserve.engine.capacity import caches_prefixes, has_host_tier
-from omniserve.engine.fingerprint import kv_fingerprint
 from omniserve.host.disk import DiskTier
 from omniserve.host.disk_file import DiskFile
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS, KeepsPrefixesOnDisk
 from omniserve.latency.profile import cache_folder
+from omniserve.layers.kv_fingerprint import kv_fingerprint
 
 logger = logging.getLogger(__name__)
 

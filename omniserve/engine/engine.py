@@ -112,7 +112,8 @@ class Engine:
                 "engine with omniserve.launch.loading.EngineLoader, which loads the parts and starts the other ranks"
             )
         num_stages = config.parallel.pipeline_parallel_size
-        self._group = group
+        self.group = group
+        """The other ranks, if there are any."""
         self.model = patched = patched_model(model, compile=config.execution.compile)
         """The patched model."""
         self._clock = clock
@@ -163,7 +164,7 @@ class Engine:
             )  # fmt: skip
             if group is not None:
                 assert isinstance(self.host_tier, GroupHostTier)
-                self.host_tier.follow(group.place, group.news, group.tell)
+                self.host_tier.follow(group.place, group.news, group.tell, group.tell_each)
         caches = prefix_settings(
             config, self.spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks
         )
@@ -214,8 +215,7 @@ class Engine:
         )  # fmt: skip
         parts: dict[str, Any] = dict(
             model=patched, storage=storage, sampler=self._sampler, tier=self.host_tier, disk=self.disk,
-            hosts=self.hosts if group is None else None,  # else the tier of all ranks has them
-            prefills=self.prefill_engines,
+            hosts=self.hosts, prefills=self.prefill_engines,
             safepoint=(lambda: this()._ask_who_must_leave()) if has_safepoints else None,
         )  # fmt: skip
         if group is None:
@@ -496,8 +496,8 @@ class Engine:
                 self._log.close()
                 if self.disk is not None:
                     self.disk.close()
-                if self._group is not None:
-                    self._end_on_ranks(self._group)
+                if self.group is not None:
+                    self._end_on_ranks(self.group)
                 if self.hosts is not None:
                     self.hosts.close()
                 if self.prefill_engines is not None:

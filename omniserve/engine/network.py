@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Final
 
 from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.spec import ModelSpec
-from omniserve.engine.fingerprint import kv_fingerprint
 from omniserve.host.prefill_engines import PrefillEngines
 from omniserve.host.remote import HostUser, NetworkHosts
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS, CanCache, CanShare, CanSpread, KVManager
+from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.layers.patching import PatchedModel
 from omniserve.parallel.host_tier import GroupHostTier
 from omniserve.sched import policy_of
 
 logger = logging.getLogger(__name__)
+
+NO_STATES_OF_RANKS: Final = (
+    "recurrent states are not handed over from ranks to ranks: prefill engines of such a model have one rank"
+)
 
 
 def connect_hosts(
@@ -55,10 +60,15 @@ def connect_prefill_engines(
         return None
     require_shared_kv(config, tier, kv, "prefill_engines")
     assert tier is not None
-    return PrefillEngines(
-        config.prefill, tier.pool_LBK2SH, fingerprint=kv_fingerprint(model, config),
-        state_bytes=spec.state_bytes, classes=[spec.name for spec in config.classes], clock=clock,
+    if spec.state_bytes and config.parallel.num_ranks > 1:
+        raise ValueError(NO_STATES_OF_RANKS)
+    prefills = PrefillEngines(
+        config.prefill, tier.pool_LBK2SH, fingerprint=kv_fingerprint(model, config), state_bytes=spec.state_bytes,
+        classes=[spec.name for spec in config.classes], parallel=config.parallel, clock=clock,
     )  # fmt: skip
+    if isinstance(tier, GroupHostTier):
+        tier.use_prefills(prefills)
+    return prefills
 
 
 def require_shared_kv(config: EngineConfig, tier: HostTier | None, kv: KVManager, what: str) -> None:

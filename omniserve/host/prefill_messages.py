@@ -1,7 +1,8 @@
 """What an engine and a prefill engine tell each other. Pickled (``core.link``); both ends are of the same version.
 
 Blocks are sent as they lie in the sender's host pool. So both ends must have the same model, the same weights and the
-same layout of blocks (``Hello.fingerprint``).
+same layout of blocks (``Hello.fingerprint``). With several ranks each rank of the engine has a connection to the one of
+the prefill engine that has the same part of the model, and gets its part of the blocks over it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,30 @@ class Hello:
     """Names of the classes of its requests."""
     state_bytes: int = 0
     """Of a request's recurrent states."""
+    parallel: tuple[int, int] = (1, 1)
+    """Its sizes of tensor and of pipeline parallel."""
     version: str = __version__
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """To that engine: it may ask."""
+    """To that engine: it may ask. And to its other ranks: they are known."""
+
+    session: str = ""
+    """What the prefill engine knows this connection by."""
+    ranks: tuple[tuple[str, int], ...] = ()
+    """Where its other ranks listen, from rank 1 on."""
+
+
+@dataclass(frozen=True, slots=True)
+class HelloOfRank:
+    """From another rank of an engine, to that of the prefill engine."""
+
+    session: str
+    fingerprint: str
+    """Of its part of the weights."""
+    block_bytes: int
+    version: str = __version__
 
 
 @dataclass(frozen=True, slots=True)

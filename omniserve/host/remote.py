@@ -30,6 +30,8 @@ from omniserve.host.tier import HostTier
 logger = logging.getLogger(__name__)
 
 _CONNECT_S = 5.0
+_CLOSE_S = 1.0
+"""A thread that waits longer for a silent host is left alone."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 
 
@@ -192,11 +194,12 @@ class NetworkHosts:
 
     def close(self) -> None:
         """Try no host any more."""
-        self._is_closed.set()
+        with self._lock:
+            self._is_closed.set()  # a connection that is there after this is not used
         for wanted in self._is_wanted:
             wanted.set()
         for thread in self._threads:
-            thread.join()
+            thread.join(_CLOSE_S)
         for host in list(self._sockets):
             self._forget_socket(host)
 
@@ -257,10 +260,10 @@ class NetworkHosts:
             raise
         new = HostEvent(kind=HostEventKind.HOST_JOINED, host=host, num_blocks=num_blocks, num_threads=num_threads)
         with self._lock:  # so that `poll` sees the join before it sees that the host was lost
-            if attempt != self._attempts[host - 1]:
+            if attempt != self._attempts[host - 1] or self._is_closed.is_set():
                 rows.close()
                 blocks.close()
-                raise PeerLost(f"{self.name(host)}: another rank has lost it meanwhile")
+                raise PeerLost(f"{self.name(host)} is not wanted any more")
             self._sockets[host] = socket.socket(fileno=os.dup(rows.fileno()))
             self._tier.connect(host, rows.detach(), blocks.detach(), num_blocks, self._timeout_s)
             self._new.append(new)

@@ -124,7 +124,7 @@ class EngineLoader:
 
         group = RankGroup(
             self.config, self.load_rank, progress=progress, keeps_ranks=True,
-            on_lost=_end_process if self.serves else None,
+            on_lost=_end_process if self.serves or self.config.prefill.is_prefill_engine else None,
             shares_cores=self._device_of_rank(0) == "cpu" and self.config.parallel.rank_listen is None,
         )  # fmt: skip
         try:
@@ -238,7 +238,7 @@ class EngineLoader:
 
 
 def _end_process(why: str) -> None:
-    """End the engine's process, which waits for requests while a rank is gone; the server starts it again."""
+    """End the engine's process, which waits for requests while a rank is gone; a server starts it again."""
     logging.getLogger(__name__).error("%s: the engine's process ends", why)
     logging.shutdown()
     os._exit(1)

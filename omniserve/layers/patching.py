@@ -61,6 +61,8 @@ class PatchedModel:
         self.num_layers = self.spec.num_layers
         self.layers = range(self.num_layers)
         """Those that are here: all, or after ``keep_layers`` a stage's."""
+        self.freed: frozenset[int] = frozenset()
+        """By identity the modules of the model that are not."""
         self.dtype: torch.dtype = family.model.dtype
         self.device: torch.device = family.model.device
         self.embed = family.ends.embed
@@ -174,6 +176,7 @@ class PatchedModel:
         gone = {id(module) for number, layer in numbered if number not in layers for module in layer.modules()}
         gone -= {id(module) for number, layer in numbered if number in layers for module in layer.modules()}
         free_weights(self.family.model, gone)
+        self.freed = frozenset(gone)
 
     def find_compiled(self, *, else_compile: bool, fused: bool = False) -> bool:
         """Take the halves that were compiled and kept before; return whether all are compiled now.

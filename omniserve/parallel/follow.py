@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -9,23 +10,29 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from omniserve.core.config import PREFILL_SECRET_VARIABLE, EngineConfig
 from omniserve.core.errors import OmniServeError, PeerLost, PeerRefused
-from omniserve.core.link import Link
+from omniserve.core.link import Link, read_secret
+from omniserve.core.plan import HostEvent
 from omniserve.host.remote import HostUser, NetworkHosts
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
+from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.layers.patching import PatchedModel, patched_model
 from omniserve.ops import collectives
 from omniserve.ops.stage_link import StageLink
 from omniserve.parallel import messages
 from omniserve.parallel.group import versions
 from omniserve.parallel.meeting import connect_collectives, stage_link
+from omniserve.parallel.prefill import RankReceiver, RankSender
 from omniserve.runner.lockstep import Lockstep
 from omniserve.runner.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_JoinOrDrop = messages.DropHost | messages.JoinPrefillEngine | messages.DropPrefillEngine
 
 _LOOK_S = 0.05
 
@@ -40,16 +47,17 @@ def summary_of(model: PatchedModel) -> str:
 
 
 class FollowLockstep(Lockstep):
-    """Is told what rank 0 decides; a host that is lost meanwhile is dropped."""
+    """Is told what rank 0 decides; CPU hosts and prefill engines may come and go meanwhile."""
 
     def __init__(
-        self, link: Link, *, timeout_s: float, shares_tokens: bool, drop: Callable[[messages.DropHost], None]
+        self, link: Link, *, timeout_s: float, shares_tokens: bool, join_or_drop: Callable[[_JoinOrDrop], None]
     ) -> None:
-        self._link, self._timeout_s, self._shares_tokens, self._drop = link, timeout_s, shares_tokens, drop
+        self._link, self._timeout_s, self._shares_tokens = link, timeout_s, shares_tokens
+        self._join_or_drop = join_or_drop
 
     def agree(self, decide: Callable[[], T]) -> T:
-        while isinstance(told := self._link.receive(self._timeout_s), messages.DropHost):
-            self._drop(told)
+        while isinstance(told := self._link.receive(self._timeout_s), _JoinOrDrop):
+            self._join_or_drop(told)
         if not isinstance(told, messages.Decided):
             raise PeerLost(f"rank 0 sends {type(told).__name__} in the middle of a step")
         return told.value
@@ -84,9 +92,14 @@ class _Follower:
     def __init__(self, link: Link, welcome: messages.Welcome) -> None:
         self._link, self._welcome, self._place = link, welcome, welcome.place
         self._stage = StageLink()
+        self._model: PatchedModel | None = None
+        self._config: EngineConfig | None = None
         self._runner: ModelRunner | None = None
         self._tier: HostTier | None = None
         self._network: NetworkHosts | None = None
+        self._receiver: RankReceiver | None = None
+        self._sender: RankSender | None = None
+        self._tell_lock = threading.Lock()
         self._teller: threading.Thread | None = None
         self._is_over = threading.Event()
 
@@ -131,11 +144,22 @@ class _Follower:
             case messages.Forget(request_id):
                 assert self._runner is not None
                 self._runner.forget(request_id)
-            case messages.DropHost():
-                self._drop_host(message)
+            case messages.DropHost() | messages.JoinPrefillEngine() | messages.DropPrefillEngine():
+                self._join_or_drop(message)
             case messages.AllowHost(host):
                 assert self._network is not None
                 self._network.allow(host)
+            case messages.ServePrefills():
+                self._link.send(messages.Listens(self._serve_prefills(message)))
+            case messages.SendBlocks(session, move_id, block_ids):
+                assert self._sender is not None
+                self._sender.send(session, move_id, block_ids)
+            case messages.SendEnd(session, end):
+                assert self._sender is not None
+                self._sender.end(session, end)
+            case messages.EndSession(session):
+                assert self._sender is not None
+                self._sender.end_session(session)
             case messages.Inject(faults):
                 assert self._tier is not None
                 self._tier.inject(**faults)
@@ -149,18 +173,45 @@ class _Follower:
         self._is_over.set()
         if self._teller is not None:
             self._teller.join()
-        if self._network is not None:
-            self._network.close()
+        for each in (self._network, self._receiver, self._sender):
+            if each is not None:
+                each.close()
         if self._tier is not None:
             self._tier.close()
-        self._runner = self._tier = self._network = self._teller = None
+        self._runner = self._tier = self._network = self._receiver = self._sender = self._teller = None
         self._is_over.clear()
 
-    def _drop_host(self, message: messages.DropHost) -> None:
-        assert self._network is not None
-        self._network.drop(message.host)
+    def _join_or_drop(self, message: _JoinOrDrop) -> None:
+        """Do what rank 0 says of a CPU host or a prefill engine, at once, in the middle of a step too."""
+        match message:
+            case messages.DropHost(host):
+                assert self._network is not None
+                self._network.drop(host)
+            case messages.JoinPrefillEngine(number, session, address):
+                assert self._receiver is not None
+                self._receiver.join(number, session, address)
+            case messages.DropPrefillEngine(number):
+                assert self._receiver is not None
+                self._receiver.drop(number)
+
+    def _kv_fingerprint(self) -> str:
+        assert self._model is not None and self._config is not None
+        return kv_fingerprint(self._model.family.model, self._config)
+
+    def _serve_prefills(self, message: messages.ServePrefills) -> tuple[str, int]:
+        """Listen for ranks of engines, and return where, as ``messages.Listens`` tells it."""
+        assert self._tier is not None
+        host, port = message.address
+        secret = read_secret(message.secret_file, PREFILL_SECRET_VARIABLE)
+        self._sender = RankSender(
+            self._tier.pool_LBK2SH, fingerprint=self._kv_fingerprint(), secret=secret,
+            address=(host if message.is_local else self._link.own_address, port),
+        )  # fmt: skip
+        host, port = self._sender.address
+        return "" if message.is_local else host, port
 
     def _set_up(self, model: PatchedModel, setup: messages.Setup) -> ModelRunner:
+        self._model, self._config = model, setup.config
         storage = DeviceKVStorage(
             model.spec, num_blocks=setup.num_device_blocks, block_size=setup.config.block_size, dtype=model.dtype,
             device=model.device, layers=model.layers,
@@ -175,11 +226,19 @@ class _Follower:
                     setup.config, self._tier, model.spec, dtype=model.dtype, layers=model.layers,
                     user=HostUser(setup.host_user, self._place.rank, self._place.num_shards * self._place.num_stages),
                 )  # fmt: skip
+            if setup.config.prefill.prefill_engines:
+                self._receiver = RankReceiver(
+                    setup.config.prefill, self._place.rank, self._tier.pool_LBK2SH,
+                    fingerprint=self._kv_fingerprint(),
+                    tell=lambda event: self._tell([event]),
+                )  # fmt: skip
         lockstep = FollowLockstep(
-            self._link, timeout_s=self._welcome.timeout_s, shares_tokens=setup.shares_tokens, drop=self._drop_host
-        )
+            self._link, timeout_s=self._welcome.timeout_s, shares_tokens=setup.shares_tokens,
+            join_or_drop=self._join_or_drop,
+        )  # fmt: skip
         return ModelRunner(
             setup.config, model=model, storage=storage, sampler=None, tier=self._tier,
+            prefills=self._receiver,
             host_threads=setup.host_threads, max_model_len=setup.max_model_len, is_directed=setup.is_directed,
             keep_halted=setup.keep_halted, safepoint=frozenset if setup.has_safepoints else None,
             num_state_slots=setup.num_state_slots, lockstep=lockstep, stage=self._stage,
@@ -197,7 +256,10 @@ class _Follower:
             now = (tier.healthy, tier.is_stalled)
             if events or now != before:
                 before = now
-                try:
-                    self._link.send(messages.Events(events, *now))
-                except PeerLost:
-                    return  # the thread that receives finds that out, too
+                self._tell(events)
+
+    def _tell(self, events: list[HostEvent]) -> None:
+        tier = self._tier
+        assert tier is not None
+        with self._tell_lock, contextlib.suppress(PeerLost):  # the thread that receives finds that out, too
+            self._link.send(messages.Events(events, tier.healthy, tier.is_stalled))

@@ -248,6 +248,19 @@ class RankGroup:
         self.tell(messages.PassRows(rows))
         self.stage.pass_on(rows)
 
+    def serve_prefills(self, address: tuple[str, int], secret_file: str) -> list[tuple[str, int]]:
+        """Have the other ranks of a prefill engine listen; return where they do, with an empty host if as this one.
+
+        Args:
+            address: Where this one will; rank r listens r ports above, or if the port is 0 at any.
+            secret_file: With what engines must know; each rank reads it.
+        """
+        host, port = address
+        for rank, each in enumerate(self._links, 1):
+            is_local = self._config.rank_listen is None
+            each.send(messages.ServePrefills((host, port + rank if port else 0), is_local, secret_file))
+        return [self._answer(each).address for each in self._links]
+
     def begin_engine(self, setup: messages.Setup) -> None:
         """Have the other ranks make their runners; meanwhile this one makes its own, and captures graphs with them."""
         self._has_engine = True
@@ -286,6 +299,19 @@ class RankGroup:
         for each in self._links:
             try:
                 each.send(message)
+            except PeerLost as error:
+                self._lost = str(error)
+                raise
+
+    def tell_each(self, each: Iterable[Any]) -> None:
+        """Send each other rank a message of its own, in their order.
+
+        Raises:
+            PeerLost: One is gone.
+        """
+        for peer, message in zip(self._links, each, strict=True):
+            try:
+                peer.send(message)
             except PeerLost as error:
                 self._lost = str(error)
                 raise

@@ -46,6 +46,8 @@ class LeadRunner(ModelRunner):
 
     def __init__(self, config: Any, *, group: RankGroup, **settings: Any) -> None:
         self._group = group
+        self._lost: list[tuple[HostEvent, frozenset[int]]] = []
+        """What all ranks have lost, with the steps before whose end none may connect to it again."""
         super().__init__(config, **settings)
 
     @torch.inference_mode()
@@ -65,9 +67,23 @@ class LeadRunner(ModelRunner):
     def poll_host(self) -> list[HostEvent]:
         events = super().poll_host()
         if isinstance(self._tier, GroupHostTier):
-            # Steps that were planned before come before this on all ranks, so none begins a token for the next session.
-            self._tier.allow_hosts()
+            # What was planned before the scheduler knows of a loss must not go to the next session: the other ranks are
+            # told such steps before this, and those that this one has still to run are waited for.
+            self._lost += [(lost, self._steps_under_way()) for lost in self._tier.take_lost()]
+            waiting = [(lost, steps & self._steps_under_way()) for lost, steps in self._lost]
+            self._lost = [(lost, steps) for lost, steps in waiting if steps]
+            for lost, steps in waiting:
+                if not steps:
+                    self._tier.allow(lost)
         return events
+
+    def _poll_host(self) -> list[HostEvent]:
+        assert self._tier is not None
+        return self._late_results.take_events() + self._tier.poll()  # which has those of hosts and prefill engines
+
+    def _steps_under_way(self) -> frozenset[int]:
+        """Return the steps that the other ranks were told, and this one has not begun."""
+        return frozenset()
 
     def forget(self, request_id: str) -> None:
         self._group.tell(messages.Forget(request_id))
@@ -97,6 +113,9 @@ class LastStageRunner(LeadRunner):
     def collect(self, step: Any) -> StepOutput:
         self._ended = self._under_way.pop(step.step_id)
         return super().collect(self._launch_here(step))
+
+    def _steps_under_way(self) -> frozenset[int]:
+        return frozenset(self._under_way)
 
     def forget(self, request_id: str) -> None:
         for ended in self._under_way.values():

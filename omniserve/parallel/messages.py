@@ -8,6 +8,7 @@ from typing import Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, StepPlan
+from omniserve.host.prefill_messages import Done, Failed
 from omniserve.ops.collectives import CollectiveCall
 from omniserve.parallel.place import Place
 
@@ -143,10 +144,74 @@ class AllowHost:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinPrefillEngine:
+    """To a rank, also in the middle of a step: rank 0 has joined it; connect to its rank that has the same part."""
+
+    number: int
+    session: str
+    address: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DropPrefillEngine:
+    """To a rank, also in the middle of a step: another one has lost this prefill engine."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Inject:
     """To a rank, in tests: faults of its host tier, the arguments of ``HostTier.inject``."""
 
     faults: dict[str, Any]
+
+
+# -- a prefill engine ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServePrefills:
+    """To a rank of a prefill engine: listen for the ranks of engines."""
+
+    address: tuple[str, int]
+    """Port 0: any."""
+    is_local: bool
+    """It is on the machine of rank 0. Else it listens at its own address instead."""
+    secret_file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listens:
+    """From it: where. An empty host: where rank 0 listens."""
+
+    address: tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlocks:
+    """To it: send its part of the next blocks of a prompt."""
+
+    session: str
+    move_id: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendEnd:
+    """To it: the prompt has ended."""
+
+    session: str
+    message: Done | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession:
+    """To it: an engine is lost."""
+
+    session: str
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

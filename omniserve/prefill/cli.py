@@ -2,7 +2,8 @@
 
     python -m omniserve.prefill --listen HOST:PORT --secret-file FILE --model PATH_OR_HUB_ID
 
-The model must be the same as that of the engines, and so must --block-size and the names of classes.
+The model must be the same as that of the engines, and so must --block-size, the names of classes, and the sizes of
+tensor and pipeline parallel.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m omniserve.prefill",
         allow_abbrev=False,  # Ray gives it the server's flags, of which it takes those that it knows
-        description="Compute prompts for engines that decode, and send them the KV. The model, --block-size and the "
-        "names of classes must be those of the engines.",
+        description="Compute prompts for engines that decode, and send them the KV. The model, --block-size, "
+        "names of classes, --tensor-parallel-size and --pipeline-parallel-size must be those of the engines.",
     )
     parser.add_argument(
         "--listen", required=True, metavar="HOST:PORT", help="address of this machine that engines connect to"
@@ -84,8 +85,8 @@ def run(
         UnsupportedModelError: The model is not supported.
     """
     config = config_from(args)
-    if config.prefill.prefill_engines or config.parallel.num_ranks > 1:
-        raise ValueError("a prefill engine is one process, and asks no others: leave out the flags for that")
+    if config.prefill.prefill_engines:
+        raise ValueError("a prefill engine asks no others: leave out --prefill-engines")
     config = dataclasses.replace(config, prefill=dataclasses.replace(config.prefill, is_prefill_engine=True))
     if config.execution.async_steps is None:  # a step that is launched ahead would delay the KV of the one before it
         config = dataclasses.replace(config, execution=dataclasses.replace(config.execution, async_steps=False))
@@ -95,11 +96,13 @@ def run(
     )
     engine = loader(lambda message: logging.getLogger("omniserve.prefill").info("%s", message))
     # These import torch, for which --help need not wait.
-    from omniserve.engine.fingerprint import kv_fingerprint
+    from omniserve.layers.kv_fingerprint import kv_fingerprint
     from omniserve.prefill.server import PrefillServer
 
     with engine:
         fingerprint = kv_fingerprint(engine.model.family.model, config)
-        server = PrefillServer(engine, fingerprint=fingerprint, secret=secret, address=address)
+        server = PrefillServer(
+            engine, fingerprint=fingerprint, secret=secret, secret_file=args.secret_file, address=address
+        )
         on_start(server)
         server.run()

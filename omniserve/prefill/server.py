@@ -10,95 +10,42 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from omniserve import __version__
 from omniserve.core import link
 from omniserve.core.errors import PeerLost, RequestRejected
-from omniserve.core.link import Link
 from omniserve.core.plan import RemotePrefill, StepPlan
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.engine.engine import Engine
-from omniserve.engine.network import require_shared_kv
-from omniserve.host.prefill_messages import Alive, Ask, Blocks, Cancel, Done, Failed, Hello, Refused, Welcome
+from omniserve.engine.network import NO_STATES_OF_RANKS, require_shared_kv
+from omniserve.host.prefill_messages import Ask, Blocks, Cancel, Done, Failed, Hello, Refused, Welcome
+from omniserve.host.prefill_session import Listener, Session, bytes_of
 from omniserve.kv.base import KeepsPrefixesOnHost
 from omniserve.kv.prefix_cache import PrefixKeys
+from omniserve.parallel import messages
 
 logger = logging.getLogger(__name__)
 
-_HELLO_S, _ALIVE_S, _LOOK_S = 10.0, 1.0, 0.2
+_HELLO_S, _LOOK_S = 10.0, 0.2
 _STEP_WAIT_S = 0.001
 _HAND_OVER_S = 0.05
 """So long the next step waits at most for copies of latency-sensitive prompts to the host."""
-_LONGEST_STEP_S = 60.0
-"""An engine whose step takes longer does not say that it is alive any more."""
 _PIECE_BYTES, _MOST_QUEUED_BYTES = 4 << 20, 64 << 20
 _PATIENCE = 50
 """Steps in which the blocks of a prompt that is computed must come to the host."""
-
-
-class _Session:
-    """An engine that asks: its connection, and the threads that receive and send."""
-
-    def __init__(self, peer: Link, inbox: queue.SimpleQueue[tuple[_Session, object]]) -> None:
-        self.peer = peer
-        self.turned_s = time.monotonic()
-        """When the thread with the engine's steps was last seen to get on."""
-        self.queued_bytes = 0
-        """Of blocks that are to be sent."""
-        self._inbox = inbox
-        self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        for target in (self._receive, self._send):
-            threading.Thread(target=target, name="prefill-link", daemon=True).start()
-
-    def send(self, message: object) -> None:
-        """Send a message, in the order of these calls; this does not wait."""
-        if isinstance(message, Blocks):
-            with self._lock:
-                self.queued_bytes += len(message.data)
-        self._outbox.put(message)
-
-    def close(self) -> None:
-        """End the connection and the threads."""
-        self._outbox.put(None)
-        self.peer.shut_down()
-
-    def _receive(self) -> None:
-        try:
-            while True:
-                self._inbox.put((self, self.peer.receive()))
-        except (PeerLost, OSError) as error:
-            self._inbox.put((self, error))
-
-    def _send(self) -> None:
-        with contextlib.suppress(PeerLost):  # the other thread finds that out, too
-            while True:
-                try:
-                    message = self._outbox.get(timeout=_ALIVE_S)
-                except queue.Empty:
-                    if time.monotonic() - self.turned_s > _LONGEST_STEP_S:
-                        continue
-                    message = Alive()
-                if message is None:
-                    return
-                self.peer.send(message)
-                if isinstance(message, Blocks):
-                    with self._lock:
-                        self.queued_bytes -= len(message.data)
 
 
 @dataclass(slots=True)
 class _Export:
     """A prompt that is computed for a session."""
 
-    session: _Session
+    session: Session
     move_id: int
     request_id: str
     keys: Sequence[bytes]
@@ -127,7 +74,8 @@ class PrefillServer:
         engine: Computes the prompts. ``close`` does not close it.
         fingerprint: ``kv_fingerprint`` of it.
         secret: What an engine must know.
-        address: Where to listen; port 0: any.
+        secret_file: The file with it, which the engine's other ranks read if it has any.
+        address: Where to listen; port 0: any. Rank r listens r ports above.
 
     Raises:
         OSError: The address cannot be used.
@@ -135,8 +83,11 @@ class PrefillServer:
     """
 
     def __init__(
-        self, engine: Engine, *, fingerprint: str, secret: bytes, address: tuple[str, int] = ("127.0.0.1", 0)
-    ) -> None:
+        self, engine: Engine, *, fingerprint: str, secret: bytes, secret_file: str = "",
+        address: tuple[str, int] = ("127.0.0.1", 0),
+    ) -> None:  # fmt: skip
+        if engine.spec.state_bytes and engine.group is not None:
+            raise ValueError(NO_STATES_OF_RANKS)
         if engine.spec.state_bytes and engine.config.execution.async_steps is not False:
             raise ValueError("with async_steps a step launched ahead could overwrite recurrent states: set it to False")
         require_shared_kv(engine.config, engine.host_tier, engine.kv, "prefill engines")
@@ -147,17 +98,18 @@ class PrefillServer:
             engine.on_step = self._keep_states
         self._fingerprint, self._secret = fingerprint, secret
         self._block_bytes = self._pool_LBK2SH[:, 0].nbytes
-        self._inbox: queue.SimpleQueue[tuple[_Session, object]] = queue.SimpleQueue()
-        self._sessions: set[_Session] = set()
+        self._inbox: queue.SimpleQueue[tuple[Session, object]] = queue.SimpleQueue()
+        self._sessions: set[Session] = set()
         self._exports: dict[str, _Export] = {}
         self._num_requests = 0
         self.counters = _Counters()
         self._is_closed = threading.Event()
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._listener = socket.create_server(address, family=family)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._group, self._ranks = engine.group, list[tuple[str, int]]()
+        if self._group is not None:
+            self._ranks = self._group.serve_prefills(address, secret_file)
+        self._listener = Listener(address, self._greet)
+        self.address = self._listener.address
         """Where it listens."""
-        threading.Thread(target=self._accept, name="prefill-accept", daemon=True).start()
 
     def run(self) -> None:
         """Compute prompts until ``close``.
@@ -171,6 +123,10 @@ class PrefillServer:
         finally:
             for session in self._sessions:
                 session.close()
+
+    def _tell_ranks(self, message: messages.SendBlocks | messages.SendEnd | messages.EndSession) -> None:
+        if self._group is not None:
+            self._group.tell(message)
 
     def _turn(self) -> None:
         """Take messages, run a step if there is something to do, and send what has come of it."""
@@ -210,22 +166,9 @@ class PrefillServer:
     def close(self) -> None:
         """Have ``run`` return. May be called from any thread, and from a signal's handler."""
         self._is_closed.set()
-        with contextlib.suppress(OSError):  # it is closed
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     # -- connections -----------------------------------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        while not self._is_closed.is_set():
-            try:
-                connection, address = self._listener.accept()
-            except OSError as error:
-                if not self._is_closed.is_set():
-                    logger.error("no engine can connect any more: %s", error)
-                return
-            name = f"the engine at {address[0]}:{address[1]}"
-            threading.Thread(target=self._greet, args=(connection, name), name="prefill-greet", daemon=True).start()
 
     def _greet(self, connection: socket.socket, name: str) -> None:
         """Let a new connection prove itself, and see that its engine has the same model."""
@@ -237,19 +180,24 @@ class PrefillServer:
                 peer.close()
                 logger.warning("%s is refused: %s", name, why)
                 return
-            peer.send(Welcome())
+            session_id = secrets.token_hex(16)
+            peer.send(Welcome(session_id, tuple((host or peer.own_address, port) for host, port in self._ranks)))
         except PeerLost as error:
             logger.warning("a connection is refused: %s", error)
             return
         logger.info("%s has joined", name)
-        session = _Session(peer, self._inbox)
+        session = Session(peer, session_id, lambda session, message: self._inbox.put((session, message)))
         self._inbox.put((session, None))
+        session.start()
 
     def _why_refused(self, hello: object) -> str | None:
         if not isinstance(hello, Hello):
             return f"it sends {type(hello).__name__}"
         if hello.version != __version__:
             return f"it runs OmniServe {hello.version}, and this one {__version__}"
+        parallel = self._engine.config.parallel
+        if hello.parallel != (parallel.tensor_parallel_size, parallel.pipeline_parallel_size):
+            return "it has other sizes of tensor and pipeline parallel: give both the same"
         own = (self._block_bytes, self._engine.spec.state_bytes, self._fingerprint)
         if (hello.block_bytes, hello.state_bytes, hello.fingerprint) != own:
             return "it has another model, other weights, another dtype or block_size"
@@ -258,9 +206,10 @@ class PrefillServer:
             return f"it has classes that are not known here: {', '.join(unknown)}; give both the same"
         return None
 
-    def _end(self, session: _Session) -> None:
+    def _end(self, session: Session) -> None:
         """Forget an engine and what it has asked for."""
         self._sessions.discard(session)
+        self._tell_ranks(messages.EndSession(session.id))
         for export in [export for export in self._exports.values() if export.session is session]:
             self._drop(export)
         session.close()
@@ -275,6 +224,7 @@ class PrefillServer:
                 blocks = False
                 match message:
                     case None:
+                        session.turned_s = time.monotonic()
                         self._sessions.add(session)
                     case Ask(prefill):
                         self._begin(session, prefill)
@@ -284,7 +234,7 @@ class PrefillServer:
                         logger.warning("%s is lost: %s", session.peer.name, message)
                         self._end(session)
 
-    def _begin(self, session: _Session, prefill: RemotePrefill) -> None:
+    def _begin(self, session: Session, prefill: RemotePrefill) -> None:
         self.counters.asked += 1
         self._num_requests += 1
         request_id = f"prefill-{self._num_requests}"
@@ -307,7 +257,7 @@ class PrefillServer:
             return
         self._exports[request_id] = export
 
-    def _cancel(self, session: _Session, move_id: int) -> None:
+    def _cancel(self, session: Session, move_id: int) -> None:
         for export in list(self._exports.values()):
             if export.session is session and export.move_id == move_id:
                 self._drop(export)
@@ -320,6 +270,7 @@ class PrefillServer:
     def _fail(self, export: _Export, why: str) -> None:
         self.counters.failed += 1
         export.session.send(Failed(export.move_id, why))
+        self._tell_ranks(messages.SendEnd(export.session.id, Failed(export.move_id, "")))
 
     def _send_blocks(self, export: _Export) -> None:
         """Send what has come to the host of a prompt, and its end."""
@@ -331,8 +282,8 @@ class PrefillServer:
                 break
             blocks.append(block)
         if blocks:
-            data = self._pool_LBK2SH[:, blocks].transpose(0, 1).contiguous().view(torch.uint8).numpy().tobytes()
-            export.session.send(Blocks(export.move_id, data))
+            self._tell_ranks(messages.SendBlocks(export.session.id, export.move_id, tuple(blocks)))
+            export.session.send(Blocks(export.move_id, bytes_of(self._pool_LBK2SH, blocks)))
             export.num_sent += len(blocks)
             self.counters.blocks_sent += len(blocks)
             export.num_waits = 0
@@ -341,6 +292,7 @@ class PrefillServer:
             del self._exports[export.request_id]
             self.counters.done += 1
             export.session.send(Done(export.move_id, export.states))
+            self._tell_ranks(messages.SendEnd(export.session.id, Done(export.move_id)))
 
     def _give_up_if_stuck(self, export: _Export) -> None:
         """End a prompt that is computed, and of which no more comes to the host."""

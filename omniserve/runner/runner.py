@@ -22,7 +22,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, StepOutput, StepPlan
 from omniserve.host.cores import CoreSplit
 from omniserve.host.disk import DiskTier
-from omniserve.host.prefill_engines import PrefillEngines
+from omniserve.host.prefill_receiver import PrefillReceiver
 from omniserve.host.remote import NetworkHosts
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
@@ -74,7 +74,7 @@ class ModelRunner:
         self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, sampler: Sampler | None,
         tier: HostTier | None, host_threads: int, max_model_len: int, is_directed: bool, keep_halted: bool,
         safepoint: Callable[[], Set[str]] | None, num_state_slots: int, disk: DiskTier | None = None,
-        hosts: NetworkHosts | None = None, prefills: PrefillEngines | None = None, lockstep: Lockstep | None = None,
+        hosts: NetworkHosts | None = None, prefills: PrefillReceiver | None = None, lockstep: Lockstep | None = None,
         stage: StageLink | None = None,
     ) -> None:  # fmt: skip
         self._lockstep = lockstep = lockstep or Lockstep()
@@ -224,6 +224,14 @@ class ModelRunner:
         """Return the host tier's events, those first that came while a step waited for other ones; once, its death."""
         if self._tier is None:
             return []
+        events = self._poll_host()
+        if self._host_was_healthy and not self._tier.healthy:
+            self._host_was_healthy = False
+            events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
+        return events
+
+    def _poll_host(self) -> list[HostEvent]:
+        assert self._tier is not None
         events = self._late_results.take_events() + self._tier.poll()
         if self._hosts is not None:
             events = self._hosts.poll(events)
@@ -231,9 +239,6 @@ class ModelRunner:
             events += self._disk.poll()
         if self._prefills is not None:
             events += self._prefills.poll()
-        if self._host_was_healthy and not self._tier.healthy:
-            self._host_was_healthy = False
-            events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
         return events
 
     def forget(self, request_id: str) -> None:

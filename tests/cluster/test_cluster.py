@@ -149,9 +149,13 @@ def test_ranks_share_cpu_hosts(start: Callable[..., Cluster]) -> None:
 
 
 @pytest.mark.slow
-def test_a_prefill_engine_is_started_again(start: Callable[..., Cluster]) -> None:
-    (port,) = _free_ports(1)
-    cluster = start("--prefill-engines", "1", "--prefill-port", str(port), server=("--prefill-placement", "always"))
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_prefill_engine_is_started_again(start: Callable[..., Cluster], num_ranks: int) -> None:
+    port, rank_port = _free_ports(2)
+    ranks = ("--tensor-parallel-size", str(num_ranks), "--rank-port", str(rank_port))
+    cluster = start(
+        "--prefill-engines", "1", "--prefill-port", str(port), *ranks, server=("--prefill-placement", "always")
+    )
 
     def goes_there() -> bool:
         prompt = f"{time.monotonic()}: " + "once upon a time " * 30
@@ -187,10 +191,8 @@ def test_a_rank_is_started_again(start: Callable[..., Cluster], parallel: str) -
     ("options", "told"),
     [
         ([], "give --cpu-hosts, --prefill-engines, --tensor-parallel-size or"),
-        (["--prefill-engines", "1", "--tensor-parallel-size", "2"], "--prefill-engines are for a model on one rank"),
         (["--cpu-hosts", "-1"], "--cpu-hosts must be >= 0"),
         (["--tensor-parallel-size", "0"], "--tensor-parallel-size must be >= 1"),
-        (["--prefill-engines", "1", "--pipeline-parallel-size", "2"], "--prefill-engines are for a model on one rank"),
         (["--cpu-hosts", "1", "--cpu-host-kv-gib", "0"], "--cpu-host-kv-gib must be > 0"),
         (["--cpu-hosts", "1", "--cpu-host-threads", "0"], "--cpu-host-threads must be >= 1"),
     ],

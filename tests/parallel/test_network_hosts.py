@@ -119,7 +119,7 @@ _LOST = _told(HostEventKind.HOST_LOST)
 def test_a_host_has_joined_when_all_ranks_have_it_and_is_lost_once() -> None:
     dropped: list[int] = []
     allowed: list[int] = []
-    merge = EventMerge(2, drop=dropped.append, allow=allowed.append)
+    merge = EventMerge(2, drop=lambda lost: dropped.append(lost.host), allow=lambda lost: allowed.append(lost.host))
     for _ in range(2):
         assert merge.add([_joined(7)]) == []
         (joined,) = merge.add([_joined(5)])
@@ -133,7 +133,7 @@ def test_a_host_has_joined_when_all_ranks_have_it_and_is_lost_once() -> None:
 def test_a_host_that_one_rank_never_reached_has_not_joined() -> None:
     dropped: list[int] = []
     allowed: list[int] = []
-    merge = EventMerge(2, drop=dropped.append, allow=allowed.append)
+    merge = EventMerge(2, drop=lambda lost: dropped.append(lost.host), allow=lambda lost: allowed.append(lost.host))
     assert merge.add([_joined(5), _LOST]) == [] and dropped == [1]
     assert merge.add([_LOST]) == [] and allowed == [1]  # the other one was told to give up
     assert merge.add([_joined(5)]) == [] and len(merge.add([_joined(5)])) == 1
@@ -141,7 +141,7 @@ def test_a_host_that_one_rank_never_reached_has_not_joined() -> None:
 
 def test_a_join_that_was_on_the_way_as_the_host_was_lost_does_not_count() -> None:
     allowed: list[int] = []
-    merge = EventMerge(2, drop=lambda host: None, allow=allowed.append)
+    merge = EventMerge(2, allow=lambda lost: allowed.append(lost.host))
     assert merge.add([_joined(5), _LOST]) == []
     assert merge.add([_joined(5)]) == [] and not allowed
     assert merge.add([_LOST]) == [] and allowed == [1]

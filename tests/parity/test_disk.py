@@ -13,9 +13,9 @@ import torch
 
 from omniserve import Engine, EngineConfig, Request, SamplingParams, patch, unpatch
 from omniserve.core.config import DiskKVConfig, ExecutionConfig
-from omniserve.engine.fingerprint import kv_fingerprint
 from omniserve.host.disk_file import DiskFile
 from omniserve.kv.base import Tier
+from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.sched import SCHEDULERS
 from tests.parity.engine_histories import run_histories
 from tests.parity.models import tiny_model

@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 
 from omniserve import Engine, EngineConfig, PrefillConfig, patch
 from omniserve.engine.capacity import pool_bytes
-from omniserve.engine.fingerprint import kv_fingerprint
+from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.prefill.server import PrefillServer
 from tests.engine_settings import flat_config
+from tests.parallel.ranks import ranks_of
 from tests.parity.models import MODELS, tiny_model
 from tests.parity.zoo import tiny
 
@@ -48,7 +49,10 @@ class Server:
 
     def __init__(self, process: BaseProcess, pipe: Connection) -> None:
         self.process, self._pipe = process, pipe
-        self.address: tuple[str, int] = pipe.recv()
+        self.address: tuple[str, int]
+        self.rank_pids: list[int]
+        """Of its ranks but rank 0."""
+        self.address, self.rank_pids = pipe.recv()
 
     def stats(self) -> dict[str, int]:
         """Return its counters."""
@@ -65,12 +69,17 @@ class Server:
 
 
 @contextlib.contextmanager
-def prefill_server(family: str, port: int = 0, dtype: str = "float32", **settings: Any) -> Iterator[Server]:
-    """Run a prefill engine with a tiny model of its own."""
+def prefill_server(
+    family: str, port: int = 0, dtype: str = "float32", *, ranks: tuple[int, int] = (1, 1), secret_file: str = "",
+    rank_timeout_s: float = 20.0, **settings: Any,
+) -> Iterator[Server]:  # fmt: skip
+    """Run a prefill engine with a tiny model of its own, of so many shards and stages."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     pipe, other = context.Pipe()
-    process = context.Process(target=_serve, args=(family, port, dtype, settings, other))
+    process = context.Process(
+        target=_serve, args=(family, port, dtype, ranks, secret_file, rank_timeout_s, settings, other)
+    )
     process.start()
     other.close()
     server = Server(process, pipe)
@@ -80,15 +89,26 @@ def prefill_server(family: str, port: int = 0, dtype: str = "float32", **setting
         server.close()
 
 
-def _serve(family: str, port: int, dtype: str, settings: dict[str, Any], pipe: Connection) -> None:
+def _serve(
+    family: str, port: int, dtype: str, ranks: tuple[int, int], secret_file: str, rank_timeout_s: float,
+    settings: dict[str, Any], pipe: Connection,
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
-    model = patch(model_of(family, getattr(torch, dtype)), compile=False)
-    config = config_of(model, prefill=PrefillConfig(is_prefill_engine=True), **settings)
-    with Engine(model, config) as engine:
+    with contextlib.ExitStack() as stack:
+        if ranks == (1, 1):
+            model, group, parallel = patch(model_of(family, getattr(torch, dtype)), compile=False), None, None
+        else:
+            model, group, parallel = stack.enter_context(
+                ranks_of(family, ranks[0], num_stages=ranks[1], timeout_s=rank_timeout_s)
+            )
+            settings = {**settings, "parallel": parallel}
+        config = config_of(model, prefill=PrefillConfig(is_prefill_engine=True), **settings)
+        engine = stack.enter_context(Engine(model, config, group=group))
         server = PrefillServer(
-            engine, fingerprint=kv_fingerprint(model, config), secret=SECRET.encode(), address=("127.0.0.1", port)
-        )
-        pipe.send(server.address)
+            engine, fingerprint=kv_fingerprint(model, config), secret=SECRET.encode(), secret_file=secret_file,
+            address=("127.0.0.1", port),
+        )  # fmt: skip
+        pipe.send((server.address, group.pids if group is not None else []))
 
         def answer() -> None:
             with contextlib.suppress(EOFError):

@@ -1,0 +1,209 @@
+"""What ranks other than rank 0 do for prefill engines: their part of the KV goes from rank to rank.
+
+Rank 0 of an engine asks rank 0 of the prefill engine, and tells its other ranks where to connect. On either side a rank
+has the same blocks as rank 0, with the KV of its own heads and layers.
+
+Paper: omniserve 5.4.4.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from omniserve import __version__
+from omniserve.core import link
+from omniserve.core.config import PREFILL_SECRET_VARIABLE, PrefillConfig
+from omniserve.core.errors import PeerLost, PeerRefused
+from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
+from omniserve.host.prefill_engines import engine_name
+from omniserve.host.prefill_messages import Blocks, Done, Failed, HelloOfRank, Refused, Welcome
+from omniserve.host.prefill_receiver import Order, PrefillReceiver, Sender
+from omniserve.host.prefill_session import Listener, Session, bytes_of
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_S = 5.0
+
+
+class RankReceiver(PrefillReceiver):
+    """Takes a rank's part of the KV from ranks of prefill engines.
+
+    Args:
+        config: Of the engine.
+        rank: This one's.
+        pool_LBK2SH: Its host tier's pool.
+        fingerprint: ``kv_fingerprint`` of its part of the model.
+        tell: Called from threads with each event.
+
+    Raises:
+        OSError, ValueError: The secret cannot be read.
+    """
+
+    def __init__(
+        self, config: PrefillConfig, rank: int, pool_LBK2SH: Tensor, *, fingerprint: str,
+        tell: Callable[[HostEvent], None],
+    ) -> None:  # fmt: skip
+        super().__init__(
+            [f"rank {rank} of {engine_name(address)}" for address in config.prefill_engines], pool_LBK2SH,
+            state_bytes=0, timeout_s=config.prefill_timeout_s, clock=lambda: 0.0,  # rank 0 takes the time
+        )  # fmt: skip
+        assert config.prefill_secret_file is not None
+        self._secret = link.read_secret(config.prefill_secret_file, PREFILL_SECRET_VARIABLE)
+        self._tell_rank_0, self._fingerprint = tell, fingerprint
+        self._has_started = threading.Condition(self._lock)
+        self._is_dropped = [False for _ in self._senders]
+        self._threads: dict[int, threading.Thread] = {}
+        """By number, those of the last connections."""
+
+    def join(self, number: int, session: str, address: tuple[str, int]) -> None:
+        """Connect to this rank's counterpart in a prefill engine that rank 0 has joined.
+
+        PREFILL_JOINED tells when that is done, and PREFILL_LOST once when it is over.
+        """
+        self._is_dropped[number - 1] = self._is_closed.is_set()
+        self._threads[number] = threading.Thread(
+            target=self._serve, args=(self._senders[number - 1], session, address), name=f"prefill-{number}",
+            daemon=True,
+        )  # fmt: skip
+        self._threads[number].start()
+
+    def drop(self, number: int) -> None:
+        """Give up a prefill engine, because another rank has lost it."""
+        with self._has_started:
+            self._is_dropped[number - 1] = True
+            if (peer := self._senders[number - 1].link) is not None:
+                peer.shut_down()
+            self._has_started.notify_all()
+
+    def cancel(self, move_id: int) -> None:
+        """Do nothing: rank 0 tells the engine, whose ranks all end the prefill."""
+
+    def close(self) -> None:
+        """End the connections."""
+        with self._lock:
+            self._is_closed.set()
+            receiving = [self._threads[sender.number] for sender in self._senders if sender.link is not None]
+        for sender in self._senders:
+            self.drop(sender.number)
+        for thread in receiving:  # others, which still connect, will see that nobody wants it
+            thread.join()
+
+    def _serve(self, sender: Sender, session: str, address: tuple[str, int]) -> None:
+        try:
+            peer = link.connect(address, self._secret, _CONNECT_S, sender.name)
+        except (PeerLost, OSError) as error:
+            self._give_up(sender, error)
+            return
+        try:
+            peer.send(HelloOfRank(session, self._fingerprint, self._block_bytes))
+            answer = peer.receive(self._timeout_s)
+            if not isinstance(answer, Welcome):
+                raise PeerRefused(answer.why if isinstance(answer, Refused) else f"it answers {type(answer).__name__}")
+            with self._lock:
+                if self._is_dropped[sender.number - 1]:
+                    raise PeerLost("another rank has lost it meanwhile")
+                sender.link = peer
+                self._tell(HostEvent(kind=HostEventKind.PREFILL_JOINED, host=sender.number))
+        except PeerLost as error:
+            self._give_up(sender, error)
+        else:
+            self._receive(sender, peer)
+        finally:
+            peer.close()
+
+    def _give_up(self, sender: Sender, error: Exception) -> None:
+        if not self._is_closed.is_set():
+            logger.warning("%s cannot be used: %s", sender.name, error)
+            self._tell(HostEvent(kind=HostEventKind.PREFILL_LOST, host=sender.number))
+
+    def _order(self, sender: Sender, move_id: int) -> Order:
+        """Return the order that a message is about; wait for it, as the step that begins it may come later here."""
+        with self._has_started:
+            self._has_started.wait_for(
+                lambda: move_id in sender.orders or self._is_dropped[sender.number - 1], self._timeout_s
+            )
+        return super()._order(sender, move_id)
+
+    def _on_start(self, sender: Sender, prefill: RemotePrefill) -> None:
+        self._has_started.notify_all()
+
+    def _tell(self, event: HostEvent) -> None:
+        self._tell_rank_0(event)
+
+
+class RankSender:
+    """Sends a rank's part of the KV of prompts to ranks of engines, for a prefill engine.
+
+    Args:
+        pool_LBK2SH: The rank's host pool.
+        fingerprint: ``kv_fingerprint`` of its part of the model.
+        secret: What an engine must know.
+        address: Where to listen; port 0: any.
+
+    Raises:
+        OSError: The address cannot be used.
+    """
+
+    def __init__(self, pool_LBK2SH: Tensor, *, fingerprint: str, secret: bytes, address: tuple[str, int]) -> None:
+        self._pool_LBK2SH, self._fingerprint, self._secret = pool_LBK2SH, fingerprint, secret
+        self._lock = threading.Lock()
+        self._sessions: dict[str, Session] = {}
+        self._listener = Listener(address, self._greet)
+        self.address = self._listener.address
+        """Where it listens."""
+
+    def send(self, session: str, move_id: int, blocks: Sequence[int]) -> None:
+        """Send the next blocks of a prompt."""
+        self._send(session, Blocks(move_id, bytes_of(self._pool_LBK2SH, blocks)))
+
+    def end(self, session: str, message: Done | Failed) -> None:
+        """Send how a prompt has ended."""
+        self._send(session, message)
+
+    def _send(self, session: str, message: object) -> None:
+        with self._lock:
+            peer = self._sessions.get(session)
+        if peer is not None:  # else its engine has not come, or has gone
+            peer.send(message)
+
+    def end_session(self, session: str) -> None:
+        """End the connection to an engine that rank 0 has lost."""
+        with self._lock:
+            peer = self._sessions.pop(session, None)
+        if peer is not None:
+            peer.close()
+
+    def close(self) -> None:
+        """Accept nobody any more, and end all connections."""
+        self._listener.close()
+        with self._lock:
+            sessions = list(self._sessions)
+        for session in sessions:
+            self.end_session(session)
+
+    def _greet(self, connection: socket.socket, name: str) -> None:
+        try:
+            peer = link.accept(connection, self._secret, name)
+            hello = peer.receive(_CONNECT_S)
+            if (why := self._why_refused(hello)) is not None:
+                peer.send(Refused(f"it refuses this rank: {why}"))
+                peer.close()
+                return
+            with self._lock:
+                peer.send(Welcome())  # with the lock, so that nothing is sent before it
+                session = self._sessions[hello.session] = Session(peer, hello.session, lambda session, message: None)
+            session.start()
+        except PeerLost as error:
+            logger.warning("a connection is refused: %s", error)
+
+    def _why_refused(self, hello: object) -> str | None:
+        if not isinstance(hello, HelloOfRank) or hello.version != __version__:
+            return f"it expects a rank of an engine with OmniServe {__version__}"
+        if (hello.fingerprint, hello.block_bytes) != (self._fingerprint, self._pool_LBK2SH[:, 0].nbytes):
+            return "it has other weights in its part of the model"
+        return None
