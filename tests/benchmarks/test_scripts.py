@@ -23,6 +23,7 @@ TINY = {
     "--window-s 0.2 --repeats 1",
     "tensor_parallel": "--decodes 1 --chunk 8 --rounds 1",
     "pipeline_parallel": "--decodes 1 --prompts 1 --rounds 1",
+    "nixl_link": "--arms tcp --rows 1 --blocks 1 --rounds 3 --turns 2",
     "prefill_apart": "--lengths 100 --chunk 64 --rounds 1",
     "scaling": "--rates 2 --tpots 0.2 --seconds 10",
     "shared_cores": "--shares 0 0.5 --requests 2 --steps 2 --repeats 1 "
