@@ -260,6 +260,7 @@ class _Follower:
 
     def _tell(self, events: list[HostEvent]) -> None:
         tier = self._tier
-        assert tier is not None
+        if tier is None:
+            return  # the engine has ended
         with self._tell_lock, contextlib.suppress(PeerLost):  # the thread that receives finds that out, too
             self._link.send(messages.Events(events, tier.healthy, tier.is_stalled))

@@ -7,6 +7,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,6 +138,20 @@ def test_a_secret_is_long_enough(tmp_path: Any) -> None:
         link.read_secret(str(file))
     file.write_text("long enough, and more\n")
     assert link.read_secret(str(file)) == b"long enough, and more"
+
+
+def test_the_environment_has_the_secret_if_there_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "secret"
+    with pytest.raises(FileNotFoundError):
+        link.read_secret(str(file), "A_SECRET")
+    monkeypatch.setenv("A_SECRET", "of the environment, long enough")
+    assert link.read_secret(str(file), "A_SECRET") == b"of the environment, long enough"
+    file.write_text("of the file, long enough")
+    assert link.read_secret(str(file), "A_SECRET") == b"of the file, long enough"
+    file.unlink()
+    monkeypatch.setenv("A_SECRET", "short")
+    with pytest.raises(ValueError, match="A_SECRET must hold a secret"):
+        link.read_secret(str(file), "A_SECRET")
 
 
 def test_a_message_that_was_damaged_ends_the_connection(pair: tuple[Link, socket.socket]) -> None:
