@@ -36,7 +36,7 @@ class Session:
     def __init__(self, peer: Link, session_id: str, on_message: Callable[[Session, object], None]) -> None:
         self.peer, self.id = peer, session_id
         self.turned_s: float | None = None
-        """When the thread with the engine's steps was last seen to get on; None: nobody looks."""
+        """When the engine last began a step or looked for messages; None: the session always says that it is alive."""
         self.queued_bytes = 0
         """Of blocks that are to be sent."""
         self._on_message = on_message
@@ -105,7 +105,7 @@ class Listener:
         threading.Thread(target=self._accept, name="prefill-accept", daemon=True).start()
 
     def close(self) -> None:
-        """Accept nobody any more. May be called from any thread, and from a signal's handler."""
+        """Stop listening. May be called from any thread, and from a signal's handler."""
         self._is_closed.set()
         with contextlib.suppress(OSError):  # it is closed
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -210,10 +210,8 @@ class HostServer:
     def _complete(self, peer: link.Link, hello: Mapping[str, Any], name: str) -> tuple[Any, Callable[[], None]]:
         """Give a session its second connection."""
         with self._lock:
-            tokens = {session.token: session for session in self._sessions.values()}
-        session = next(
-            (each for token, each in tokens.items() if secrets.compare_digest(token, hello["session"])), None
-        )
+            sessions = list(self._sessions.values())
+        session = next((each for each in sessions if secrets.compare_digest(each.token, hello["session"])), None)
         if session is None or session.is_whole.is_set():
             raise OmniServeError("there is no such session")
 

@@ -256,9 +256,11 @@ class RankGroup:
             secret_file: With what engines must know; each rank reads it.
         """
         host, port = address
-        for rank, each in enumerate(self._links, 1):
-            is_local = self._config.rank_listen is None
-            each.send(messages.ServePrefills((host, port + rank if port else 0), is_local, secret_file))
+        is_local = self._config.rank_listen is None
+        self.tell_each(
+            messages.ServePrefills((host, port + rank if port else 0), is_local, secret_file)
+            for rank in range(1, self.size)
+        )
         return [self._answer(each).address for each in self._links]
 
     def begin_engine(self, setup: messages.Setup) -> None:
@@ -296,12 +298,7 @@ class RankGroup:
         Raises:
             PeerLost: One is gone.
         """
-        for each in self._links:
-            try:
-                each.send(message)
-            except PeerLost as error:
-                self._lost = str(error)
-                raise
+        self.tell_each([message] * len(self._links))
 
     def tell_each(self, each: Iterable[Any]) -> None:
         """Send each other rank a message of its own, in their order.

@@ -90,7 +90,7 @@ class RankReceiver(PrefillReceiver):
             receiving = [self._threads[sender.number] for sender in self._senders if sender.link is not None]
         for sender in self._senders:
             self.drop(sender.number)
-        for thread in receiving:  # others, which still connect, will see that nobody wants it
+        for thread in receiving:  # one that still connects ends by itself, as its engine is marked as dropped
             thread.join()
 
     def _serve(self, sender: Sender, session: str, address: tuple[str, int]) -> None:
@@ -179,7 +179,7 @@ class RankSender:
             peer.close()
 
     def close(self) -> None:
-        """Accept nobody any more, and end all connections."""
+        """Stop listening, and end all connections."""
         self._listener.close()
         with self._lock:
             sessions = list(self._sessions)

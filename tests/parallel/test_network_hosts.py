@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tests.host.helpers import shorten_pauses
 from tests.host.proxy import Proxy
 from tests.parallel.ranks import ranks_of, reference_of
 from tests.parity.engine_histories import run_histories
-from tests.parity.test_network import SECRET, hosts_behind_proxies
+from tests.parity.test_network import hosts_behind_proxies
 from tests.quick import slow_except
 
 _BLOCK = 8
@@ -23,13 +22,6 @@ _BLOCK = 8
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_pauses(monkeypatch)
-
-
-@pytest.fixture
-def secret_file(tmp_path: Path) -> str:
-    path = tmp_path / "secret"
-    path.write_text(SECRET)
-    return str(path)
 
 
 def _small(model: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,23 +23,13 @@ from tests.host.proxy import Proxy
 from tests.parallel.ranks import ranks_of, reference_of, whole_model
 from tests.parity.engine_histories import Reference, Tally, run_histories, run_history
 from tests.parity.test_network import cuts
-from tests.prefill.servers import SECRET, Server, config_of, prefill_server
+from tests.prefill.servers import Server, config_of, make_quick, prefill_server
 from tests.quick import slow_except
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefixes of a block are worth a copy, and what was lost is tried again soon."""
-    monkeypatch.setattr("omniserve.sched.prefixes.LEAST_RESTORED_TOKENS", 8)
-    monkeypatch.setattr("omniserve.host.prefill_engines._FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("omniserve.host.prefill_engines._LONGEST_PAUSE_S", 0.05)
-
-
-@pytest.fixture
-def secret_file(tmp_path: Path) -> str:
-    path = tmp_path / "secret"
-    path.write_text(SECRET)
-    return str(path)
+    make_quick(monkeypatch)
 
 
 def _small(model: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +20,8 @@ from omniserve.host.prefill_messages import Done, Failed, Refused, Welcome
 from omniserve.host.remote import NetworkHosts
 from omniserve.parallel.prefill import RankReceiver, RankSender
 from tests.host.helpers import BLOCK_SIZE, make_spec, make_tier, wait_until
+from tests.prefill.servers import SECRET
 
-SECRET = "a secret of some length"
 KINDS = HostEventKind
 
 
@@ -58,13 +57,6 @@ def _prefill(move_id: int, *blocks: int) -> RemotePrefill:
         move_id=move_id, engine=1, token_ids=(1,), first_block=0, host_block_ids=blocks, service_class="LS",
         ttft_s=None, cache_salt=None,
     )  # fmt: skip
-
-
-@pytest.fixture
-def secret_file(tmp_path: Path) -> str:
-    path = tmp_path / "secret"
-    path.write_text(SECRET)
-    return str(path)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -24,6 +25,13 @@ from tests.parity.models import MODELS, tiny_model
 from tests.parity.zoo import tiny
 
 SECRET = "a secret of some length"
+
+
+def make_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make prefixes of a block worth a copy, and have what was lost tried again soon."""
+    monkeypatch.setattr("omniserve.sched.prefixes.LEAST_RESTORED_TOKENS", 8)
+    monkeypatch.setattr("omniserve.host.prefill_engines._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("omniserve.host.prefill_engines._LONGEST_PAUSE_S", 0.05)
 
 
 def config_of(model: PreTrainedModel, **settings: Any) -> EngineConfig:

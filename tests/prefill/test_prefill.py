@@ -28,16 +28,13 @@ from tests.parity.test_network import cuts
 from tests.parity.test_states import STRUCTURES
 from tests.parity.test_states import model_and_reference as states_and_reference
 from tests.parity.zoo import tiny
-from tests.prefill.servers import SECRET, Server, config_of, prefill_server
+from tests.prefill.servers import SECRET, Server, config_of, make_quick, prefill_server
 from tests.quick import slow_except
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefixes of a block are worth a copy, and what was lost is tried again soon."""
-    monkeypatch.setattr("omniserve.sched.prefixes.LEAST_RESTORED_TOKENS", 8)
-    monkeypatch.setattr("omniserve.host.prefill_engines._FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("omniserve.host.prefill_engines._LONGEST_PAUSE_S", 0.05)
+    make_quick(monkeypatch)
 
 
 @pytest.fixture
