@@ -12,12 +12,17 @@ from omniserve.kv.base import KVManager
 from omniserve.sched.disk_reads import MOST_LOOKED_UP, DiskReads
 from omniserve.sched.prefixes import Prefixes
 from omniserve.sched.remote_prefills import MOST_ASKED_FOR, RemotePrefills
-from omniserve.sched.state import LS, Phase, RequestQueue, RequestState
+from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
 from omniserve.sched.step_cost import Forecast
 
 _OF_PREFILLS = (
     HostEventKind.PREFILL_DONE, HostEventKind.PREFILL_FAILED, HostEventKind.PREFILL_JOINED, HostEventKind.PREFILL_LOST,
 )  # fmt: skip
+
+
+_NUM_NEXT = 8
+"""``blocks_wanted`` keeps room for so many prompts that an engine may still be asked for, from the first of the queues
+on: for twice as many best-effort ones as are asked for in a step."""
 
 
 class Reads:
@@ -34,7 +39,7 @@ class Reads:
     ) -> None:  # fmt: skip
         self.disk = DiskReads(kv, prefixes, max_blocks=max_blocks)
         self.prefills = RemotePrefills(kv, prefixes, config)
-        self._waiting = waiting
+        self._waiting, self._block_size = waiting, kv.block_size
 
     def __contains__(self, state: RequestState) -> bool:
         """Tell whether a request is READING."""
@@ -69,6 +74,18 @@ class Reads:
                         self._take(state)
                     elif kind is LS:
                         num_ahead += state.num_tokens
+
+    def blocks_wanted(self) -> int:
+        """Return how many host blocks WAITING requests need for KV of prefill engines: what has come, what comes next.
+
+        A decode that moves to the host to let a BE prompt in leaves them free. In their blocks it would push out what
+        has come, or keep the next prompts from being asked for, and the step would have to compute those itself.
+        """
+        if not self.prefills.is_on:
+            return 0
+        askable = (state for kind in (LS, BE) for state in self._waiting[kind] if self.prefills.may_ask(state))
+        upcoming = sum(-(-state.num_tokens // self._block_size) for state in itertools.islice(askable, _NUM_NEXT))
+        return self.prefills.blocks_arrived() + upcoming
 
     def on_prefill(self, event: HostEvent) -> bool:
         """Book an event of a prefill engine; False: it is of something else."""

@@ -7,7 +7,7 @@ It comes into host memory. From there it is copied to the device as they are adm
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from omniserve.core.config import EngineConfig
@@ -17,7 +17,7 @@ from omniserve.kv.base import KeepsPrefixesOnHost, KVManager
 from omniserve.sched import prefixes
 from omniserve.sched.placement import PLACEMENTS, PrefillEngine, Prompt
 from omniserve.sched.prefixes import Prefixes
-from omniserve.sched.state import LS, RequestState
+from omniserve.sched.state import LS, Phase, RequestState
 from omniserve.sched.step_cost import Forecast, ttft_left_s
 
 _MOST_TRIES = 2
@@ -60,6 +60,8 @@ class RemotePrefills:
         self._orders: dict[int, _Order] = {}
         self._begun: list[RemotePrefill] = []
         self._cancels: list[int] = []
+        self._arrived: list[RequestState] = []
+        """Requests whose KV has come, not all of which still wait."""
         self.num_tokens: Counter[str] = Counter()
         """Counter, by class: tokens whose KV has come from prefill engines."""
 
@@ -89,6 +91,12 @@ class RemotePrefills:
         """Yield the requests that wait for engines."""
         yield from (order.state for order in self._orders.values() if order.state is not None)
 
+    @staticmethod
+    def may_ask(state: RequestState) -> bool:
+        """Tell whether an engine may be asked for a WAITING request: its KV has not come, and no copy has failed."""
+        use = state.prefix
+        return use is not None and use.may_restore and use.num_prefills < _MOST_TRIES
+
     def start(
         self, state: RequestState, now_s: float, forecast: Forecast | None, *, num_ahead: int = 0, reserve_blocks: int
     ) -> bool:
@@ -99,7 +107,7 @@ class RemotePrefills:
             reserve_blocks: Host blocks to leave free.
         """
         use = state.prefix
-        if self._kv is None or use is None or not use.may_restore or use.num_prefills >= _MOST_TRIES:
+        if self._kv is None or use is None or not self.may_ask(state):
             return False
         keys, num_on_device, num_on_host = self._prefixes.parts(state)
         first = num_on_device + num_on_host
@@ -212,7 +220,19 @@ class RemotePrefills:
             order.state.prefix.num_prefills = _MOST_TRIES  # what the host loses meanwhile is computed here
             order.state.prefix.was_prefilled, order.state.prefix.came_s = True, event.at_s
             order.state.prefix.states = event.states
+            self._arrived = [*self._waiting(self._arrived), order.state]
         return order.state
+
+    def blocks_arrived(self) -> int:
+        """Return how many host blocks the KV that has come for WAITING requests has, with what the host had of it."""
+        self._arrived = [*self._waiting(self._arrived)]
+        return sum(-(-state.num_tokens // self._block_size) for state in self._arrived)
+
+    @staticmethod
+    def _waiting(arrived: Iterable[RequestState]) -> Iterator[RequestState]:
+        for state in arrived:
+            if state.phase is Phase.WAITING and state.prefix is not None and state.prefix.was_prefilled:
+                yield state
 
     def note_first_token(self, state: RequestState, now_s: float) -> None:
         """Learn how long it takes from a prompt's KV to the first token, if an engine computed it."""

@@ -65,14 +65,19 @@ class TierMoves:
         self._light_since_s: float | None = None
         self._tight_since_s: float | None = None
 
-    def offload(self, batch: Batch, state: RequestState) -> bool:
-        """Start to move a decoding BE request to the host tier (3.3.5); False if there is no room."""
-        return batch.start_move(state, MoveDirection.TO_HOST, reserve_blocks=self._requests.host_headroom)
+    def offload(self, batch: Batch, state: RequestState, *, reserve_blocks: int = 0) -> bool:
+        """Start to move a decoding BE request to the host tier (3.3.5); False if there is no room.
 
-    def offload_until(self, batch: Batch, shortage: int) -> int:
+        ``reserve_blocks`` are host blocks that it leaves free beside what residents grow into.
+        """
+        reserve_blocks += self._requests.host_headroom
+        return batch.start_move(state, MoveDirection.TO_HOST, reserve_blocks=reserve_blocks)
+
+    def offload_until(self, batch: Batch, shortage: int, *, reserve_blocks: int = 0) -> int:
         """Offload decoding BE requests until they free ``shortage`` blocks; return what is missing.
 
         The youngest goes first; those that came from the host a moment ago only when no other is left.
+        ``reserve_blocks`` as in ``offload``.
         """
         if shortage <= 0:
             return shortage
@@ -82,7 +87,7 @@ class TierMoves:
             if shortage <= 0:
                 break
             num_blocks = freed_by(state)
-            if self.offload(batch, state):
+            if self.offload(batch, state, reserve_blocks=reserve_blocks):
                 shortage -= num_blocks
         return shortage
 
@@ -128,7 +133,9 @@ class TierMoves:
         """Offload decodes for a BE prompt that a step has time but no memory for (3.3.5)."""
         requests = self._requests
         shortage = requests.blocks_for(state) + self._reserve(state) - self._kv.num_free(Tier.DEVICE)
-        self.offload_until(batch, shortage - requests.blocks_moving_out)
+        shortage -= requests.blocks_moving_out
+        if shortage > 0:
+            self.offload_until(batch, shortage, reserve_blocks=requests.reads.blocks_wanted())
 
     @property
     def can_offload_for_time(self) -> bool:

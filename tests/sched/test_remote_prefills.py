@@ -1,0 +1,101 @@
+"""KV that comes from prefill engines, in host memory that best-effort decodes move to as well."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from omniserve.core.config import PrefillConfig
+from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
+from tests.sched.benches import Bench
+from tests.sched.limits import BLOCK
+
+
+class _Bench(Bench):
+    """Has a prefill engine, which computes any prompt in one step."""
+
+    def __init__(self, *, device_blocks: int, host_blocks: int) -> None:
+        prefill = PrefillConfig(prefill_engines=("there:1",), prefill_secret_file="file", prefill_placement="always")
+        super().__init__(
+            "omniserve", device_blocks=device_blocks, host_blocks=host_blocks, num_protected=0, prefill=prefill
+        )
+        self.scheduler.notify([HostEvent(kind=HostEventKind.PREFILL_JOINED, host=1)])
+        self.computed: Counter[str] = Counter()
+        """By request: tokens of chunks here."""
+        self.num_offloaded = 0
+        self._asked: list[RemotePrefill] = []
+
+    def run(self, num_steps: int, *, engine_answers: bool = True) -> None:
+        for _ in range(num_steps):
+            plan, _ = self.step()
+            self._asked += plan.prefills
+            if engine_answers:
+                self.scheduler.notify(map(self._done, self._asked))
+                self._asked = []
+            self.num_offloaded += sum(not move.is_checkpoint and move.direction == "to_host" for move in plan.moves)
+            for chunk in plan.chunks:
+                self.computed[chunk.request_id] += len(chunk.token_ids)
+
+    def _done(self, prefill: RemotePrefill) -> HostEvent:
+        tokens = prefill.token_ids[prefill.first_block * BLOCK :]
+        slots = [block * BLOCK + offset for block in prefill.host_block_ids for offset in range(BLOCK)]
+        self.device.kv |= {("host", slot): token for slot, token in zip(slots, tokens, strict=True)}
+        return HostEvent(
+            kind=HostEventKind.PREFILL_DONE, move_id=prefill.move_id, host=1, num_blocks=len(prefill.host_block_ids)
+        )
+
+
+def test_decodes_that_make_room_for_prompts_leave_them_the_host_blocks_of_their_kv() -> None:
+    # Four decodes of 15 to 18 blocks leave a prompt of 25 too little of the device. The KV of two prompts has come, 24
+    # blocks each, and the host would have room for one decode beside one of them.
+    bench = _Bench(device_blocks=80, host_blocks=60)
+    for number in range(4):
+        bench.add(f"be{number}", prompt=60, output=12)
+    bench.run(2)
+    for name in ("be-long1", "be-long2"):
+        bench.add(name, prompt=100, output=1)
+    bench.run(100)
+    assert len(bench.finished) == 6 and bench.scheduler.stats().prefilled_tokens["BE"] == 2 * 96
+    assert (bench.computed["be-long1"], bench.computed["be-long2"]) == (4, 4), "what has come was not pushed out"
+
+
+def test_decodes_that_make_room_leave_host_blocks_for_the_prompts_that_are_asked_for_next() -> None:
+    # The host has room for the KV of two prompts and one decode. The next prompts have not been asked for yet.
+    bench = _Bench(device_blocks=80, host_blocks=68)
+    for number in range(4):
+        bench.add(f"be{number}", prompt=60, output=12)
+    bench.run(2)
+    for number in range(12):
+        bench.add(f"be-long{number}", prompt=100, output=1)
+    bench.run(5, engine_answers=False)
+    reads = bench.requests.reads
+    assert len([*reads.states()]) == 2 and reads.blocks_wanted() == 8 * 25, "of ten that wait"
+    assert bench.num_offloaded == 0
+    bench.run(100)
+    assert len(bench.finished) == 16
+
+
+def test_decodes_make_room_as_usual_without_an_engine_that_can_be_asked() -> None:
+    bench = _Bench(device_blocks=80, host_blocks=60)
+    bench.scheduler.notify([HostEvent(kind=HostEventKind.PREFILL_LOST, host=1)])
+    for number in range(4):
+        bench.add(f"be{number}", prompt=60, output=12)
+    bench.run(2)
+    bench.add("be-long", prompt=100, output=1)
+    bench.run(100)
+    assert len(bench.finished) == 5 and bench.num_offloaded >= 1
+
+
+def test_what_has_come_is_counted_once_until_the_request_is_admitted_or_ends() -> None:
+    bench = _Bench(device_blocks=80, host_blocks=250)
+    for number in range(4):
+        bench.add(f"be{number}", prompt=60, output=12)
+    bench.run(2)
+    prefills = bench.requests.reads.prefills
+    for number in range(2):
+        bench.add(f"be-long{number}", prompt=100, output=1)
+    bench.run(3)
+    assert prefills.blocks_arrived() == 2 * 25
+    bench.scheduler.abort("be-long0", bench.now_s)
+    assert prefills.blocks_arrived() == 25
+    bench.run(100)
+    assert prefills.blocks_arrived() == 0 and "be-long1" in bench.finished
