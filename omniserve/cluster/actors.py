@@ -52,7 +52,7 @@ class PrefillEngine:
         ip: Where it listens; None: at the node's own address.
         port: The same again if Ray starts it again, so that the engine finds it.
         flags: Of the server. Those that are not an engine's are left out, and so are the files of its disk tier and of
-            its trace, which two processes must not share.
+            its trace, which two processes must not share, and of its profile, which is of another machine.
     """
 
     def __init__(self, secret: bytes, ip: str | None, port: int, flags: Sequence[str]) -> None:
@@ -73,6 +73,7 @@ class PrefillEngine:
         try:
             args, _ = build_parser().parse_known_args(self._flags)
             args.disk_kv_gib, args.disk_kv_keep, args.trace_steps = 0.0, False, None
+            args.profile = "none" if args.profile == "none" else None
             run(args, self._secret, self._address, lambda server: None)
         except BaseException:  # whatever it is, an exit of the parser too: the process ends with it
             logging.getLogger("omniserve.cluster").exception("a prefill engine has failed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 from omniserve.core.config import (
@@ -92,6 +93,22 @@ def _class(text: str) -> ClassSpec:
         return ClassSpec(name=name, kind=rest[0], slo=slo, speculation=text.endswith(_SPECULATE))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error} in {text!r}") from None
+
+
+def add_profile_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that says where the latency profile comes from."""
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="latency profile (default: the cached one, or made now); none: no latency is predicted, and no objective "
+        "enforced",
+    )
+
+
+def profile_from(args: argparse.Namespace) -> tuple[Path | None, bool]:
+    """Return an ``EngineLoader``'s ``profile`` and ``with_profile``."""
+    with_profile = args.profile != "none"
+    return (Path(args.profile) if args.profile is not None and with_profile else None), with_profile
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

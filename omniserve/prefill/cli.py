@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from omniserve.core import link
 from omniserve.core.errors import OmniServeError
 from omniserve.launch.dataclass_flags import positive
-from omniserve.launch.flags import add_engine_flags, config_from
+from omniserve.launch.flags import add_engine_flags, add_profile_flag, config_from, profile_from
 from omniserve.launch.loading import EngineLoader, builtin_model_path
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--profile-time-limit", type=positive, default=30.0, metavar="SECONDS", help="of measuring (default: 30)"
     )
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    add_profile_flag(parser)
     add_engine_flags(parser)
     return parser
 
@@ -91,9 +92,11 @@ def run(
     if config.execution.async_steps is None:  # a step that is launched ahead would delay the KV of the one before it
         config = dataclasses.replace(config, execution=dataclasses.replace(config.execution, async_steps=False))
     model = builtin_model_path() if args.model is None else args.model
+    profile, with_profile = profile_from(args)
     loader = EngineLoader(
-        model=model, dtype=args.dtype, device=args.device, config=config, profile_time_limit_s=args.profile_time_limit
-    )
+        model=model, dtype=args.dtype, device=args.device, config=config, profile=profile, with_profile=with_profile,
+        profile_time_limit_s=args.profile_time_limit,
+    )  # fmt: skip
     engine = loader(lambda message: logging.getLogger("omniserve.prefill").info("%s", message))
     # These import torch, for which --help need not wait.
     from omniserve.layers.kv_fingerprint import kv_fingerprint

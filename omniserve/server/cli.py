@@ -19,7 +19,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.options import make_options
 from omniserve.core.request import ClassSpec
 from omniserve.launch.dataclass_flags import add_field_flags, add_former_flags, add_options_flag
-from omniserve.launch.flags import add_engine_flags, config_from, flag_text
+from omniserve.launch.flags import add_engine_flags, add_profile_flag, config_from, flag_text, profile_from
 from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader, builtin_model_path
 from omniserve.server.batches.files import BatchSettings
 from omniserve.server.errors import ApiError
@@ -100,12 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_engine_flags(parser)
     parser.add_argument("--served-model-name", metavar="NAME", help="name in the API (default: as --model)")
-    parser.add_argument(
-        "--profile",
-        metavar="FILE",
-        help="latency profile (default: the cached one, or made now); none: no latency is predicted, and no objective "
-        "enforced",
-    )
+    add_profile_flag(parser)
     add_field_flags(parser, ServerOptions, _FIELDS)
     add_field_flags(parser, BatchSettings, _BATCH_FIELDS)
     parser.add_argument(
@@ -184,14 +179,15 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
     if args.print_config:
         print(_settings_text(parser, args), end="")
         parser.exit()
+    profile, with_profile = profile_from(args)
     loader = EngineLoader(
         model=model,
         dtype=args.dtype,
         device=args.device,
         config=config,
-        profile=None if args.profile in (None, "none") else Path(args.profile),
+        profile=profile,
         profile_time_limit_s=options.limits.profile_time_limit_s,
-        with_profile=args.profile != "none",
+        with_profile=with_profile,
         serves=True,
         profile_start_s=options.limits.profile_start_s,
     )

@@ -28,13 +28,6 @@ def _free_ports(count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-def _wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + _START_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited for {what}"
-        time.sleep(0.2)
-
-
 class Cluster:
     """``python -m omniserve.cluster`` and its server."""
 
@@ -47,10 +40,16 @@ class Cluster:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120.0)
-        _wait_until(self._is_ready, "the server")
+        self.wait_until(self._is_ready, "the server")
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + _START_S
+        while not condition():
+            is_up = self.process.poll() is None
+            assert is_up and time.monotonic() < deadline_s, f"waited for {what}:\n{self.log.read_text()}"
+            time.sleep(0.2)
 
     def _is_ready(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()
         with contextlib.suppress(httpx.TransportError):
             return self.client.get("/health").status_code == 200
         return False
@@ -118,7 +117,7 @@ def test_cpu_hosts_are_started_again_and_no_request_is_lost(start: Callable[...,
     threads = [threading.Thread(target=_tell_a_long_story, args=(cluster, i, told)) for i in range(24)]
     for thread in threads:
         thread.start()
-    _wait_until(lambda: cluster.metric("cpu_host_tasks_total") > 0, "a task on the host")
+    cluster.wait_until(lambda: cluster.metric("cpu_host_tasks_total") > 0, "a task on the host")
     (host,) = cluster.actors("CPUHost")
     host.kill()
     for thread in threads:
@@ -126,7 +125,7 @@ def test_cpu_hosts_are_started_again_and_no_request_is_lost(start: Callable[...,
     assert sorted(told) == list(range(24))
     assert cluster.metric("cpu_host_losses_total") == 1
 
-    _wait_until(lambda: cluster.metric("cpu_host_connected") == 1, "the host that Ray has started again")
+    cluster.wait_until(lambda: cluster.metric("cpu_host_connected") == 1, "the host that Ray has started again")
 
 
 @pytest.mark.slow
@@ -141,7 +140,7 @@ def test_ranks_share_cpu_hosts(start: Callable[..., Cluster]) -> None:
     threads = [threading.Thread(target=_tell_a_long_story, args=(cluster, i, told)) for i in range(24)]
     for thread in threads:
         thread.start()
-    _wait_until(lambda: cluster.metric("cpu_host_tasks_total") > 0, "a task on the host")
+    cluster.wait_until(lambda: cluster.metric("cpu_host_tasks_total") > 0, "a task on the host")
     for thread in threads:
         thread.join()
     assert sorted(told) == list(range(24))
@@ -163,11 +162,11 @@ def test_a_prefill_engine_is_started_again(start: Callable[..., Cluster], num_ra
         cluster.complete(prompt, 5, tier="default")
         return cluster.metric("prefilled_tokens_total") > before
 
-    _wait_until(goes_there, "a prompt on the prefill engine")
+    cluster.wait_until(goes_there, "a prompt on the prefill engine")
     (engine,) = cluster.actors("PrefillEngine")
     engine.kill()
     cluster.complete("once upon a time " * 30, 5, tier="default")
-    _wait_until(goes_there, "the prefill engine that Ray has started again")
+    cluster.wait_until(goes_there, "the prefill engine that Ray has started again")
 
 
 @pytest.mark.slow
@@ -184,7 +183,7 @@ def test_a_rank_is_started_again(start: Callable[..., Cluster], parallel: str) -
             return cluster.complete("once upon a time", 20, tier="default") == before
         return False
 
-    _wait_until(answers, "the engine and a new rank")
+    cluster.wait_until(answers, "the engine and a new rank")
 
 
 @pytest.mark.parametrize(
