@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import resource
 import time
@@ -83,15 +84,20 @@ class Connections:
         self._idle: dict[_Connection, float] = {}  # since when, longest first
         self._refused: set[_Connection] = set()
         self._num_refused = 0
+        self._due_s = -math.inf  # at the last look, connections that were idle since then or longer were to be closed
 
     def protocol(self, **uvicorns: Any) -> asyncio.Protocol:
         """Return the protocol of a new connection; for uvicorn's setting ``http``."""
         return _Connection(self, **uvicorns)
 
     def close_idle(self) -> None:
-        """Close connections that have been idle for too long; call it now and then."""
-        before_s = time.monotonic() - self._patience_s
-        while self._idle and next(iter(self._idle.values())) <= before_s:
+        """Close connections that had been idle for too long at the last call already; call it now and then.
+
+        After a long callback the event loop may call this before it reads what has come meanwhile. To close such a
+        connection would cut off its request.
+        """
+        due_s, self._due_s = self._due_s, time.monotonic() - self._patience_s
+        while self._idle and next(iter(self._idle.values())) <= due_s:
             connection = next(iter(self._idle))
             del self._idle[connection]
             connection.transport.close()

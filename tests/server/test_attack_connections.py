@@ -10,6 +10,8 @@ import time
 
 import httpx
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from omniserve.server.connections import Connections, allow_connections
 from tests.server.attack.load import send_all
@@ -175,9 +177,51 @@ def test_whoever_was_idle_longest_gives_way(monkeypatch):
     for _ in range(100):
         next(clock)
     connections.close_idle()
+    assert b.end is None, "its request may have come, and not have been read yet"
+    connections.close_idle()
     assert (b.end, d.end) == ("closed", None)
     connections.leave(b)
     assert connections.enter(f)
+
+
+def test_a_request_that_comes_while_the_server_is_busy_is_read():
+    """A callback takes longer than a connection has patience, and a look for idle ones comes right behind it."""
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def scenario():
+        connections = Connections(3, patience_s=0.2)
+        config = uvicorn.Config(app, lifespan="off", log_config=None)
+        config.load()
+        state, loop = ServerState(), asyncio.get_running_loop()
+
+        def protocol():
+            made = connections.protocol(config=config, server_state=state, app_state={})
+            connection_made = made.connection_made
+
+            def slow(transport):
+                connection_made(transport)
+                time.sleep(0.5)
+                connections.close_idle()
+
+            made.connection_made = slow
+            return made
+
+        async with await loop.create_server(protocol, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            assert (await reader.readuntil(b"ok")).endswith(b"ok")
+            await asyncio.sleep(0.3)
+            for _ in range(2):
+                connections.close_idle()
+            assert await reader.read() == b"", "it is closed when it has been idle"
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_so_many_are_told_why_they_are_refused_at_a_time():
