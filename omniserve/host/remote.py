@@ -91,7 +91,6 @@ class NetworkHosts:
         """It is connected, or will be without a word from anybody. Needs the lock."""
         self._sockets: dict[int, socket.socket] = {}
         """Of each connected host a second descriptor of one connection, to shut it down. Needs the lock."""
-        self._told_of: set[int] = set()  # the hosts whose join was the last that `poll` returned of them
         self._is_wanted = [threading.Event() for _ in self._addresses]
         self._is_closed = threading.Event()
         self._first = [threading.Event() for _ in self._addresses]
@@ -125,35 +124,18 @@ class NetworkHosts:
         return "CPU host {}:{}".format(*self._addresses[host - 1])
 
     def poll(self, events: Sequence[HostEvent]) -> list[HostEvent]:
-        """Return the tier's events, and one for each host that has joined. Never waits for a host.
-
-        If a host has joined and was lost since the last call, there is no event of either.
-        """
+        """Return one event for each host that has joined, and the tier's. Never waits for a host."""
         with self._lock:
-            joined = self._new
-            self._new = []
-        if self._is_led:
-            for event in events:
-                if event.kind is HostEventKind.HOST_LOST:
-                    logger.warning("%s is lost: %s", self.name(event.host), event.message)
-                    with self._lock:
-                        self._is_tried[event.host - 1] = False
-                        self._forget_socket(event.host)
-            return [*joined, *events]
-        told: list[HostEvent] = []
+            joined, self._new = self._new, []
         for event in events:
             if event.kind is HostEventKind.HOST_LOST:
                 logger.warning("%s is lost: %s", self.name(event.host), event.message)
                 with self._lock:
+                    self._is_tried[event.host - 1] = False
                     self._forget_socket(event.host)
-                self._is_wanted[event.host - 1].set()
-                if event.host not in self._told_of:
-                    joined.remove(next(new for new in joined if new.host == event.host))
-                    continue
-                self._told_of.remove(event.host)
-            told.append(event)
-        self._told_of.update(new.host for new in joined)
-        return told + joined
+                if not self._is_led:
+                    self.allow(event.host)
+        return [*joined, *events]
 
     def drop(self, host: int) -> None:
         """Give up a host, because another rank has lost it; ``poll`` tells HOST_LOST once, unless it has done so."""
@@ -169,7 +151,7 @@ class NetworkHosts:
             self._new.append(HostEvent(kind=HostEventKind.HOST_LOST, host=host, message="another rank has lost it"))
 
     def allow(self, host: int) -> None:
-        """Try a lost host again: all ranks have lost it, and the scheduler knows that."""
+        """Try a lost host again: all ranks have lost it, and the scheduler knows that or is told before it plans."""
         with self._lock:
             self._is_tried[host - 1] = True
             self._is_wanted[host - 1].set()
@@ -208,7 +190,7 @@ class NetworkHosts:
         pause_s = _FIRST_PAUSE_S
         wanted, first = self._is_wanted[host - 1], self._first[host - 1]
         while True:
-            # Set at the start, and by `poll` with a loss: only then does the scheduler give up the lost session's KV.
+            # Set at the start, and by `allow` behind a loss: not before the scheduler gives up the lost session's KV.
             wanted.wait()
             wanted.clear()  # before is_closed is read, because `close` sets the one after the other
             if self._is_closed.is_set():
