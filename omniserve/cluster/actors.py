@@ -72,7 +72,7 @@ class PrefillEngine:
         os.environ[PREFILL_SECRET_VARIABLE] = self._secret.decode()  # for its other ranks
         try:
             args, _ = build_parser().parse_known_args(self._flags)
-            args.disk_kv_gib, args.disk_kv_keep, args.trace_steps = 0.0, False, None
+            args.disk_kv_gib, args.disk_kv_dir, args.disk_kv_keep, args.trace_steps = 0.0, None, False, None
             args.profile = "none" if args.profile == "none" else None
             run(args, self._secret, self._address, lambda server: None)
         except BaseException:  # whatever it is, an exit of the parser too: the process ends with it

@@ -115,6 +115,8 @@ class DiskKVConfig:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.gib) and self.gib >= 0):
             raise ValueError(f"disk_kv.gib must be a number >= 0, got {self.gib}")
+        if not self.gib and (self.keep or self.dir is not None):
+            raise ValueError("disk_kv.dir and disk_kv.keep are of a disk tier: give disk_kv.gib, too")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,6 +314,13 @@ class EngineConfig:
         if self.hosts.cpu_hosts and not self.host_kv_bytes:
             raise ValueError(
                 "cpu_hosts are used when this machine's host tier is full: give host_kv_bytes, if only a little"
+            )
+        if self.disk_kv.gib and not self.host_kv_bytes:
+            raise ValueError("the disk tier is read into host memory: give host_kv_bytes, or set disk_kv.gib to 0")
+        if self.disk_kv.gib and not (self.execution.host_prefixes and self.host_kv_dtype == "auto"):
+            raise ValueError(
+                "the disk tier keeps what the host tier has of prefixes: set host_prefixes to True and host_kv_dtype "
+                "to auto, or disk_kv.gib to 0"
             )
         if self.prefill.prefill_engines and not self.host_kv_bytes:
             raise ValueError("the KV of prefill_engines comes into host memory: give host_kv_bytes")

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from omniserve.core.config import GIB, EngineConfig
 from omniserve.core.spec import ModelSpec
-from omniserve.engine.capacity import caches_prefixes, has_host_tier
+from omniserve.engine.capacity import caches_prefixes
 from omniserve.host.disk import DiskTier
 from omniserve.host.disk_file import DiskFile
 from omniserve.host.tier import HostTier
@@ -22,22 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 def check_disk(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raise ValueError if a disk tier is wanted and these settings cannot have one."""
+    """Raise ValueError if a disk tier is wanted and this KV manager or model cannot have one."""
     if not config.disk_kv.gib:
-        if config.disk_kv.keep or config.disk_kv.dir is not None:
-            raise ValueError("disk_kv.dir and disk_kv.keep are of a disk tier: give disk_kv.gib, too")
         return
     if not issubclass(KV_MANAGERS.get(config.kv), KeepsPrefixesOnDisk):
         raise ValueError(f"kv={config.kv!r} keeps nothing on disk: set kv to tiered, or disk_kv.gib to 0")
-    if not has_host_tier(config):
-        raise ValueError("the disk tier is read into host memory: give host_kv_bytes, or set disk_kv.gib to 0")
     if spec.state_bytes or not caches_prefixes(config, spec):
         raise ValueError("the disk tier keeps what the prefix cache has, and there is none: set disk_kv.gib to 0")
-    if not config.execution.host_prefixes or config.host_kv_dtype != "auto":
-        raise ValueError(
-            "the disk tier keeps what the host tier has of prefixes: set host_prefixes to True and host_kv_dtype to "
-            "auto, or disk_kv.gib to 0"
-        )
 
 
 def open_disk(config: EngineConfig, spec: ModelSpec, model: PreTrainedModel, tier: HostTier) -> DiskTier | None:

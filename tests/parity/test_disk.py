@@ -200,7 +200,6 @@ def test_a_request_that_ends_while_it_is_read_is_forgotten(tmp_path: Path) -> No
         ({"host_kv_dtype": "int8"}, "host_kv_dtype to auto"),
         ({"execution": ExecutionConfig(compile=False, host_prefixes=False)}, "host_prefixes to True"),
         ({"execution": ExecutionConfig(compile=False, prefix_cache=False)}, "there is none"),
-        ({"disk_kv": DiskKVConfig(keep=True)}, "give disk_kv.gib"),
         ({"disk_kv": DiskKVConfig(gib=1e-6)}, "give at least"),
     ],
 )

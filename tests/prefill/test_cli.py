@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from omniserve.core.config import DiskKVConfig
 from omniserve.prefill import cli
 
 
@@ -54,12 +55,23 @@ def test_ray_gives_it_the_servers_flags_without_what_is_of_this_machine(
     monkeypatch.setattr(actors, "_PAUSE_S", 0.0)
     monkeypatch.setattr(actors.threading.Thread, "start", lambda thread: None)
     monkeypatch.setenv("OMNISERVE_PREFILL_SECRET", "")
-    flags = ["--port", "8000", "--block-size", "32", "--disk-kv-gib", "1", "--trace-steps", "steps.jsonl"]
+    flags = [
+        "--port",
+        "8000",
+        "--block-size",
+        "32",
+        "--disk-kv-gib",
+        "1",
+        "--disk-kv-dir",
+        "/somewhere",
+        "--trace-steps",
+        "steps.jsonl",
+    ]
     for profile, with_profile in (("p.json", True), ("none", False)):
         actor = actors.PrefillEngine(b"secret", "127.0.0.1", 7101, [*flags, "--profile", profile])
         actor._serve()
         settings = loaders.pop()
         config = settings["config"]
-        assert config.block_size == 32 and config.disk_kv.gib == 0 and config.trace_steps is None
+        assert config.block_size == 32 and config.disk_kv == DiskKVConfig() and config.trace_steps is None
         assert (settings["profile"], settings["with_profile"]) == (None, with_profile)
     assert ended == [1, 1], "what fails ends its process, and Ray makes another one"

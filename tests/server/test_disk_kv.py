@@ -67,8 +67,6 @@ def test_a_file_that_is_not_kept_goes_with_the_server(model_folder, cache_folder
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--disk-kv-keep",), "give disk_kv.gib"),
-        (("--disk-kv-gib", "1", "--host-kv-gib", "0"), "give host_kv_bytes"),
         (("--disk-kv-gib", "1", "--kv", "paged"), "set kv to tiered"),
         (("--disk-kv-gib", "1e9"), "give it less, or another folder"),
     ],

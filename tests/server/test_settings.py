@@ -188,6 +188,16 @@ def test_the_disk_tier_has_three_flags(tmp_path, capsys):
         with pytest.raises(SystemExit):
             parse_args(["--disk-kv-gib", bad])
         assert "--disk-kv-gib must be a number >= 0" in capsys.readouterr().err
+    for flags, told in (
+        (["--disk-kv-keep"], "give --disk-kv-gib"),
+        (["--disk-kv-dir", "/somewhere"], "give --disk-kv-gib"),
+        (["--disk-kv-gib", "1", "--host-kv-gib", "0"], "give --host-kv-gib"),
+        (["--disk-kv-gib", "1", "--host-kv-dtype", "int8"], "set host_prefixes to True and --host-kv-dtype to auto"),
+        (["--disk-kv-gib", "1", "--execution", "host_prefixes=false"], "or --disk-kv-gib to 0"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_args(flags)
+        assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Limits)])
