@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -23,6 +24,7 @@ from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
 from omniserve.engine.capacity import (
+    check_policy,
     fit_states,
     largest_part,
     max_model_len,
@@ -39,7 +41,7 @@ from omniserve.host.cores import default_host_threads
 from omniserve.host.disk import DiskStats, DiskTier
 from omniserve.host.remote import HostUser
 from omniserve.host.tier import HostTier
-from omniserve.kv import KV_MANAGERS, CanMove, CanShare, KeepsPrefixesOnDisk
+from omniserve.kv import KV_MANAGERS, CanShare, KeepsPrefixesOnDisk
 from omniserve.kv.disk_prefixes import DiskPrefixes
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
@@ -56,9 +58,9 @@ from omniserve.parallel.messages import Setup
 from omniserve.runner.runner import ModelRunner
 from omniserve.sampling.grammar import GrammarCompiler
 from omniserve.sampling.sampler import Sampler
-from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of, why_not_in_stages
+from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.late_joins import late_layers
-from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
+from omniserve.sched.options import LayerPreemptionOptions
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,15 @@ COARSE_MARGIN = 1.2
 
 def _margin_of(profile: Profile) -> float:
     return COARSE_MARGIN if profile.is_coarse else 1.0
+
+
+def _require_ranks(config: EngineConfig, model: PreTrainedModel, group: RankGroup | None) -> None:
+    num_ranks, shards = config.parallel.num_ranks, config.parallel.tensor_parallel_size
+    if num_ranks != (group.size if group is not None else 1) or shards != num_shards(language_model(model)):
+        raise ValueError(
+            f"the settings ask for {num_ranks} ranks, but the model is not rank 0's part of {num_ranks}: make the "
+            "engine with omniserve.launch.loading.EngineLoader, which loads the parts and starts the other ranks"
+        )
 
 
 class Engine:
@@ -105,12 +116,7 @@ class Engine:
         group: RankGroup | None = None,
     ) -> None:
         config = config or EngineConfig()
-        num_ranks, shards = config.parallel.num_ranks, config.parallel.tensor_parallel_size
-        if num_ranks != (group.size if group is not None else 1) or shards != num_shards(language_model(model)):
-            raise ValueError(
-                f"the settings ask for {num_ranks} ranks, but the model is not rank 0's part of {num_ranks}: make the "
-                "engine with omniserve.launch.loading.EngineLoader, which loads the parts and starts the other ranks"
-            )
+        _require_ranks(config, model, group)
         num_stages = config.parallel.pipeline_parallel_size
         self.group = group
         """The other ranks, if there are any."""
@@ -128,13 +134,7 @@ class Engine:
         )
         self.max_model_len = max_model_len(config, self.spec)
         policy, options = policy_of(config)
-        manager = KV_MANAGERS.get(config.kv)
-        if options.checkpoint_kv and not issubclass(manager, CanMove):
-            raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
-        if isinstance(options, CoServingOptions) and options.defer_classes and self.spec.state_bytes:
-            raise ValueError("defer_classes is not for models with recurrent states: their rows cannot leave a step")
-        if num_stages > 1 and (reason := why_not_in_stages(policy, options)):
-            raise ValueError(f"pipeline_parallel_size is not for scheduler={config.scheduler!r}: {reason}")
+        check_policy(config, self.spec)
         check_disk(config, self.spec)
         num_device_blocks, num_host_blocks = num_blocks(config, largest_part(config, self.spec))
         storage = DeviceKVStorage(
@@ -146,25 +146,7 @@ class Engine:
             layers=patched.layers,
         )
         host_threads = config.host_threads or default_host_threads(patched.device)
-        self.host_tier: HostTier | None = None
-        num_late_layers = 0
-        if num_host_blocks > 0:
-            has_mailbox = patched.device.type == "cuda" or config.execution.step_graphs == "on"
-            # The devices of several ranks may see different results, and a stage's ranks plan ahead of them.
-            if num_stages == 1 and (group is None or not has_mailbox):
-                num_late_layers = late_layers(
-                    self.spec.num_layers, device_looks=has_mailbox, has_between=patched.has_between
-                )
-            kind = HostTier if group is None else GroupHostTier
-            self.host_tier = kind.of(
-                config, self.spec, dtype=patched.dtype, device=patched.device, num_threads=host_threads,
-                mailbox=has_mailbox,
-                max_rows=rows_per_host_request(config, self.spec, has_own_memory=patched.device.type != "cpu"),
-                layers=patched.layers,
-            )  # fmt: skip
-            if group is not None:
-                assert isinstance(self.host_tier, GroupHostTier)
-                self.host_tier.follow(group.place, group.news, group.tell, group.tell_each)
+        self.host_tier = self._make_host_tier(host_threads) if num_host_blocks > 0 else None
         caches = prefix_settings(
             config, self.spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks
         )
@@ -172,7 +154,7 @@ class Engine:
         if self.host_tier is not None and (disk := open_disk(config, self.spec, model, self.host_tier)):
             self.disk = disk
             caches["disk"] = DiskPrefixes(disk.file.num_slots, disk.file.entries)
-        self.kv = manager(
+        self.kv = KV_MANAGERS.get(config.kv)(
             num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size,
             **caches,
         )  # fmt: skip
@@ -190,7 +172,7 @@ class Engine:
             forecast = Forecast.of_profile(profile, self._latency)
         limits = SchedulerLimits.of(
             config, options, self.spec, self.kv, max_model_len=self.max_model_len,
-            late_layers=num_late_layers,
+            late_layers=self._num_late_layers(),
             max_host_drafts=self.host_tier.max_rows - 1 if self.host_tier is not None else 0,
         )  # fmt: skip
         if limits.num_state_slots:
@@ -199,41 +181,7 @@ class Engine:
         self.scheduler = Scheduler(
             policy, options, limits=limits, kv=self.kv, forecast=forecast, num_stages=num_stages if overlaps else 1
         )
-        host_user = HostUser(secrets.token_hex(16), num_ranks=num_ranks)
-        self.hosts = connect_hosts(config, patched, self.host_tier, host_user)
-        """The CPU hosts on the network, if the settings ask for any."""
-        self.prefill_engines = connect_prefill_engines(config, self.spec, self.host_tier, self.kv, model, clock)
-        """The prefill engines, if the settings ask for any."""
         self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
-        this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
-        # A chunk that began anew after it left would find the states of some layers ahead of it.
-        has_safepoints = not self.spec.state_bytes and options.preempts
-        settings: dict[str, Any] = dict(
-            host_threads=host_threads, max_model_len=self.max_model_len, is_directed=issubclass(manager, CanShare),
-            keep_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
-            num_state_slots=limits.num_state_slots,
-        )  # fmt: skip
-        parts: dict[str, Any] = dict(
-            model=patched, storage=storage, sampler=self._sampler, tier=self.host_tier, disk=self.disk,
-            hosts=self.hosts, prefills=self.prefill_engines,
-            safepoint=(lambda: this()._ask_who_must_leave()) if has_safepoints else None,
-        )  # fmt: skip
-        if group is None:
-            self.runner = ModelRunner(config, **settings, **parts)
-        else:
-            max_host_rows = self.host_tier.max_rows if self.host_tier is not None else 1
-            has_mailbox = self.host_tier is not None and self.host_tier.mailbox_SW is not None
-            group.begin_engine(Setup(
-                config=config, num_device_blocks=num_device_blocks, has_host_tier=num_host_blocks > 0,
-                has_mailbox=has_mailbox, max_host_rows=max_host_rows, has_safepoints=has_safepoints,
-                shares_tokens=overlaps and num_stages == 1, host_user=host_user.engine, **settings,
-            ))  # fmt: skip
-            if num_stages == 1:
-                lockstep = LeadLockstep(group, shares_tokens=overlaps)
-                self.runner = LeadRunner(config, group=group, lockstep=lockstep, **settings, **parts)
-            else:
-                self.runner = LastStageRunner(config, group=group, stage=group.stage, **settings, **parts)
-            group.await_engine()
         self.limits = RequestLimits(
             vocab_size=self.spec.vocab_size,
             max_model_len=self.max_model_len,
@@ -253,6 +201,21 @@ class Engine:
         and tells ``arriving`` of them."""
         tracer = StepTracer(config.trace_steps, classes=config.classes) if config.trace_steps is not None else None
         self._log = StepLog(shape, latency=self._latency, tracer=tracer)
+        user = HostUser(secrets.token_hex(16), num_ranks=config.parallel.num_ranks)
+        with contextlib.ExitStack() as undo:  # if this fails, their threads would connect again and again
+            self.hosts = connect_hosts(config, patched, self.host_tier, user)
+            """The CPU hosts on the network, if the settings ask for any."""
+            if self.hosts is not None:
+                undo.callback(self.hosts.close)
+            self.prefill_engines = connect_prefill_engines(config, self.spec, self.host_tier, self.kv, model, clock)
+            """The prefill engines, if the settings ask for any."""
+            if self.prefill_engines is not None:
+                undo.callback(self.prefill_engines.close)
+            self.runner = self._make_runner(
+                storage, user, host_threads=host_threads, num_state_slots=limits.num_state_slots, overlaps=overlaps
+            )
+            undo.pop_all()
+        this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
         self._stepper = Stepper(
             scheduler=self.scheduler,
             runner=self.runner,
@@ -263,6 +226,71 @@ class Engine:
             num_stages=num_stages if overlaps else 1,
             keeps_names=tracer is not None,
         )
+
+    @property
+    def _has_mailbox(self) -> bool:
+        """The device takes results of the host tier from a mailbox, if there is a host tier."""
+        return self.model.device.type == "cuda" or self.config.execution.step_graphs == "on"
+
+    def _make_host_tier(self, num_threads: int) -> HostTier:
+        model, group = self.model, self.group
+        kind = HostTier if group is None else GroupHostTier
+        tier = kind.of(
+            self.config, self.spec, dtype=model.dtype, device=model.device, num_threads=num_threads,
+            mailbox=self._has_mailbox, layers=model.layers,
+            max_rows=rows_per_host_request(self.config, self.spec, has_own_memory=model.device.type != "cpu"),
+        )  # fmt: skip
+        if group is not None:
+            assert isinstance(tier, GroupHostTier)
+            tier.follow(group.place, group.news, group.tell, group.tell_each)
+        return tier
+
+    def _num_late_layers(self) -> int:
+        """Return at how many layers a step can take results that come while it runs (see ``late_layers``)."""
+        # The devices of several ranks may see different results, and a stage's ranks plan ahead of them.
+        has_stages = self.config.parallel.pipeline_parallel_size > 1
+        if self.host_tier is None or has_stages or (self.group is not None and self._has_mailbox):
+            return 0
+        return late_layers(
+            self.spec.num_layers, device_looks=self._has_mailbox, has_between=self.model.has_between
+        )  # fmt: skip
+
+    def _make_runner(
+        self, storage: DeviceKVStorage, user: HostUser, *, host_threads: int, num_state_slots: int, overlaps: bool
+    ) -> ModelRunner:  # fmt: skip
+        """Make what runs steps, with several ranks on the others, too, and wait for these."""
+        config, group, options = self.config, self.group, policy_of(self.config)[1]
+        this: Callable[[], Any] = weakref.ref(self)  # as in the constructor
+        # A chunk that began anew after it left would find the states of some layers ahead of it.
+        has_safepoints = not self.spec.state_bytes and options.preempts
+        settings: dict[str, Any] = dict(
+            host_threads=host_threads, max_model_len=self.max_model_len,
+            is_directed=issubclass(KV_MANAGERS.get(config.kv), CanShare),
+            keep_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
+            num_state_slots=num_state_slots,
+        )  # fmt: skip
+        parts: dict[str, Any] = dict(
+            model=self.model, storage=storage, sampler=self._sampler, tier=self.host_tier, disk=self.disk,
+            hosts=self.hosts, prefills=self.prefill_engines,
+            safepoint=(lambda: this()._ask_who_must_leave()) if has_safepoints else None,
+        )  # fmt: skip
+        if group is None:
+            return ModelRunner(config, **settings, **parts)
+        has_stages = config.parallel.pipeline_parallel_size > 1
+        group.begin_engine(Setup(
+            config=config, num_device_blocks=self.kv.num_device_blocks, has_host_tier=self.host_tier is not None,
+            has_mailbox=self.host_tier is not None and self.host_tier.mailbox_SW is not None,
+            max_host_rows=self.host_tier.max_rows if self.host_tier is not None else 1, has_safepoints=has_safepoints,
+            shares_tokens=overlaps and not has_stages, host_user=user.engine, **settings,
+        ))  # fmt: skip
+        runner: ModelRunner
+        if has_stages:
+            runner = LastStageRunner(config, group=group, stage=group.stage, **settings, **parts)
+        else:
+            lockstep = LeadLockstep(group, shares_tokens=overlaps)
+            runner = LeadRunner(config, group=group, lockstep=lockstep, **settings, **parts)
+        group.await_engine()
+        return runner
 
     # -- requests ------------------------------------------------------------------------------------------------
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from omniserve import Engine, EngineConfig, EngineStopped, ExecutionConfig, Stalled
+from omniserve import Engine, EngineConfig, EngineStopped, ExecutionConfig, HostsConfig, Stalled
 from omniserve.host import tier as tier_module
 from tests.engine.conftest import BLOCK
 from tests.engine.test_engine import hf_tokens, request
@@ -178,3 +180,25 @@ def test_a_second_sub_batch_that_hangs_is_given_up_and_the_step_goes_on(model: P
         step_until(engine, got, lambda: not engine.has_unfinished)
         for request_id, prompt in prompts.items():
             assert got[request_id] == hf_tokens(prompt, 40), "recomputed on the device"
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_thread_that_connects(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        assert keepers(), "they try to reach the host"
+        raise RuntimeError("injected")
+
+    def keepers() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("host-keeper")]
+
+    monkeypatch.setattr(Engine, "_make_runner", fail)
+    (tmp_path / "secret").write_text("a secret of many characters")
+    hosts = HostsConfig(cpu_hosts=("127.0.0.1:1",), cpu_host_secret_file=str(tmp_path / "secret"))
+    config = EngineConfig(
+        block_size=BLOCK, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, hosts=hosts,
+        execution=ExecutionConfig(compile=False),
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="injected"):
+        Engine(model, config)
+    assert not keepers()
