@@ -49,6 +49,8 @@ _KINDS = (
 )  # fmt: skip
 CANCELLED = "cancelled"
 """The message of an event ATTENTION_FAILED by which a cancelled slot is free."""
+_HOST_IS_LOST = "the host is lost"
+"""The message of what fails with a host on the network, which an event HOST_LOST tells, too."""
 _ATTENTION_FAILED = 1
 _HOST_LOST = 5
 _NO_MOVE = -1  # the move_id of an attention event
@@ -457,7 +459,7 @@ class HostTier:
 
     def _log_failure(self, message: str) -> None:
         # Each message is logged once: a dead thread must not fill the log with every task that it failed.
-        if message not in self._logged:
+        if message not in self._logged and message != _HOST_IS_LOST:
             self._logged.add(message)
             logger.error("host tier: %s (counted from now on, not logged again)", message)
 

@@ -188,7 +188,9 @@ def test_what_a_lost_host_has_in_hand_fails_once_and_it_can_come_back(
     assert [event.epoch for event in done] == [2] * 8
 
 
-def test_a_token_of_a_lost_host_does_not_go_to_its_next_session(open_network: Callable[..., Network]) -> None:
+def test_a_token_of_a_lost_host_does_not_go_to_its_next_session(
+    open_network: Callable[..., Network], caplog: pytest.LogCaptureFixture
+) -> None:
     network = open_network()
     network.begin([0])
     network.proxy.cut()
@@ -196,6 +198,7 @@ def test_a_token_of_a_lost_host_does_not_go_to_its_next_session(open_network: Ca
     network.submit([0])
     (event,) = network.wait_for(HostEventKind.ATTENTION_FAILED)
     assert "lost" in event.message and not network.tier.hosts()[0].is_lost
+    assert not [record for record in caplog.records if record.levelname == "ERROR"], "a warning tells of the host"
 
 
 def test_a_host_that_is_lost_before_its_join_was_told_has_joined_first(tmp_path: Path) -> None:
