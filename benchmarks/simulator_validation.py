@@ -260,8 +260,16 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def figures_of(ls: ClassResult, be: ClassResult) -> list[float]:
-    """Return the figures that are compared: seconds, and best-effort tokens a second (prompts and outputs)."""
-    return [*(getattr(ls, name) for name in FIGURES.values()), be.output_tokens_per_s + be.prompt_tokens_per_s]
+    """Return the figures that are compared: seconds, and best-effort tokens a second (prompts and outputs).
+
+    Raises:
+        ValueError: One of them is 0 or missing, so that nothing can be compared with it.
+    """
+    found = {name: getattr(ls, name) for name in FIGURES.values()}
+    found["be_tokens_per_s"] = be.output_tokens_per_s + be.prompt_tokens_per_s
+    if lacking := [name for name, value in found.items() if not value]:
+        raise ValueError(f"a run has no {', '.join(lacking)}: its load is too short or too light to compare with")
+    return [*found.values()]
 
 
 def medians(runs: Sequence[dict[str, Any]]) -> list[float]:

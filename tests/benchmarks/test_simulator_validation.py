@@ -27,13 +27,17 @@ from omniserve.simulate.results import ClassResult
 from tests.simulate.machines import Constant, constant
 
 
-def run(scale: float) -> dict[str, Any]:
+def run_of(scale: float = 1.0, **others: float | None) -> ClassResult:
     figures = ClassResult(
         num_requests=1, num_rejected=0, num_finished=1, ttft_p50_s=0.1 * scale, ttft_p99_s=0.2 * scale,
         tpot_p50_s=0.01 * scale, tpot_p99_s=0.02 * scale, ttft_attainment=1.0, tpot_attainment=1.0,
         attainment=1.0, goodput=1.0, output_tokens_per_s=10.0 * scale, prompt_tokens_per_s=30.0 * scale,
     )  # fmt: skip
-    return {"figures": figures_of(figures, figures), "host_share": 0.5}
+    return dataclasses.replace(figures, **others)
+
+
+def run(scale: float) -> dict[str, Any]:
+    return {"figures": figures_of(run_of(scale), run_of(scale)), "host_share": 0.5}
 
 
 def case(*engine: float, **twins: list[float]) -> Case:
@@ -51,6 +55,12 @@ def test_ratios_are_of_medians_to_the_engines() -> None:
     found = ratios(case(1.0, 4.0, 2.0, calibrated=[3.0, 1.0, 3.0, 9.0]))
     assert found == {"calibrated": [pytest.approx(1.5)] * 5, "again": [pytest.approx(4.0)] * 5}
     assert "again" not in ratios(case(1.0, simulated=[1.0]))  # nobody knows what another run would be
+
+
+def test_a_run_that_measured_nothing_is_refused() -> None:
+    nothing = run_of(output_tokens_per_s=0.0, prompt_tokens_per_s=0.0, tpot_p99_s=None)
+    with pytest.raises(ValueError, match="a run has no tpot_p99_s, be_tokens_per_s"):
+        figures_of(nothing, nothing)
 
 
 def test_a_summary_counts_what_is_within_the_goal_whichever_is_larger() -> None:
