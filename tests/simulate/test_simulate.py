@@ -393,7 +393,8 @@ def test_prefixes_lose_nothing_under_any_policy(scheduler: str, seed: int) -> No
 def test_what_a_machine_cannot_have_is_refused() -> None:
     load = Load(latency_sensitive=[TraceRequest(0.0, 200, 1)])
     for settings, message in (
-        (engine(disk_kv=DiskKVConfig(gib=1.0)), "no disk"), (engine(kv="bidirectional", prefix_cache=True), "tiered"),
+        (engine(disk_kv=DiskKVConfig(gib=1.0), host_blocks=100), "no disk"),
+        (engine(kv="bidirectional", prefix_cache=True), "tiered"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             simulate(SimulationConfig(machine=constant(0.01), engine=settings, load=load))
