@@ -32,7 +32,7 @@ import torch
 from benchmarks.common.engine_run import SteadyRun
 from benchmarks.common.host_tasks import seconds_of_tasks
 from benchmarks.common.models import MODELS, token_bytes
-from benchmarks.common.network import cpu_host, slow_link
+from benchmarks.common.network import cpu_host, paced_cpu_host, slow_link
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table, table_of
 from benchmarks.common.timing import OtherLoad, in_turn, median_ratio
@@ -45,8 +45,12 @@ from omniserve.host.tier import HostTier
 from omniserve.ops.isa import instruction_set_in_use
 
 BLOCK_SIZE = 16
-LINKS = {"loopback": None, "0.2 ms, 10 Gb/s": (0.2e-3, 10e9), "0.2 ms, 1 Gb/s": (0.2e-3, 1e9)}
-"""Delay of one way in seconds, and bits a second."""
+LINKS = {
+    "loopback": None, "10 Gb/s": (0.0, 10e9), "1 Gb/s": (0.0, 1e9), "0.2 ms, 10 Gb/s": (0.2e-3, 10e9),
+    "0.2 ms, 1 Gb/s": (0.2e-3, 1e9),
+}  # fmt: skip
+"""Delay of one way in seconds, and bits a second. Without a delay the kernel paces the connections, which takes no
+core; with one, a program in between delays what it forwards."""
 
 
 class Rows:
@@ -114,9 +118,13 @@ class Places:
         secret.write_text(secrets.token_hex(32))
         self.configs: dict[str, HostsConfig | None] = {"local": None}
         for name, link in LINKS.items():
-            address = stack.enter_context(cpu_host(secret, threads=threads, kv_gib=kv_gib))
-            if link is not None:
-                delay_s, bits_per_s = link
+            delay_s, bits_per_s = link or (0.0, 0.0)
+            if bits_per_s and not delay_s:
+                host = paced_cpu_host(secret, threads=threads, kv_gib=kv_gib, bits_per_s=bits_per_s)
+            else:
+                host = cpu_host(secret, threads=threads, kv_gib=kv_gib)
+            address = stack.enter_context(host)
+            if delay_s:
                 address = stack.enter_context(slow_link(address, delay_s=delay_s, bits_per_s=bits_per_s))
             self.configs[name] = HostsConfig(
                 cpu_hosts=("{}:{}".format(*address),), cpu_host_secret_file=str(secret)

@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 Address = tuple[str, int]
 _CHUNK = 1 << 15
+_SO_MAX_PACING_RATE = 47  # of Linux; the socket module has no name for it
 _SHORTEST_SLEEP_S = 100e-6  # shorter sleeps take longer than they should
 _OVERSLEPT_S = 200e-6  # what a sleep may take too long, so that a full link is not slower than it should be
 
@@ -34,13 +36,51 @@ def cpu_host(secret: Path, *, threads: int, kv_gib: float) -> Iterator[Address]:
 
 
 @contextlib.contextmanager
-def listening(module: str, secret: Path, *options: str) -> Iterator[Address]:
+def paced_cpu_host(secret: Path, *, threads: int, kv_gib: float, bits_per_s: float) -> Iterator[Address]:
+    """``cpu_host``, but the kernel lets each connection send so many bits a second at most, in either direction.
+
+    That costs next to no time of a core, unlike ``slow_link``, but there is no delay. This process's connections to the
+    address are paced, too, from then on.
+    """
+    bytes_per_s = int(bits_per_s / 8)
+    start = f"from benchmarks.common import network; network.pace({bytes_per_s}); "
+    start += "import runpy; runpy.run_module('omniserve.host', run_name='__main__', alter_sys=True)"
+    options = ("--threads", str(threads), "--kv-gib", str(kv_gib))
+    with listening("omniserve.host", secret, *options, run=("-c", start)) as address:
+        pace(bytes_per_s, address)
+        yield address
+
+
+def pace(bytes_per_s: int, to: Address | None = None) -> None:
+    """Bound what each TCP connection of this process sends: to an address, or those that others make to it (None)."""
+
+    def paced(made: socket.socket) -> socket.socket:
+        made.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, bytes_per_s)
+        return made
+
+    if to is None:
+        create_server = socket.create_server  # what a listener is set to, the connections that it accepts inherit
+        socket.create_server = lambda *args, **settings: paced(create_server(*args, **settings))
+        return
+    connect = socket.create_connection
+
+    def create_connection(address: Address, *args: Any, **settings: Any) -> socket.socket:
+        made = connect(address, *args, **settings)
+        return paced(made) if address == to else made
+
+    socket.create_connection = create_connection  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def listening(module: str, secret: Path, *options: str, run: Sequence[str] = ()) -> Iterator[Address]:
     """Run a program, such as ``omniserve.prefill``, that listens on the loopback interface; yield its address.
+
+    ``run`` are the interpreter's arguments that do that; empty: ``-m module``.
 
     Raises:
         RuntimeError: It has not started.
     """
-    command = [sys.executable, "-m", module, "--listen", "127.0.0.1:0", "--secret-file", str(secret)]
+    command = [sys.executable, *(run or ("-m", module)), "--listen", "127.0.0.1:0", "--secret-file", str(secret)]
     process = subprocess.Popen([*command, "--log-level", "warning", *options], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
