@@ -49,8 +49,8 @@ LINKS = {
     "loopback": None, "10 Gb/s": (0.0, 10e9), "1 Gb/s": (0.0, 1e9), "0.2 ms, 10 Gb/s": (0.2e-3, 10e9),
     "0.2 ms, 1 Gb/s": (0.2e-3, 1e9),
 }  # fmt: skip
-"""Delay of one way in seconds, and bits a second. Without a delay the kernel paces the connections, which takes no
-core; with one, a program in between delays what it forwards."""
+"""Delay of one way in seconds, and bits a second. Without a delay the kernel paces the connections; with one, a program
+in between delays what it forwards."""
 
 
 class Rows:

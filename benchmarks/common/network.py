@@ -39,36 +39,41 @@ def cpu_host(secret: Path, *, threads: int, kv_gib: float) -> Iterator[Address]:
 def paced_cpu_host(secret: Path, *, threads: int, kv_gib: float, bits_per_s: float) -> Iterator[Address]:
     """``cpu_host``, but the kernel lets each connection send so many bits a second at most, in either direction.
 
-    That costs next to no time of a core, unlike ``slow_link``, but there is no delay. This process's connections to the
-    address are paced, too, from then on.
+    No program stands in between, unlike with ``slow_link``, but there is no delay.
     """
     bytes_per_s = int(bits_per_s / 8)
-    start = f"from benchmarks.common import network; network.pace({bytes_per_s}); "
+    start = f"from benchmarks.common import network; network.pace_accepted({bytes_per_s}); "
     start += "import runpy; runpy.run_module('omniserve.host', run_name='__main__', alter_sys=True)"
     options = ("--threads", str(threads), "--kv-gib", str(kv_gib))
-    with listening("omniserve.host", secret, *options, run=("-c", start)) as address:
-        pace(bytes_per_s, address)
+    with listening("omniserve.host", secret, *options, run=("-c", start)) as address, pacing(address, bytes_per_s):
         yield address
 
 
-def pace(bytes_per_s: int, to: Address | None = None) -> None:
-    """Bound what each TCP connection of this process sends: to an address, or those that others make to it (None)."""
+def pace_accepted(bytes_per_s: int) -> None:
+    """Bound what each connection sends that this process accepts from now on."""
+    create_server = socket.create_server  # the connections that a listener accepts inherit what it is set to
+    socket.create_server = lambda *args, **settings: _paced(create_server(*args, **settings), bytes_per_s)
 
-    def paced(made: socket.socket) -> socket.socket:
-        made.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, bytes_per_s)
-        return made
 
-    if to is None:
-        create_server = socket.create_server  # what a listener is set to, the connections that it accepts inherit
-        socket.create_server = lambda *args, **settings: paced(create_server(*args, **settings))
-        return
+@contextlib.contextmanager
+def pacing(to: Address, bytes_per_s: int) -> Iterator[None]:
+    """Bound what each connection sends that this process makes to an address meanwhile."""
     connect = socket.create_connection
 
     def create_connection(address: Address, *args: Any, **settings: Any) -> socket.socket:
         made = connect(address, *args, **settings)
-        return paced(made) if address == to else made
+        return _paced(made, bytes_per_s) if address == to else made
 
     socket.create_connection = create_connection  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        socket.create_connection = connect
+
+
+def _paced(made: socket.socket, bytes_per_s: int) -> socket.socket:
+    made.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, bytes_per_s)
+    return made
 
 
 @contextlib.contextmanager

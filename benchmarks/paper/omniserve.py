@@ -240,7 +240,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     _long_stock("60", "LS/s", _STOCK_RATES),
     _decode_instance(),
     _pair("omniserve-pair", (1.0, 1.5, 2.0), times=4),
-    _pair("omniserve-pair-long", (2.0,), times=10),  # till as many requests end as come in
+    _pair("omniserve-pair-long", (2.0,), times=10),
     *_co_serving("Fig. 10, 15", "10-15", "1G4C", "longbench", "SLO within 0.6 points of Sarathi; BE decode throughput "
                  "1.2 times the baselines under light LS load, 9.85 times under heavy load"),
     Experiment(

@@ -1,4 +1,4 @@
-"""What fits together and into an engine: settings, blocks of its pools, its context. Plain numbers, no tensors."""
+"""What fits into an engine: blocks of its pools and its context. Plain numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -9,25 +9,12 @@ from typing import Any
 from omniserve.core.config import EngineConfig
 from omniserve.core.spec import ModelSpec
 from omniserve.kv import KV_MANAGERS, CanCache, CanEvict, CanMove, CanShare
-from omniserve.sched import policy_of, why_not_in_stages
-from omniserve.sched.options import CoServingOptions
 from omniserve.sched.speculation import MAX_DRAFTS
 from omniserve.sched.state_slots import num_state_slots
 
 logger = logging.getLogger(__name__)
 
 _ROWS_SHARE, _ROWS_BYTES = 64, 16 << 20  # one part in so many of the device pool, or so many bytes, if they are more
-
-
-def check_policy(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raise ValueError if the policy cannot have this KV manager, model or these stages."""
-    policy, options = policy_of(config)
-    if options.checkpoint_kv and not issubclass(KV_MANAGERS.get(config.kv), CanMove):
-        raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
-    if isinstance(options, CoServingOptions) and options.defer_classes and spec.state_bytes:
-        raise ValueError("defer_classes is not for models with recurrent states: their rows cannot leave a step")
-    if config.parallel.pipeline_parallel_size > 1 and (reason := why_not_in_stages(policy, options)):
-        raise ValueError(f"pipeline_parallel_size is not for scheduler={config.scheduler!r}: {reason}")
 
 
 def has_host_tier(config: EngineConfig) -> bool:

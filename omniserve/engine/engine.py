@@ -23,15 +23,8 @@ from omniserve.core.request import Completion, Request, RequestLimits, RequestOu
 from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
-from omniserve.engine.capacity import (
-    check_policy,
-    fit_states,
-    largest_part,
-    max_model_len,
-    num_blocks,
-    prefix_settings,
-    rows_per_host_request,
-)
+from omniserve.engine.assembly import check_policy, check_ranks, make_host_tier, make_runner, num_late_layers
+from omniserve.engine.capacity import fit_states, largest_part, max_model_len, num_blocks, prefix_settings
 from omniserve.engine.disk import check_disk, open_disk
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.network import connect_hosts, connect_prefill_engines
@@ -41,26 +34,18 @@ from omniserve.host.cores import default_host_threads
 from omniserve.host.disk import DiskStats, DiskTier
 from omniserve.host.remote import HostUser
 from omniserve.host.tier import HostTier
-from omniserve.kv import KV_MANAGERS, CanShare, KeepsPrefixesOnDisk
+from omniserve.kv import KV_MANAGERS, KeepsPrefixesOnDisk
 from omniserve.kv.disk_prefixes import DiskPrefixes
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
 from omniserve.latency.profile import Profile
 from omniserve.latency.trace import StepTracer
-from omniserve.layers.loaded import language_model
 from omniserve.layers.patching import patched_model
-from omniserve.layers.sharding import num_shards
 from omniserve.ops.streams import drain
 from omniserve.parallel.group import RankGroup
-from omniserve.parallel.host_tier import GroupHostTier
-from omniserve.parallel.lead import LastStageRunner, LeadLockstep, LeadRunner
-from omniserve.parallel.messages import Setup
-from omniserve.runner.runner import ModelRunner
 from omniserve.sampling.grammar import GrammarCompiler
 from omniserve.sampling.sampler import Sampler
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
-from omniserve.sched.late_joins import late_layers
-from omniserve.sched.options import LayerPreemptionOptions
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +60,6 @@ COARSE_MARGIN = 1.2
 
 def _margin_of(profile: Profile) -> float:
     return COARSE_MARGIN if profile.is_coarse else 1.0
-
-
-def _require_ranks(config: EngineConfig, model: PreTrainedModel, group: RankGroup | None) -> None:
-    num_ranks, shards = config.parallel.num_ranks, config.parallel.tensor_parallel_size
-    if num_ranks != (group.size if group is not None else 1) or shards != num_shards(language_model(model)):
-        raise ValueError(
-            f"the settings ask for {num_ranks} ranks, but the model is not rank 0's part of {num_ranks}: make the "
-            "engine with omniserve.launch.loading.EngineLoader, which loads the parts and starts the other ranks"
-        )
 
 
 class Engine:
@@ -116,7 +92,7 @@ class Engine:
         group: RankGroup | None = None,
     ) -> None:
         config = config or EngineConfig()
-        _require_ranks(config, model, group)
+        check_ranks(config, model, group)
         num_stages = config.parallel.pipeline_parallel_size
         self.group = group
         """The other ranks, if there are any."""
@@ -146,7 +122,9 @@ class Engine:
             layers=patched.layers,
         )
         host_threads = config.host_threads or default_host_threads(patched.device)
-        self.host_tier = self._make_host_tier(host_threads) if num_host_blocks > 0 else None
+        self.host_tier: HostTier | None = None
+        if num_host_blocks > 0:
+            self.host_tier = make_host_tier(config, patched, group, num_threads=host_threads)
         caches = prefix_settings(
             config, self.spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks
         )
@@ -172,7 +150,7 @@ class Engine:
             forecast = Forecast.of_profile(profile, self._latency)
         limits = SchedulerLimits.of(
             config, options, self.spec, self.kv, max_model_len=self.max_model_len,
-            late_layers=self._num_late_layers(),
+            late_layers=num_late_layers(config, patched, group) if self.host_tier is not None else 0,
             max_host_drafts=self.host_tier.max_rows - 1 if self.host_tier is not None else 0,
         )  # fmt: skip
         if limits.num_state_slots:
@@ -201,6 +179,7 @@ class Engine:
         and tells ``arriving`` of them."""
         tracer = StepTracer(config.trace_steps, classes=config.classes) if config.trace_steps is not None else None
         self._log = StepLog(shape, latency=self._latency, tracer=tracer)
+        this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
         user = HostUser(secrets.token_hex(16), num_ranks=config.parallel.num_ranks)
         with contextlib.ExitStack() as undo:  # if this fails, their threads would connect again and again
             self.hosts = connect_hosts(config, patched, self.host_tier, user)
@@ -211,11 +190,14 @@ class Engine:
             """The prefill engines, if the settings ask for any."""
             if self.prefill_engines is not None:
                 undo.callback(self.prefill_engines.close)
-            self.runner = self._make_runner(
-                storage, user, host_threads=host_threads, num_state_slots=limits.num_state_slots, overlaps=overlaps
-            )
+            self.runner = make_runner(
+                config, group, model=patched, tier=self.host_tier, user=user, host_threads=host_threads,
+                max_model_len=self.max_model_len, num_device_blocks=num_device_blocks,
+                num_state_slots=limits.num_state_slots, overlaps=overlaps,
+                ask_who_must_leave=lambda: this()._ask_who_must_leave(), storage=storage, sampler=self._sampler,
+                disk=self.disk, hosts=self.hosts, prefills=self.prefill_engines,
+            )  # fmt: skip
             undo.pop_all()
-        this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
         self._stepper = Stepper(
             scheduler=self.scheduler,
             runner=self.runner,
@@ -226,71 +208,6 @@ class Engine:
             num_stages=num_stages if overlaps else 1,
             keeps_names=tracer is not None,
         )
-
-    @property
-    def _has_mailbox(self) -> bool:
-        """The device takes results of the host tier from a mailbox, if there is a host tier."""
-        return self.model.device.type == "cuda" or self.config.execution.step_graphs == "on"
-
-    def _make_host_tier(self, num_threads: int) -> HostTier:
-        model, group = self.model, self.group
-        kind = HostTier if group is None else GroupHostTier
-        tier = kind.of(
-            self.config, self.spec, dtype=model.dtype, device=model.device, num_threads=num_threads,
-            mailbox=self._has_mailbox, layers=model.layers,
-            max_rows=rows_per_host_request(self.config, self.spec, has_own_memory=model.device.type != "cpu"),
-        )  # fmt: skip
-        if group is not None:
-            assert isinstance(tier, GroupHostTier)
-            tier.follow(group.place, group.news, group.tell, group.tell_each)
-        return tier
-
-    def _num_late_layers(self) -> int:
-        """Return at how many layers a step can take results that come while it runs (see ``late_layers``)."""
-        # The devices of several ranks may see different results, and a stage's ranks plan ahead of them.
-        has_stages = self.config.parallel.pipeline_parallel_size > 1
-        if self.host_tier is None or has_stages or (self.group is not None and self._has_mailbox):
-            return 0
-        return late_layers(
-            self.spec.num_layers, device_looks=self._has_mailbox, has_between=self.model.has_between
-        )  # fmt: skip
-
-    def _make_runner(
-        self, storage: DeviceKVStorage, user: HostUser, *, host_threads: int, num_state_slots: int, overlaps: bool
-    ) -> ModelRunner:  # fmt: skip
-        """Make what runs steps, with several ranks on the others, too, and wait for these."""
-        config, group, options = self.config, self.group, policy_of(self.config)[1]
-        this: Callable[[], Any] = weakref.ref(self)  # as in the constructor
-        # A chunk that began anew after it left would find the states of some layers ahead of it.
-        has_safepoints = not self.spec.state_bytes and options.preempts
-        settings: dict[str, Any] = dict(
-            host_threads=host_threads, max_model_len=self.max_model_len,
-            is_directed=issubclass(KV_MANAGERS.get(config.kv), CanShare),
-            keep_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
-            num_state_slots=num_state_slots,
-        )  # fmt: skip
-        parts: dict[str, Any] = dict(
-            model=self.model, storage=storage, sampler=self._sampler, tier=self.host_tier, disk=self.disk,
-            hosts=self.hosts, prefills=self.prefill_engines,
-            safepoint=(lambda: this()._ask_who_must_leave()) if has_safepoints else None,
-        )  # fmt: skip
-        if group is None:
-            return ModelRunner(config, **settings, **parts)
-        has_stages = config.parallel.pipeline_parallel_size > 1
-        group.begin_engine(Setup(
-            config=config, num_device_blocks=self.kv.num_device_blocks, has_host_tier=self.host_tier is not None,
-            has_mailbox=self.host_tier is not None and self.host_tier.mailbox_SW is not None,
-            max_host_rows=self.host_tier.max_rows if self.host_tier is not None else 1, has_safepoints=has_safepoints,
-            shares_tokens=overlaps and not has_stages, host_user=user.engine, **settings,
-        ))  # fmt: skip
-        runner: ModelRunner
-        if has_stages:
-            runner = LastStageRunner(config, group=group, stage=group.stage, **settings, **parts)
-        else:
-            lockstep = LeadLockstep(group, shares_tokens=overlaps)
-            runner = LeadRunner(config, group=group, lockstep=lockstep, **settings, **parts)
-        group.await_engine()
-        return runner
 
     # -- requests ------------------------------------------------------------------------------------------------
 

@@ -100,13 +100,14 @@ def policy_of(config: EngineConfig) -> tuple[type[Policy], PolicyOptions]:
     return policy, make_options(policy.options_type, config.scheduler_options, owner=f"scheduler {config.scheduler!r}")
 
 
-def why_not_in_stages(policy: type[Policy], options: PolicyOptions) -> str:
-    """Return why a policy's steps cannot be in flight together, each in another stage; empty: they can."""
+def check_stages(config: EngineConfig) -> None:
+    """Raise ValueError if there are several stages, and the policy cannot have a step in flight in each of them."""
+    policy, options = policy_of(config)
+    reason = "rows may leave its steps between two layers" if options.preempts else ""
     if policy.awaits_host:
-        return "its steps wait for the host tier in each layer"
-    if options.preempts:
-        return "rows may leave its steps between two layers"
-    return ""
+        reason = "its steps wait for the host tier in each layer"
+    if config.parallel.pipeline_parallel_size > 1 and reason:
+        raise ValueError(f"pipeline_parallel_size is not for scheduler={config.scheduler!r}: {reason}")
 
 
 def known_options(scheduler: str, values: Mapping[str, Value]) -> dict[str, Value]:

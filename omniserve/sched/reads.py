@@ -20,9 +20,9 @@ _OF_PREFILLS = (
 )  # fmt: skip
 
 
-_NUM_NEXT = 8
+_NUM_NEXT = 2 * MOST_ASKED_FOR[BE]
 """``blocks_wanted`` keeps room for so many prompts that an engine may still be asked for, from the first of the queues
-on: for twice as many best-effort ones as are asked for in a step."""
+on."""
 
 
 class Reads:

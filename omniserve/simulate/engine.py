@@ -13,7 +13,7 @@ from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
 from omniserve.kv import KV_MANAGERS, KVManager, Tier
 from omniserve.latency import CorrectedModel
-from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of, why_not_in_stages
+from omniserve.sched import Forecast, Scheduler, SchedulerLimits, check_stages, policy_of
 from omniserve.sched.options import LayerPreemptionOptions
 from omniserve.sched.speculation import MAX_DRAFTS
 from omniserve.simulate.drafter import SimulatedDrafter
@@ -55,8 +55,7 @@ class SimulatedEngine:
             raise ValueError(
                 f"the machine has {machine.num_stages} stages: set pipeline_parallel_size to that, not to {num_stages}"
             )
-        if num_stages > 1 and (reason := why_not_in_stages(policy, options)):
-            raise ValueError(f"pipeline_parallel_size is not for scheduler={config.scheduler!r}: {reason}")
+        check_stages(config)
         spec = machine.spec
         num_device_blocks, num_host_blocks = num_blocks(
             config, largest_part(config, spec), has_hosts=bool(machine.hosts)

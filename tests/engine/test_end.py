@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from omniserve import Engine, EngineConfig, EngineStopped, ExecutionConfig, HostsConfig, Stalled
+from omniserve.engine import engine as engine_module
 from omniserve.host import tier as tier_module
 from tests.engine.conftest import BLOCK
 from tests.engine.test_engine import hf_tokens, request
@@ -192,7 +193,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_thread_that_connects(
     def keepers() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("host-keeper")]
 
-    monkeypatch.setattr(Engine, "_make_runner", fail)
+    monkeypatch.setattr(engine_module, "make_runner", fail)
     (tmp_path / "secret").write_text("a secret of many characters")
     hosts = HostsConfig(cpu_hosts=("127.0.0.1:1",), cpu_host_secret_file=str(tmp_path / "secret"))
     config = EngineConfig(

@@ -55,18 +55,7 @@ def test_ray_gives_it_the_servers_flags_without_what_is_of_this_machine(
     monkeypatch.setattr(actors, "_PAUSE_S", 0.0)
     monkeypatch.setattr(actors.threading.Thread, "start", lambda thread: None)
     monkeypatch.setenv("OMNISERVE_PREFILL_SECRET", "")
-    flags = [
-        "--port",
-        "8000",
-        "--block-size",
-        "32",
-        "--disk-kv-gib",
-        "1",
-        "--disk-kv-dir",
-        "/somewhere",
-        "--trace-steps",
-        "steps.jsonl",
-    ]
+    flags = "--port 8000 --block-size 32 --disk-kv-gib 1 --disk-kv-dir /somewhere --trace-steps steps.jsonl".split()
     for profile, with_profile in (("p.json", True), ("none", False)):
         actor = actors.PrefillEngine(b"secret", "127.0.0.1", 7101, [*flags, "--profile", profile])
         actor._serve()
