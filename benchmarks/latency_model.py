@@ -107,10 +107,11 @@ def noise_floor(engine: Engine) -> dict[str, Accuracy]:
 def learning_accuracy(model: Predictor, samples: Sequence[StepSample]) -> Accuracy:
     """Return the accuracy of predictions made before each step by a CorrectedModel that has seen those before it."""
     corrected = CorrectedModel(model)
-    errors = []
+    errors, now_s = [], 0.0
     for sample in samples:
         errors.append(abs(corrected.step_s(sample.features) - sample.seconds) / sample.seconds)
-        corrected.observe(sample.features, sample.seconds)
+        now_s += sample.seconds
+        corrected.observe(sample.features, sample.seconds, now_s)
     return accuracy_of_errors(errors)
 
 

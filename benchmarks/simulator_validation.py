@@ -198,8 +198,10 @@ class Validation:
 
             engine.on_step = note
             engine.generate([request(name, 64, 4, slo=SLO()) for name in ("ls1", "be1", "ls2", "be2")])
+            now_s = 0.0
             for step in steps:
-                learned.observe(step.features, step.seconds)
+                now_s += step.seconds
+                learned.observe(step.features, step.seconds, now_s)
             steps.clear()
             believed = [learned.pace * factor for factor in learned.factors]
             run = EngineRun(engine, load, seed)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import EngineStopped, PeerLost, Stalled
 from omniserve.core.plan import StepPlan
-from omniserve.core.request import Completion, Request, RequestLimits, RequestOutput, ServiceClass
+from omniserve.core.request import SLO, Completion, Request, RequestLimits, RequestOutput, ServiceClass
 from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
@@ -54,12 +54,6 @@ _PREFILL_WAIT_S = 0.005
 """Nothing but prefill engines works for this one: to look more often for new requests would take their cores."""
 _LAST_WRITES_S = 10.0
 _IDLE_STEPS = 3  # a block that has just been filled is copied two plans later at the soonest
-COARSE_MARGIN = 1.2
-"""Steps are taken to last so many times what a coarse profile says: bounds and admission are that much tighter."""
-
-
-def _margin_of(profile: Profile) -> float:
-    return COARSE_MARGIN if profile.is_coarse else 1.0
 
 
 class Engine:
@@ -146,7 +140,7 @@ class Engine:
         forecast: Forecast | None = None
         if profile is not None:
             profile.require(fingerprint_of(model, config))
-            self._latency = CorrectedModel(self._latency_model.from_profile(profile), margin=_margin_of(profile))
+            self._latency = CorrectedModel(self._latency_model.from_profile(profile), is_coarse=profile.is_coarse)
             forecast = Forecast.of_profile(profile, self._latency)
         limits = SchedulerLimits.of(
             config, options, self.spec, self.kv, max_model_len=self.max_model_len,
@@ -232,7 +226,8 @@ class Engine:
         now_s = self._clock()
         arrival_s = now_s if arrival_s is None else min(arrival_s, now_s)
         predicted_s = self.scheduler.add(request_id, request, slo, now_s, arrival_s=arrival_s)
-        self._stepper.requests[request_id] = OpenRequest(request.service_class, slo, predicted_s)
+        scaled = self.scheduler.scaled_slo(request_id)
+        self._stepper.requests[request_id] = OpenRequest(request.service_class, scaled or slo, predicted_s, scaled)
         self._sampler.add(request_id, request.sampling, request.prompt_token_ids, grammar)
         self._outputs.open(request_id, request)
         return request_id
@@ -276,6 +271,14 @@ class Engine:
             KeyError: There is no such request.
         """
         return self._stepper.requests[request_id].predicted_ttft_s
+
+    def scaled_slo(self, request_id: str) -> SLO | None:
+        """Return the objectives of an unfinished request if admission has scaled those of its class; else None.
+
+        Raises:
+            KeyError: There is no such request.
+        """
+        return self._stepper.requests[request_id].scaled_slo
 
     @property
     def has_unfinished(self) -> bool:
@@ -345,7 +348,7 @@ class Engine:
         """
         assert self._profile is not None and self._latency is not None, "the engine has no profile to replace"
         profile.require(self._profile.fingerprint)
-        self._latency.replace(self._latency_model.from_profile(profile), margin=_margin_of(profile))
+        self._latency.replace(self._latency_model.from_profile(profile), is_coarse=profile.is_coarse)
         self._profile = profile
 
     def generate(self, requests: Iterable[Request], *, progress: bool = False) -> list[Completion]:

@@ -50,8 +50,11 @@ class OpenRequest:
 
     service_class: str
     slo: SLO
+    """The objectives that hold."""
     predicted_ttft_s: float | None
     """The TTFT that admission predicted, in seconds from arrival."""
+    scaled_slo: SLO | None = None
+    """The same objectives if admission has scaled those of the class."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,7 +301,7 @@ class StepLog:
                 classes={name: entry.service_class for name, entry in step.requests.items()},
             )  # fmt: skip
         if self._latency is not None and step.ran_alone and is_whole(step.plan, step.result.halted):
-            self._latency.observe(features, step.seconds)
+            self._latency.observe(features, step.seconds, step.started_s + step.seconds)
 
     def close(self) -> None:
         """End the trace. A second call does nothing."""

@@ -254,6 +254,18 @@ class Predictor(ABC):
         """The factor by which steps take longer at this moment than as a rule; predictions contain it."""
         return 1.0
 
+    @property
+    def at_best(self) -> Predictor:
+        """The predictor without what has slowed steps lately: for what the machine can do, not what it does now."""
+        return self
+
+    def has_seen(self, num_rows: int) -> bool:
+        """Return whether predictions for steps of so many rows are worth a refusal."""
+        return True
+
+    def at(self, now_s: float) -> None:  # noqa: B027 (most predictors learn nothing)
+        """Say what time it is: what was learned from steps long ago counts less."""
+
     @abstractmethod
     def terms(self, features: BatchFeatures) -> tuple[float, ...]:
         """Return the terms of a step in seconds, one for each of ``term_names``."""

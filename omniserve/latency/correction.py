@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from statistics import median
 from typing import Self
@@ -57,13 +57,21 @@ BOUNDS = (0.7, 1.5)
 _WINDOW = 9
 """The pace is the median of so many steps. It follows after five like ones, and four odd ones do not move it."""
 _PACE_BOUNDS = (1 / 16, 16.0)
+_PACE_HALF_LIFE_S = 0.25
+"""In so many seconds without steps the logarithm of the pace halves: after 2 s, 16 has become 1.01."""
+_FACTOR_HALF_LIFE_S = 30.0
+"""The same for the factors of the terms, which took many steps to learn."""
+COARSE_MARGIN = 1.2
+"""Predictions by a coarse profile are so many times what it says: bounds and admission are that much tighter."""
+FEW_STEPS = 5
+"""After so many steps at least half as large, a coarse profile's word on a step counts: the pace follows by then."""
 
 
 class StepPace:
     """The median of the last steps' ratios, measured over predicted.
 
     A neighbour that takes a core makes steps several times as long from one to the next, and is gone again as soon: too
-    much for a correction that is slow on purpose.
+    much for a correction that is slow on purpose. While there are no steps, nothing tells whether it is still there.
     """
 
     def __init__(self) -> None:
@@ -74,6 +82,15 @@ class StepPace:
     def observe(self, ratio: float) -> None:
         """Take a step that took ``ratio`` times what was predicted, > 0."""
         self._recent.append(math.log(ratio))
+        self._update()
+
+    def rest(self, seconds: float) -> None:
+        """Let the pace return towards 1, as there were no steps for so long."""
+        kept = 0.5 ** (seconds / _PACE_HALF_LIFE_S)
+        self._recent = deque([kept * each for each in self._recent], maxlen=_WINDOW)
+        self._update()
+
+    def _update(self) -> None:
         self.value = min(max(math.exp(median(self._recent)), _PACE_BOUNDS[0]), _PACE_BOUNDS[1])
 
 
@@ -83,10 +100,11 @@ class CorrectedModel(ScaledModel):
     A step's relative error, clipped, is shared among its terms in proportion to their part of the step (normalised
     least mean squares), so what the load consists of is what is corrected. One odd step moves a factor by at most
     ``rate``. What the factors leave is the pace, the median of the last few steps: others use the machine from now on,
-    or no longer.
+    or no longer. What was learned loses its say as time passes without steps (``at``).
 
     Args:
-        margin: Predictions are so many times what is expected: more than 1 while the model is known to be coarse.
+        is_coarse: The model is made of a coarse profile: predictions are ``COARSE_MARGIN`` times what is expected, and
+            ``has_seen`` asks for steps.
         rate: Share of an error that one step takes away, in (0, 1).
         bounds: Smallest and largest factor, around 1.
     """
@@ -101,7 +119,7 @@ class CorrectedModel(ScaledModel):
     """Steps in a row with a ``drift`` out of bounds before that is said: a neighbour's work for a moment is none."""
 
     def __init__(
-        self, model: Predictor, *, margin: float = 1.0, rate: float = 0.02, bounds: tuple[float, float] = BOUNDS
+        self, model: Predictor, *, is_coarse: bool = False, rate: float = 0.02, bounds: tuple[float, float] = BOUNDS
     ) -> None:
         if not 0 < rate < 1:
             raise ValueError(f"rate must be in (0, 1), got {rate}")
@@ -109,15 +127,19 @@ class CorrectedModel(ScaledModel):
             raise ValueError(f"bounds must be around 1, got {bounds}")
         self._rate = rate
         self._low, self._high = bounds
-        self.replace(model, margin=margin)
+        self.replace(model, is_coarse=is_coarse)
 
-    def replace(self, model: Predictor, *, margin: float = 1.0) -> None:
+    def replace(self, model: Predictor, *, is_coarse: bool = False) -> None:
         """Predict by another model from now on, and forget what was learned about the one before."""
         super().__init__(model, [1.0] * len(model.term_names))
-        self.margin = margin
-        """What predictions are multiplied by, beside what was learned."""
+        self.is_coarse = is_coarse
+        """Whether the model is made of a coarse profile."""
         self._log_ratio = 0.0
         self._pace = StepPace()
+        self._last_s: float | None = None
+        """Until when there were steps, or what was learned has lost its say already."""
+        self._sizes: Counter[int] = Counter()
+        """Steps since then by the bit length of their rows; a coarse model's."""
         self._num_steps = 0
         self._num_beyond = 0
         self.error = 0.0
@@ -137,17 +159,43 @@ class CorrectedModel(ScaledModel):
 
     def terms(self, features: BatchFeatures) -> tuple[float, ...]:
         """Return the corrected terms, seconds."""
-        scale = self.margin * self._pace.value
+        scale = self._pace.value * (COARSE_MARGIN if self.is_coarse else 1.0)
         return tuple(
             [scale * factor * term for factor, term in zip(self.factors, self.model.terms(features), strict=True)]
         )
 
-    def observe(self, features: BatchFeatures, seconds: float) -> None:
-        """Learn from a measured step; one of 0 seconds says nothing."""
+    @property
+    def at_best(self) -> Predictor:
+        """The model by itself, faster where steps have shown that it is, and never slower."""
+        return ScaledModel(self.model, [min(1.0, self._pace.value * factor) for factor in self.factors])
+
+    def has_seen(self, num_rows: int) -> bool:
+        """Return whether a prediction for steps of so many rows was ever compared with such steps.
+
+        What a coarse profile says of sizes that it did not measure may be ten times what such a step takes.
+        """
+        least = max(1, num_rows // 2).bit_length()
+        return not self.is_coarse or sum(self._sizes[size] for size in self._sizes if size >= least) >= FEW_STEPS
+
+    def at(self, now_s: float) -> None:
+        """Let what was learned lose its say if there were no steps lately."""
+        if self._last_s is not None and now_s > self._last_s:
+            idle_s = now_s - self._last_s
+            self._pace.rest(idle_s)
+            kept = 0.5 ** (idle_s / _FACTOR_HALF_LIFE_S)
+            self.factors = tuple([factor**kept for factor in self.factors])
+            self._last_s = now_s
+
+    def observe(self, features: BatchFeatures, seconds: float, now_s: float) -> None:
+        """Learn from a step that took so many seconds and ended at ``now_s``; one of 0 seconds says nothing."""
         raw = self.model.terms(features)
         total = sum(raw)
         if total <= 0 or seconds <= 0:
             return
+        self.at(now_s - seconds)
+        self._last_s = now_s
+        if self.is_coarse:
+            self._sizes[features.device_rows.bit_length()] += 1
         corrected = [factor * term for factor, term in zip(self.factors, raw, strict=True)]
         predicted = sum(corrected)
         off = abs(self._pace.value * predicted - seconds) / seconds

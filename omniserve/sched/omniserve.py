@@ -6,7 +6,6 @@ Paper: omniserve 3.3.2 (order), 3.3.3 (admission), 3.3.4 (chunk sizes), 3.3.5 (o
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Sequence, Set
@@ -15,6 +14,7 @@ from typing import ClassVar
 from omniserve.core.plan import Bound, LeftOut, StepPlan
 from omniserve.core.request import SLO, Request
 from omniserve.kv.base import Tier
+from omniserve.sched.admission import Admission
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.best_effort_mix import BestEffortMix
 from omniserve.sched.deferral import Deferral
@@ -38,7 +38,7 @@ from omniserve.sched.step_cost import (
     ttft_left_s,
 )
 from omniserve.sched.tier_moves import TierMoves
-from omniserve.sched.ttft import MIN_LS_CHUNK, AdmissionMargin, LSQueue, TTFTEstimator
+from omniserve.sched.ttft import MIN_LS_CHUNK, LSQueue, TTFTEstimator, TTFTPrediction
 
 # BE work that a step without LS work has at least, whatever the bound: an idle machine works.
 MIN_BE_CHUNK = 16
@@ -64,7 +64,7 @@ class OmniServePolicy(Policy):
     def set_up(self) -> None:
         forecast, slack = self.forecast, self.options.slack
         self._ttft = TTFTEstimator(forecast, self.limits, slack) if forecast is not None else None
-        self._margin = AdmissionMargin()
+        self._admission = Admission(forecast, refuses=self.options.admission) if forecast is not None else None
         self._moves = TierMoves(self.requests, self.options, forecast)
         self._max_rows = self.options.most_rows(self.limits)
         self._mix = BestEffortMix()
@@ -78,38 +78,41 @@ class OmniServePolicy(Policy):
         """Predict the time to first token of an LS request (3.3.3), and reject it if that is too long."""
         if state.kind is BE:
             self._mix.note_arrival(state)
-        if self._ttft is None or state.kind is not LS:
+        if self._ttft is None or self._admission is None or state.kind is not LS:
             return None
-        self._ttft.note(state)
-        device, waiting = self.requests.device, self.requests.waiting
-        reading = (other for other in self.requests.reads.states() if other.kind is LS)
-        in_line = (other for other in itertools.chain(device[LS], waiting[LS], reading) if other is not state)
-        ahead = [s for s in in_line if not s.decodes and s.priority_key[0] <= state.priority_key[0]]
-        queue = self._ls_queue([other for other in device[LS] if other.decodes], ahead)
-        prediction = self._ttft.predict(
-            state, queue, now_s,
-            has_best_effort=bool(waiting[BE] or device[BE]), host_works=self.requests.residents.is_busy,
-            coming=self.requests.coming(state),
-        )  # fmt: skip
+        prediction = self._predict_ttft(self._ttft, state, now_s)
+        self._admission.scale(state, prediction)
+        if state.has_scaled_ttft:  # it may be computed after those before it that are not long
+            prediction = self._predict_ttft(self._ttft, state, now_s)
         # What it will have waited before a step can have it.
         waited_s = max(0.0, now_s - state.arrival_s) + (self.begin_s(now_s) - now_s)
         elsewhere_s = self.requests.reads.prefills.predict(state)
         state.predicted_here_s = waited_s + prediction.expected_s
-        if self.options.admission and state.slo.ttft_s is not None:
-            most_s = (1 - max(TTFT_HEADROOM, self._margin.share)) * state.slo.ttft_s - waited_s
-            if elsewhere_s is None or elsewhere_s > most_s:
-                prediction.require(state.slo.ttft_s, waited_s, self._margin.share)
-        state.soonest_ttft_s = waited_s + prediction.soonest_s
+        self._ttft.note(state)
+        self._admission.judge(
+            state, prediction, now_s=now_s, waited_s=waited_s, is_idle=self.requests.is_only_ls(state),
+            elsewhere_s=elsewhere_s,
+        )  # fmt: skip
         if elsewhere_s is not None and elsewhere_s < prediction.expected_s:
             state.soonest_ttft_s = None  # the margin learns from what is computed here
             return waited_s + elsewhere_s
         return waited_s + prediction.expected_s
 
+    def _predict_ttft(self, estimator: TTFTEstimator, state: RequestState, now_s: float) -> TTFTPrediction:
+        device, waiting = self.requests.device, self.requests.waiting
+        reading = (other for other in self.requests.reads.states() if other.kind is LS)
+        in_line = (other for other in itertools.chain(device[LS], waiting[LS], reading) if other is not state)
+        ahead = [s for s in in_line if not s.decodes and s.prefill_key < state.prefill_key]
+        queue = self._ls_queue([other for other in device[LS] if other.decodes], ahead)
+        return estimator.predict(
+            state, queue, now_s,
+            has_best_effort=bool(waiting[BE] or device[BE]), host_works=self.requests.residents.is_busy,
+            coming=self.requests.coming(state),
+        )  # fmt: skip
+
     def on_first_token(self, state: RequestState, now_s: float) -> None:
-        if state.soonest_ttft_s is not None and state.slo.ttft_s is not None:
-            self._margin.learn(
-                predicted_s=state.soonest_ttft_s, actual_s=now_s - state.arrival_s, required_s=state.slo.ttft_s
-            )
+        if self._admission is not None and state.kind is LS:
+            self._admission.learn(state, now_s)
 
     def on_end(self, state: RequestState) -> None:
         if state.kind is BE:
@@ -120,6 +123,7 @@ class OmniServePolicy(Policy):
     def schedule(self, now_s: float) -> StepPlan:
         cost = self.forecast.step(host_works=self.requests.residents.is_busy) if self.forecast is not None else None
         batch, begin_s = Batch(self.requests, now_s, cost=cost), self.begin_s(now_s)
+        self._give_place()
         deferred = self._deferral.waiting(begin_s) if self._deferral is not None else frozenset()
         decoding = self._decode_ls(batch, deferred)
         # With several stages: those in other steps wait, in each stage, for this one to leave it.
@@ -128,7 +132,7 @@ class OmniServePolicy(Policy):
             tpot_bound(decoding + elsewhere, begin_s, self.options.slack, share)
             for share in (self.ls_headroom, self.be_headroom)
         )
-        unfinished, kept_out = self._prefill_ls(batch, s_d, begin_s, deferred)
+        unfinished, kept_out = self._prefill_ls(batch, s_d, decoding, begin_s, deferred)
         if deferred and not batch.chunks:
             self._go_on(batch, deferred)
             unfinished = [state for state in unfinished if not batch.samples(state)]
@@ -149,14 +153,23 @@ class OmniServePolicy(Policy):
 
     def to_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> frozenset[str]:
         """Let rows of lower classes leave the running step for a request that is late otherwise (omniserve 6)."""
-        if self._deferral is None:
+        if self._deferral is None or self._admission is None:
             return frozenset()
         required_s = math.inf
         if slo.ttft_s is not None:
-            required_s = (1 - max(TTFT_HEADROOM, self._margin.share)) * slo.ttft_s - waited_s
+            required_s = (1 - max(TTFT_HEADROOM, self._admission.margin)) * slo.ttft_s - waited_s
         return self._deferral.to_preempt(request, required_s, now_s)
 
     # -- latency-sensitive ---------------------------------------------------------------------------------------
+
+    def _give_place(self) -> None:
+        """If all places of LS requests are taken, let the last of a lower class give its own to the first in line."""
+        first = self.requests.waiting[LS].first
+        if first is None or not self.requests.is_full(LS):
+            return
+        last = next((s for s in reversed(self.requests.device[LS]) if s.phase is Phase.DEVICE), None)
+        if last is not None and last.priority_key[0] > first.priority_key[0]:
+            self.requests.preempt(last)
 
     def _decode_ls(self, batch: Batch, deferred: Set[str]) -> list[RequestState]:
         """Schedule all LS decodes but deferred ones; return those that are in."""
@@ -166,9 +179,9 @@ class OmniServePolicy(Policy):
         return [state for state in self.requests.device[LS] if state in batch]
 
     def _prefill_ls(
-        self, batch: Batch, s_d: TimeBound, begin_s: float, deferred: Set[str]
+        self, batch: Batch, s_d: TimeBound, decoding: Sequence[RequestState], begin_s: float, deferred: Set[str]
     ) -> tuple[list[RequestState], tuple[LeftOut, ...]]:
-        """Schedule LS prefill under S_d (3.3.4), best class and oldest first.
+        """Schedule LS prefill under S_d (3.3.4), in the order of ``prefill_key``.
 
         Returns:
             The requests with prefill left after this step, and what to note of those that are not in it.
@@ -177,11 +190,14 @@ class OmniServePolicy(Policy):
         bound_s, min_tokens, is_full, memory_is_short = s_d.seconds, MIN_LS_CHUNK, False, False
         unfinished: list[RequestState] = []
         last_refusal: Bound | None = None
-        for state in heapq.merge(admitted, self.requests.waiting[LS], key=lambda s: s.priority_key):
+        for state in sorted([*admitted, *self.requests.waiting[LS]], key=lambda s: s.prefill_key):
             if is_full or state.request_id in deferred or (memory_is_short and state.phase is Phase.WAITING):
                 unfinished.append(state)
                 continue
-            refused_by = self._prefill_one(batch, state, bound_s, min_tokens, begin_s)
+            within_s = bound_s
+            if state.has_scaled_ttft:  # a long prompt goes on in steps that a short one could wait for
+                within_s = min(within_s, self._newcomer_bound_s(batch, decoding, s_d.seconds, begin_s))
+            refused_by = self._prefill_one(batch, state, within_s, min_tokens, begin_s)
             if refused_by is None:
                 min_tokens = 0
             else:
@@ -226,7 +242,8 @@ class OmniServePolicy(Policy):
         of_be += sum(len(move.src_block_ids) for move in requests.moves_to_host)
         free = self.kv.num_free(Tier.DEVICE)
         # Blocks that several requests share count for each, so those of BE requests are no more than all others.
-        return LSQueue(decoding, prompts, held, free + min(of_be, max(0, self.kv.num_device_blocks - free - of_ls)))
+        num_free = free + min(of_be, max(0, self.kv.num_device_blocks - free - of_ls))
+        return LSQueue(decoding, prompts, held, num_free, self.limits.config.max_num_seqs - requests.num_admitted(LS))
 
     # -- bounds --------------------------------------------------------------------------------------------------
 
@@ -245,15 +262,23 @@ class OmniServePolicy(Policy):
             queue = self._ls_queue(decoding, unfinished)
             for request_id, left_s in self._ttft.prompt_bounds(queue, batch, s_be.seconds, begin_s):
                 bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {request_id}")
-        newcomer_s = self._ttft.newcomer_bound_s(
-            decoding, s_be.seconds, margin=self._margin.share, busy_s=begin_s - batch.now_s
-        )
+        newcomer_s = self._newcomer_bound_s(batch, decoding, s_be.seconds, begin_s)
         bound = bound.or_tighter(newcomer_s, "ttft of a new request")
         if batch.cost.features.is_empty:
             # No LS work: the machine is never left idle because its smallest step is too long for a newcomer.
             least_s = batch.cost.seconds_with(0, MIN_BE_CHUNK, samples=True)
             bound = TimeBound(max(bound.seconds, least_s), bound.by)
         return bound
+
+    def _newcomer_bound_s(
+        self, batch: Batch, decoding: Sequence[RequestState], bound_s: float, begin_s: float
+    ) -> float:
+        """Return the longest step after which a new request can keep its TTFT; infinite if nothing predicts that."""
+        if self._ttft is None or self._admission is None:
+            return math.inf
+        return self._ttft.newcomer_bound_s(
+            decoding, bound_s, margin=self._admission.margin, busy_s=begin_s - batch.now_s
+        )
 
     def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
         """Return d w, the time that device BE work leaves for results that wait.

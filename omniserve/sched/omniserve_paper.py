@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from omniserve.sched.admission import Admission
 from omniserve.sched.batch import Batch
 from omniserve.sched.omniserve import MIN_BE_CHUNK, OmniServePolicy
 from omniserve.sched.options import CoServingOptions, HostTierOptions
@@ -39,8 +40,9 @@ class OmniServePaperPolicy(OmniServePolicy):
     Errata: in 3.3.3 n(t) has l_j - p_j where the remaining prompt p_j - l_j is meant; in 3.3.4 the bound less w, the
     time of the piggyback rows, is meant for steps with results in the output queue, not for those without.
 
-    Departures: LS prefill goes on by 16 tokens a step, and BE work in a step without LS work, even if the bound lets in
-    none. Where both tiers are one CPU, no decode is offloaded for time. A request moves back as with ``omniserve``
+    Departures: what is refused by that prediction, and which objectives are scaled, follows docs/admission.md. LS
+    prefill goes on by 16 tokens a step, and BE work in a step without LS work, even if the bound lets in none. Where
+    both tiers are one CPU, no decode is offloaded for time. A request moves back as with ``omniserve``
     (3.2.4 gives no numbers).
     """
 
@@ -57,23 +59,31 @@ class OmniServePaperPolicy(OmniServePolicy):
         )
         super().set_up()
         self._ttft = None
+        if self.forecast is not None:
+            self._admission = Admission(self.forecast, refuses=self.options.admission, has_margin=False)
 
     def on_arrival(self, state: RequestState, now_s: float) -> float | None:
         """Predict the time to first token of an LS request by one step with all LS work (3.3.3)."""
-        if self.forecast is None or state.kind is not LS:
+        if self.forecast is None or self._admission is None or state.kind is not LS:
             return super().on_arrival(state, now_s)
-        everything, alone = self.forecast.step(), self.forecast.step()
-        alone.add_chunk(0, state.num_prompt_tokens, samples=True)
+        everything, alone, at_best = self.forecast.step(), self.forecast.step(), self.forecast.step(at_best=True)
+        for step in (alone, at_best):
+            step.add_chunk(0, state.num_prompt_tokens, samples=True)
         for other in (*self.requests.device[LS], *self.requests.waiting[LS]):
             if other.decodes:
                 everything.add_chunk(other.num_computed_tokens, 1, samples=True)
             else:
                 everything.add_chunk(other.num_computed_tokens, other.num_uncomputed_tokens, samples=True)
         step_s = everything.seconds()
-        prediction = TTFTPrediction(step_s, step_s, alone.seconds(), state.num_prompt_tokens)
+        prediction = TTFTPrediction(
+            soonest_s=step_s, expected_s=step_s, idle_s=alone.seconds(), best_s=at_best.seconds(),
+            num_prompt_tokens=state.num_prompt_tokens, step_rows=everything.features.device_rows,
+        )  # fmt: skip
         waited_s = max(0.0, now_s - state.arrival_s) + (self.begin_s(now_s) - now_s)
-        if self.options.admission and state.slo.ttft_s is not None:
-            prediction.require(state.slo.ttft_s, waited_s, margin=0.0)
+        self._admission.scale(state, prediction)
+        self._admission.judge(
+            state, prediction, now_s=now_s, waited_s=waited_s, is_idle=self.requests.is_only_ls(state)
+        )
         return waited_s + step_s
 
     def _best_effort_bound(

@@ -414,16 +414,23 @@ class RequestTable:
         """Host blocks for residents to grow into, so that a full host tier does not drop what it just received."""
         return 2 * (self.residents.num_slots_used + 1) if self._offloads else 0
 
-    def is_full(self, kind: ServiceClass) -> bool:
-        """Return whether the limit on requests keeps out another one of this kind.
+    def num_admitted(self, kind: ServiceClass) -> int:
+        """Return how many requests take a place of ``max_num_seqs`` that one of this kind could have.
 
         Requests on their way to the device count, those on their way to the host do not; one that fails to get there
         comes on top.
         """
         kinds = (LS,) if kind is LS else (LS, BE)  # BE requests never use up the room of LS ones
         incoming = (state for state, move in self.moving.values() if move.direction is MoveDirection.TO_DEVICE)
-        num_admitted = sum(state.kind in kinds for state in incoming) + sum(len(self.device[kind]) for kind in kinds)
-        return num_admitted >= self.limits.config.max_num_seqs
+        return sum(state.kind in kinds for state in incoming) + sum(len(self.device[kind]) for kind in kinds)
+
+    def is_full(self, kind: ServiceClass) -> bool:
+        """Return whether ``max_num_seqs`` keeps out another request of this kind."""
+        return self.num_admitted(kind) >= self.limits.config.max_num_seqs
+
+    def is_only_ls(self, state: RequestState) -> bool:
+        """Return whether there is no other LS request."""
+        return not any(other.kind is LS and other is not state for other in self.states.values())
 
     def blocks_for(self, state: RequestState) -> int:
         """Return how many blocks all known tokens of a request need; of a WAITING one, less those that it shares."""

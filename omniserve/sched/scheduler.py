@@ -132,6 +132,7 @@ class Scheduler:
         )
         state.speculation = self._speculation(request_id, request)
         self.requests.add(state)
+        self._tell_time(now_s)
         try:
             state.predicted_ttft_s = self.policy.on_arrival(state, now_s)
         except Exception as error:
@@ -139,6 +140,11 @@ class Scheduler:
             self.requests.end(state)
             raise
         return state.predicted_ttft_s
+
+    def scaled_slo(self, request_id: str) -> SLO | None:
+        """Return the objectives of an unfinished request if admission has scaled those of its class; else None."""
+        state = self.requests.states[request_id]
+        return state.slo if state.has_scaled_ttft or state.has_scaled_tpot else None
 
     def _speculation(self, request_id: str, request: Request) -> Speculation | None:
         """Return what makes a request's drafts; None if it wants none or can have none.
@@ -172,6 +178,7 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> StepPlan:
         """Decide the next step; allocates the KV it needs."""
+        self._tell_time(now_s)
         self.requests.start_reading(self.policy.forecast, now_s)
         if self._num_stages == 1:
             return self.policy.schedule(now_s)
@@ -183,6 +190,10 @@ class Scheduler:
         finally:
             for state in others:
                 state.is_passed_over = False
+
+    def _tell_time(self, now_s: float) -> None:
+        if self.policy.forecast is not None:
+            self.policy.forecast.predictor.at(now_s)
 
     def schedule_moves(self, now_s: float) -> StepPlan:
         """Decide a step that computes nothing: it begins copies between the tiers."""

@@ -83,6 +83,7 @@ class RequestState:
     request_id: str
     request: Request
     slo: SLO
+    """The objectives that hold: its own or its class's, which admission may have scaled (``sched/admission.py``)."""
     kind: ServiceClass
     """How the request is treated, whatever its class is called."""
     priority_key: tuple[int, int]
@@ -112,7 +113,13 @@ class RequestState:
     predicted_here_s: float | None = None
     """The same, if no prefill engine computes its prompt; None: there was none to be asked."""
     soonest_ttft_s: float | None = None
-    """What was predicted if BE work gives way entirely."""
+    """What was predicted if BE work gives way entirely; None: admission does not learn from it."""
+    later_s: float = 0.0
+    """Seconds by which its class's TTFT was scaled up, as its prompt alone takes longer; 0: it was not."""
+    has_scaled_tpot: bool = False
+    """Its class's TPOT was scaled to what its tokens take alone."""
+    is_probe: bool = False
+    """It was let in to see whether its prompt really takes longer than its own objective allows."""
     host_since_s: float | None = None
     """When it got its slot of the host tier; None: it had none when the last step was planned."""
     host_stays: list[Stay] = field(default_factory=list)
@@ -143,6 +150,19 @@ class RequestState:
     def service_class(self) -> str:
         """The name of its class."""
         return self.request.service_class
+
+    @property
+    def has_scaled_ttft(self) -> bool:
+        return self.later_s > 0
+
+    @property
+    def prefill_key(self) -> tuple[int, float, int]:
+        """The order of LS prompts: best class first, then by arrival.
+
+        One with a scaled TTFT is computed as if it had come that much later. So a long prompt does not hold up short
+        ones, which could still be in time, and is not held up by those that come once it is due itself.
+        """
+        return (self.priority_key[0], self.arrival_s + self.later_s, self.order)
 
     @property
     def order(self) -> int:

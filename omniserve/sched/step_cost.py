@@ -42,9 +42,10 @@ class Forecast:
             host=HostSpeed.from_profile(profile),
         )
 
-    def step(self, *, host_works: bool = False) -> StepCost:
-        """Return an empty step."""
-        return StepCost(self.predictor, self.shape, BatchFeatures(host_works=host_works), self.host)
+    def step(self, *, host_works: bool = False, at_best: bool = False) -> StepCost:
+        """Return an empty step; ``at_best``: on the machine without what has slowed steps lately."""
+        predictor = self.predictor.at_best if at_best else self.predictor
+        return StepCost(predictor, self.shape, BatchFeatures(host_works=host_works), self.host)
 
 
 class StepCost(StepRows):
@@ -158,9 +159,14 @@ def tpot_bound(decoding: Iterable[RequestState], now_s: float, slack: str, headr
 
 
 def ttft_left_s(state: RequestState, now_s: float) -> float:
-    """Return the seconds until a request's first token is due; infinite without an objective."""
+    """Return the seconds until a request's first token is due; infinite without an objective.
+
+    That of a scaled objective is due at once: the request comes later than its class's objective has it in any case.
+    """
     if state.slo.ttft_s is None:
         return math.inf
+    if state.has_scaled_ttft:
+        return min(0.0, state.arrival_s - now_s)
     return state.arrival_s + (1 - TTFT_HEADROOM) * state.slo.ttft_s - now_s
 
 

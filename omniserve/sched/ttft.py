@@ -1,4 +1,4 @@
-"""Time to first token, predicted: for admission, for what BE work must leave, for a newcomer. Paper: omniserve 3.3.3.
+"""Predicts times to first token: for admission, for what BE work must leave, for a newcomer. Paper: omniserve 3.3.3.
 
 LS requests are expected to put out as much of their ``max_tokens`` as those before them did.
 
@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from omniserve.core.errors import RequestRejected
 from omniserve.core.request import ServiceClass
 from omniserve.sched.batch import Batch
 from omniserve.sched.options import SchedulerLimits
@@ -80,16 +79,18 @@ def prefill_time(
     return total_s + (num_steps - 1) * again.seconds(), num_steps
 
 
-def steps_until_memory(
+def steps_until_room(
     running: Iterable[tuple[int, int]], waiting: Iterable[tuple[int, int]], num_needed: int, num_free: int
 ) -> int:
-    """Return after how many steps there will be memory for an LS request; 0 if there is now.
+    """Return after how many steps there will be room for an LS request; 0 if there is now.
+
+    Room is memory, in blocks, or places of ``max_num_seqs``, of which each request needs one.
 
     Args:
-        running: LS requests with KV on the device: (steps until they end, blocks).
-        waiting: Those before it that have none yet, in order: (steps that they decode, blocks).
-        num_needed: Blocks that it needs.
-        num_free: Blocks that are free, or can be taken from BE requests.
+        running: LS requests on the device: (steps until they end, room that they have).
+        waiting: Those before it that have none yet, in order: (steps that they decode, room).
+        num_needed: Room that it needs.
+        num_free: Room that is free, or can be taken from other requests.
     """
     ends = list(running)
     heapq.heapify(ends)
@@ -113,7 +114,9 @@ class LSQueue:
     blocks: Mapping[str, int]
     """What each request on the device holds, by id."""
     num_free: int
-    """Free, or to be taken from BE requests."""
+    """Blocks that are free, or can be taken from BE requests."""
+    num_places: int
+    """Places of ``max_num_seqs`` that are free."""
 
 
 # The LS requests that say what the next one may be like: the last 8, and of the last 64 those of the last minute.
@@ -133,34 +136,19 @@ class TTFTPrediction:
     """With BE work in every step up to its bound."""
     idle_s: float
     """If no other request were there."""
+    best_s: float
+    """The same on the machine as it was profiled, without what has slowed steps lately."""
     num_prompt_tokens: int
+    """Tokens of the prompt that are to be computed."""
+    step_rows: int
+    """Rows of prompts in each of the steps that ``soonest_s`` consists of."""
 
     def later(self, seconds: float) -> TTFTPrediction:
         """Return the prediction if it can only begin so much later."""
         return dataclasses.replace(
             self, soonest_s=self.soonest_s + seconds, expected_s=self.expected_s + seconds,
-            idle_s=self.idle_s + seconds,
+            idle_s=self.idle_s + seconds, best_s=self.best_s + seconds,
         )  # fmt: skip
-
-    def require(self, required_s: float, waited_s: float, margin: float) -> None:
-        """Raise RequestRejected if the objective, less a margin (a share of it), cannot be kept."""
-        predicted_s, least_s = waited_s + self.soonest_s, (1 - margin) * required_s
-        if predicted_s <= least_s:
-            return
-        text = f"the first token would take {predicted_s:.3g} s, and the request asks for {required_s:.3g} s; "
-        retry_after_s = None
-        if self.idle_s > least_s:
-            text += (
-                f"its {self.num_prompt_tokens} prompt tokens alone take {self.idle_s:.3g} s here: "
-                "shorten the prompt, relax slo.ttft_s or send it as best effort"
-            )
-        else:
-            # The work in front of it shrinks by a second a second, if nothing else is admitted.
-            retry_after_s = max(predicted_s - least_s, 0.0)
-            text += f"try again in {retry_after_s:.3g} s, relax slo.ttft_s or send it as best effort"
-        raise RequestRejected(
-            text, retry_after_s=retry_after_s, predicted_ttft_s=predicted_s, required_ttft_s=required_s
-        )
 
 
 class _Arrival(NamedTuple):
@@ -233,7 +221,7 @@ class TTFTEstimator:
         contexts = [s.num_tokens for s in self._fitting(queue) if s.max_num_tokens > s.num_tokens + 1]
         decodes.add_decodes(len(contexts), sum(contexts), float(sum(contexts)), samples=len(contexts))
         prefill_s, num_steps = prefill_time(decodes, prompts, bound_s, first_bound_s, max_tokens)
-        soonest_s = self._steps_until_memory(new.num_tokens, queue) * decodes.seconds() + prefill_s
+        soonest_s = self._steps_until_room(new, queue) * decodes.seconds() + prefill_s
         expected_s = soonest_s
         if has_best_effort:
             full = decodes.copy()
@@ -245,7 +233,9 @@ class TTFTEstimator:
             expected_s = max(soonest_s, filled_s)
         budget = self._limits.config.max_num_batched_tokens
         idle_s, _ = prefill_time(self._forecast.step(), [prompt], math.inf, math.inf, budget)
-        return TTFTPrediction(soonest_s, expected_s, idle_s, prompt.count)
+        best_s, _ = prefill_time(self._forecast.step(at_best=True), [prompt], math.inf, math.inf, budget)
+        step_rows = -(-sum(each.count for each in prompts) // num_steps)
+        return TTFTPrediction(soonest_s, expected_s, idle_s, best_s, prompt.count, step_rows)
 
     def prompt_bounds(self, queue: LSQueue, batch: Batch, bound_s: float, begin_s: float) -> list[tuple[str, float]]:
         """Return how long the step may be, so that the first prompt in line and a later one keep their TTFT after it.
@@ -260,8 +250,8 @@ class TTFTEstimator:
             prefill_s, _ = prefill_time(decodes, prompts[: i + 1], bound_s, bound_s, max_tokens)
             if state.phase is Phase.WAITING and state not in batch:
                 ahead = dataclasses.replace(queue, prompts=queue.prompts[:i])
-                num_steps = self._steps_until_memory(state.num_tokens, ahead)
-            # Where memory is what it waits for, so many steps come before its own.
+                num_steps = self._steps_until_room(state, ahead)
+            # Where room is what it waits for, so many steps come before its own.
             bounds.append((state.request_id, (ttft_left_s(state, begin_s) - prefill_s) / (1 + num_steps)))
         return bounds
 
@@ -304,6 +294,21 @@ class TTFTEstimator:
         cost.add_decodes(len(contexts), sum(contexts), keys, samples=len(contexts))
         return cost
 
+    def _steps_until_room(self, state: RequestState, queue: LSQueue) -> int:
+        """Return after how many steps there will be memory and a place for a request behind the queue."""
+        return max(self._steps_until_memory(state.num_tokens, queue), self._steps_until_place(state, queue))
+
+    def _steps_until_place(self, new: RequestState, queue: LSQueue) -> int:
+        """Return after how many steps one of ``max_num_seqs`` places is free; lower classes give theirs."""
+        waiting = [state for state in queue.prompts if state.phase in (Phase.WAITING, Phase.READING)]
+        if len(waiting) < queue.num_places:
+            return 0
+        running = [state for state in (*queue.prompts, *queue.decoding) if state.request_id in queue.blocks]
+        lower = [state for state in running if state.priority_key[0] > new.priority_key[0]]
+        ends = [(self._steps_left(state), 1) for state in running if state not in lower]
+        starts = [(self._steps_left(state), 1) for state in waiting]
+        return steps_until_room(ends, starts, 1, queue.num_places + len(lower))
+
     def _steps_until_memory(self, num_tokens: int, queue: LSQueue) -> int:
         """Return after how many steps there will be memory for so many tokens behind the queue.
 
@@ -317,7 +322,7 @@ class TTFTEstimator:
         ends = [(self._steps_left(state), self._blocks_in_the_end(state)) for state in running]
         starts = [(self._steps_left(state), self._blocks_in_the_end(state)) for state in waiting]
         num_free = queue.num_free + sum(held[state.request_id] for state in running) - sum(blocks for _, blocks in ends)
-        return steps_until_memory(ends, starts, self._blocks(num_tokens), num_free)
+        return steps_until_room(ends, starts, self._blocks(num_tokens), num_free)
 
     def _blocks_in_the_end(self, state: RequestState) -> int:
         return self._blocks(state.num_tokens + self._steps_left(state))
@@ -339,30 +344,3 @@ class TTFTEstimator:
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._limits.config.block_size)
-
-
-FIRST_MARGIN, LEAST_MARGIN, LARGEST_MARGIN = 0.2, 0.1, 0.5
-MISSES_AIMED_AT = 0.03
-"""Share of the admitted requests that may miss their TTFT."""
-_GAIN = 0.08
-_CLOSE = 0.5  # requests predicted to take less of their TTFT than this say nothing of the margin
-
-
-class AdmissionMargin:
-    """The share of a TTFT that admission control leaves; it learns from those that were admitted.
-
-    No model knows which requests arrive next, or how a busy machine slows down. So errors are measured:
-    a miss raises the margin, a kept objective lowers it a little, and the two balance where ``MISSES_AIMED_AT`` of the
-    admitted miss (adaptive conformal inference, Gibbs and Candes 2021, equation 2).
-    """
-
-    def __init__(self) -> None:
-        self.share = FIRST_MARGIN
-
-    def learn(self, *, predicted_s: float, actual_s: float, required_s: float) -> None:
-        """Learn from an admitted request's first token: the soonest TTFT predicted, the actual one, its objective."""
-        if predicted_s < _CLOSE * (1 - self.share) * required_s:
-            return
-        missed = float(actual_s > required_s)
-        share = self.share + _GAIN * (missed - MISSES_AIMED_AT)
-        self.share = min(max(share, LEAST_MARGIN), LARGEST_MARGIN)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omniserve.core.request import FinishReason, Request, RequestOutput, RequestTimes, Stay, TokenLogprob, add_stay
+from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, RequestTimes, Stay, TokenLogprob, add_stay
 from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import ParsedCall, ToolCallParser
 
@@ -94,8 +94,8 @@ class Choice:
     """
 
     def __init__(
-        self, index: int, request: Request, codec: TextCodec, *, arrival_s: float, stop: Sequence[str], at_once: bool,
-        calls_tools: bool, echo: str | None,
+        self, index: int, request: Request, codec: TextCodec, *, slo: SLO, arrival_s: float, stop: Sequence[str],
+        at_once: bool, calls_tools: bool, echo: str | None,
     ) -> None:  # fmt: skip
         self.index = index
         self.request = request
@@ -103,6 +103,9 @@ class Choice:
         self.finish_reason: str | None = None
         self.predicted_ttft_s: float | None = None
         """The TTFT that the engine predicted when it accepted the request, in seconds from its arrival."""
+        self.scaled_slo: SLO | None = None
+        """The objectives that hold if admission has scaled those of the class."""
+        self._slo = slo
         self.engine_times: RequestTimes | None = None
         """The times of the request as of its last output; None before its first one."""
         self.host_stays: list[Stay] = []
@@ -123,6 +126,11 @@ class Choice:
         # A stop string has to be found when it is there.
         self._in_large_parts = at_once and not stop
         self._token_ids: list[int] = []
+
+    @property
+    def slo(self) -> SLO:
+        """The objectives that hold."""
+        return self.scaled_slo or self._slo
 
     @property
     def mean_logprob(self) -> float:

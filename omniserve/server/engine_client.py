@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from omniserve.core.errors import EngineStopped
-from omniserve.core.request import Request, RequestOutput
+from omniserve.core.request import SLO, Request, RequestOutput
 from omniserve.core.stats import EngineStats
 from omniserve.server import engine_messages
 from omniserve.server.engine_messages import EngineInfo
@@ -31,6 +31,8 @@ class Accepted:
 
     predicted_ttft_s: float | None
     """The predicted TTFT in seconds from its arrival; None without prediction."""
+    scaled_slo: SLO | None
+    """The objectives that hold if admission has scaled those of the class; None: it has not."""
 
 
 Event = tuple[str, Accepted | RequestOutput | Exception]
@@ -258,9 +260,9 @@ class EngineClient:
                 return
             match report:
                 case engine_messages.Step(accepted, outputs):
-                    for request_id, predicted_ttft_s in accepted:
+                    for request_id, predicted_ttft_s, scaled_slo in accepted:
                         self._taken(request_id)
-                        self._deliver(request_id, Accepted(predicted_ttft_s))
+                        self._deliver(request_id, Accepted(predicted_ttft_s, scaled_slo))
                     for output in outputs:
                         self._deliver(output.request_id, output)
                 case engine_messages.Refused(request_id):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct, msgpack
 
 from omniserve.core.errors import RequestRejected
-from omniserve.core.request import ClassSpec, Request, RequestLimits, RequestOutput
+from omniserve.core.request import SLO, ClassSpec, Request, RequestLimits, RequestOutput
 from omniserve.core.stats import EngineStats
 
 
@@ -62,8 +62,8 @@ class Failed(Message):
 class Step(Message):
     """The outputs of a step."""
 
-    accepted: list[tuple[str, float | None]]
-    """Ids of requests that were taken before it, and the TTFT that was predicted for each."""
+    accepted: list[tuple[str, float | None, SLO | None]]
+    """Requests that were taken before it: id, predicted TTFT, and the objectives that hold if they were scaled."""
     outputs: list[RequestOutput]
 
 

@@ -72,6 +72,7 @@ class EngineLike(Protocol):
     def add(self, request: Request, *, arrival_s: float | None = None) -> str: ...
     def arriving(self, request: Request, *, arrival_s: float | None = None) -> None: ...
     def predicted_ttft_s(self, request_id: str) -> float | None: ...
+    def scaled_slo(self, request_id: str) -> SLO | None: ...
     def abort(self, request_id: str) -> bool: ...
     def step(self) -> list[RequestOutput]: ...
     def wait(self, timeout_s: float) -> None: ...
@@ -224,7 +225,7 @@ class _Serving:
             _Closed: There was a command to end.
         """
         engine, link, names = self._engine, self._link, self._names
-        accepted: list[tuple[str, float | None]] = []
+        accepted: list[tuple[str, float | None, SLO | None]] = []
         self._collector.collect(is_idle=not engine.has_unfinished)
         has_helpers = engine.config.hosts.cpu_hosts or engine.config.prefill.prefill_engines
         if block and not engine.has_unfinished and has_helpers:
@@ -305,7 +306,7 @@ def _obey(
     engine: EngineLike,
     link: _Link,
     command: Command,
-    accepted: list[tuple[str, float | None]],
+    accepted: list[tuple[str, float | None, SLO | None]],
     names: dict[str, str],
 ) -> None:
     match command:
@@ -316,7 +317,7 @@ def _obey(
                 names[request_id] = http_request_id
             try:
                 engine.add(request, arrival_s=arrival_s)
-                accepted.append((request_id, engine.predicted_ttft_s(request_id)))
+                accepted.append((request_id, engine.predicted_ttft_s(request_id), engine.scaled_slo(request_id)))
                 _log("accepted", request_id)
             except (ValueError, RequestRejected) as error:
                 load = dict(vars(error)) if isinstance(error, RequestRejected) else None

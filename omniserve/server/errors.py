@@ -24,6 +24,7 @@ class ApiError(Exception):
         code: OpenAI's machine-readable code.
         retry_after_s: Goes out as the Retry-After header, rounded up to whole seconds.
         details: More fields of the error object, which OpenAI does not have.
+        is_final: No retry can succeed, though the status suggests one; OpenAI's clients read ``x-should-retry``.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
         details: Mapping[str, Any] | None = None,
+        is_final: bool = False,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -43,6 +45,7 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.details = details or {}
+        self.is_final = is_final
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
@@ -55,6 +58,8 @@ class ApiError(Exception):
     def response(self) -> Response:
         """Return the HTTP response."""
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        if self.is_final:
+            headers["x-should-retry"] = "false"
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         return Response(json.dumps(self.body()), self.status, headers, media_type="application/json")
@@ -69,14 +74,17 @@ def from_engine(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestRejected):
-        # A client that knows nothing better waits a second.
-        retry_after_s = 1.0 if error.retry_after_s is None else error.retry_after_s
         details = {
             "predicted_ttft_ms": _milliseconds(error.predicted_ttft_s),
             "required_ttft_ms": _milliseconds(error.required_ttft_s),
         }
         return ApiError(
-            str(error), status=429, code="rate_limit_exceeded", retry_after_s=retry_after_s, details=details
+            str(error),
+            status=429,
+            code="rate_limit_exceeded",
+            retry_after_s=error.retry_after_s,
+            details=details,
+            is_final=error.retry_after_s is None,
         )
     if isinstance(error, EngineStopped):
         return ApiError(f"{error}; send the request again", status=500, code="engine_stopped")

@@ -23,6 +23,7 @@ from omniserve.server.service import Service, new_call_id
 T = TypeVar("T")
 
 _PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
+_SCALED_TTFT_HEADER, _SCALED_TPOT_HEADER = "x-omniserve-scaled-ttft-slo-ms", "x-omniserve-scaled-tpot-slo-ms"
 # Stands for service_tier where a program cannot set that.
 _SERVICE_TIER_HEADER = "x-omniserve-service-tier"
 
@@ -76,8 +77,7 @@ async def _generate(service: Service, http: Request, endpoint: type[AnswerShape]
     try:
         await or_disconnect(http.receive, outputs.start())
         caller.use_tokens(outputs.usage.num_prompt_tokens)
-        predicted_s = outputs.predicted_ttft_s
-        headers = {} if predicted_s is None else {_PREDICTED_TTFT_HEADER: str(round(predicted_s * 1e3, 3))}
+        headers = _headers(outputs)
         if shape.is_streamed:
             handed_over = True
             return EventStream(
@@ -95,6 +95,16 @@ async def _generate(service: Service, http: Request, endpoint: type[AnswerShape]
     finally:
         if not handed_over:
             end()
+
+
+def _headers(outputs: OutputStream) -> dict[str, str]:
+    """Return what admission has to say of a started call."""
+    seconds = {_PREDICTED_TTFT_HEADER: outputs.predicted_ttft_s}
+    if (scaled := outputs.scaled_slo) is not None:
+        slo = outputs.job.slo
+        seconds[_SCALED_TTFT_HEADER] = scaled.ttft_s if scaled.ttft_s != slo.ttft_s else None
+        seconds[_SCALED_TPOT_HEADER] = scaled.tpot_s if scaled.tpot_s != slo.tpot_s else None
+    return {name: str(round(value * 1e3, 3)) for name, value in seconds.items() if value is not None}
 
 
 class ClientGone(Exception):

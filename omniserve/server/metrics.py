@@ -68,6 +68,12 @@ class ServerMetrics:
             [*by_class, "objective", "met"],
             registry=registry,
         )
+        self._scaled = Counter(
+            "omniserve_scaled_objectives",
+            "Objectives of a class that a request could not keep alone and that were scaled to what it takes alone",
+            [*by_class, "objective"],
+            registry=registry,
+        )
         self._queued = Gauge(
             "omniserve_requests_queued", "Requests that wait for their first token", by_class, registry=registry
         )
@@ -79,6 +85,7 @@ class ServerMetrics:
             for histogram in (self._ttft, self._predicted_ttft, self._ttft_error, self._tpot, self._e2e):
                 histogram.labels(service_class)
             for objective in ("ttft", "tpot"):
+                self._scaled.labels(service_class, objective)
                 for met in ("true", "false"):
                     self._slo.labels(service_class, objective, met)
             for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
@@ -95,6 +102,12 @@ class ServerMetrics:
         """Count a request that was refused because of load."""
         self._rejected.labels(service_class).inc()
 
+    def scaled(self, service_class: str, slo: SLO, scaled: SLO) -> None:
+        """Count the objectives of a request that were scaled."""
+        for objective, before_s, now_s in (("ttft", slo.ttft_s, scaled.ttft_s), ("tpot", slo.tpot_s, scaled.tpot_s)):
+            if before_s != now_s:
+                self._scaled.labels(service_class, objective).inc()
+
     def gap(self, service_class: str, seconds: float) -> None:
         """Count the time between two outputs of a request."""
         self._itl[service_class].observe(seconds)
@@ -105,8 +118,8 @@ class ServerMetrics:
 
     def finished(self, choice: Choice) -> None:
         """Count and time a request that ended for whatever reason."""
-        service_class, times, slo = choice.request.service_class, choice.times, choice.request.slo
-        assert slo is not None and choice.finish_reason is not None
+        service_class, times, slo = choice.request.service_class, choice.times, choice.slo
+        assert choice.finish_reason is not None
         self._requests.labels(service_class, choice.finish_reason).inc()
         ttft_s, tpot_s = times.ttft_s, times.tpot_s
         if ttft_s is None or times.last_token_s is None:

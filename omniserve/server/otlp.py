@@ -139,7 +139,8 @@ def _describe_outputs(span: Span, outputs: OutputStream) -> None:
     span.set_attribute("omniserve.host_tokens", sum(choice.num_host_tokens for choice in choices))
     if outputs.predicted_ttft_s is not None:
         span.set_attribute("omniserve.predicted_ttft_s", outputs.predicted_ttft_s)
-    for name, limit_s in (("ttft", job.slo.ttft_s), ("tpot", job.slo.tpot_s)):
+    slo = outputs.scaled_slo or job.slo
+    for name, limit_s in (("ttft", slo.ttft_s), ("tpot", slo.tpot_s)):
         taken = [choice.times.ttft_s if name == "ttft" else choice.times.tpot_s for choice in choices]
         slowest_s = max((seconds for seconds in taken if seconds is not None), default=None)
         if slowest_s is not None:

@@ -39,6 +39,8 @@ class Job:
     service_class: str
     slo: SLO
     """The call's own or its class's default."""
+    brings_slo: bool = True
+    """They are the call's own: admission does not scale them."""
     echoes: Sequence[str] | None = None
     """Text of each prompt, which its answers begin with; None: they do not."""
     prediction: Sequence[int] = ()
@@ -125,14 +127,14 @@ class OutputStream:
                     prompt_token_ids=prompt,
                     sampling=sampling,
                     service_class=job.service_class,
-                    slo=job.slo,
+                    slo=job.slo if job.brings_slo else None,
                     speculation=job.speculation,
                     cache_salt=job.cache_salt,
                     predicted_token_ids=job.prediction,
                 )
                 echo = None if job.echoes is None else job.echoes[i]
                 self._choices[f"{job.call_id}-{index}"] = Choice(
-                    index, request, codec, arrival_s=job.arrival_s, stop=job.stop, at_once=job.at_once,
+                    index, request, codec, slo=job.slo, arrival_s=job.arrival_s, stop=job.stop, at_once=job.at_once,
                     calls_tools=job.calls_tools, echo=echo,
                 )  # fmt: skip
         self._num_unaccepted = self._num_running = len(self._choices)
@@ -171,6 +173,11 @@ class OutputStream:
         """The largest of its choices' predictions, once started; None without prediction."""
         predictions = [choice.predicted_ttft_s for choice in self._choices.values()]
         return max((seconds for seconds in predictions if seconds is not None), default=None)
+
+    @property
+    def scaled_slo(self) -> SLO | None:
+        """The objectives of its first choice whose objectives admission has scaled, once started; None: of none."""
+        return next((choice.scaled_slo for choice in self._choices.values() if choice.scaled_slo is not None), None)
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """Yield new text until every choice has finished; all text that is there comes as one list.
@@ -223,7 +230,10 @@ class OutputStream:
             self._end(item)
         elif isinstance(item, Accepted):
             self._num_unaccepted -= 1
-            self._choices[request_id].predicted_ttft_s = item.predicted_ttft_s
+            choice = self._choices[request_id]
+            choice.predicted_ttft_s, choice.scaled_slo = item.predicted_ttft_s, item.scaled_slo
+            if item.scaled_slo is not None:
+                self._metrics.scaled(self.job.service_class, self.job.slo, item.scaled_slo)
         elif not self._advance(request_id, item):
             return  # to wake the reader costs more than all else that is done for a token
         self._tell()

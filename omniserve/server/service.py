@@ -136,7 +136,8 @@ class Service:
         predicted = request.prediction.text if request.prediction is not None else ""
         prediction = await self.codec.encode(predicted, add_special_tokens=False) if predicted else ()
         self.check_open()  # again: encoding a long prompt takes a while
-        slo = request.slo_or_none or spec.slo
+        own_slo = request.slo_or_none
+        slo = own_slo or spec.slo
         is_urgent = spec.kind is ServiceClass.LS or slo.tpot_s is not None or not request.stream
         outputs = OutputStream(
             Job(
@@ -147,6 +148,7 @@ class Service:
                 stop=request.stop_strings,
                 service_class=spec.name,
                 slo=slo,
+                brings_slo=own_slo is not None,
                 echoes=echoes,
                 prediction=prediction,
                 speculation=request.speculation,

@@ -124,7 +124,8 @@ class SimulatedEngine:
         spec = self._config.class_named(request.service_class)
         slo = request.slo if request.slo is not None else spec.slo
         ttft_s = self.scheduler.add(request_id, request, slo, self.now_s, arrival_s=arrival_s)
-        self.stepper.requests[request_id] = OpenRequest(request.service_class, slo, ttft_s)
+        scaled = self.scheduler.scaled_slo(request_id)
+        self.stepper.requests[request_id] = OpenRequest(request.service_class, scaled or slo, ttft_s, scaled)
         self._outputs.open(request_id, request)
 
     def step(self) -> Sequence[RequestOutput]:
@@ -142,7 +143,7 @@ class SimulatedEngine:
         """Count and report a step, and let the latency model learn from it."""
         self.num_steps += 1
         if self._corrected is not None and step.ran_alone and is_whole(step.plan, step.result.halted):
-            self._corrected.observe(self.runner.features, self.runner.seconds)
+            self._corrected.observe(self.runner.features, self.runner.seconds, step.started_s + step.seconds)
         # Of a step that ran alone they are exact; a difference of two times of the clock is not.
         seconds = self.runner.seconds if step.ran_alone else step.seconds
         self._on_step(StepRecord(plan=step.plan, start_s=step.started_s, seconds=seconds))

@@ -9,9 +9,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from omniserve import SLO, Engine, EngineConfig, ExecutionConfig, Request, RequestRejected, SamplingParams
-from omniserve.engine.engine import COARSE_MARGIN
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.latency import ModelShape, Profile, ProfileMismatch
+from omniserve.latency.correction import COARSE_MARGIN
 from omniserve.latency.trace import read_steps
 from tests.latency.samples import make_profile
 from tests.sched import preemptible

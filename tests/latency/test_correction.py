@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from omniserve.latency import BatchFeatures, CorrectedModel, accuracy_of
-from omniserve.latency.correction import StepPace
+from omniserve.latency.correction import COARSE_MARGIN, StepPace
 from omniserve.latency.linear import ConServeModel
 from omniserve.latency.omniserve import OmniServeModel
 from tests.latency.samples import draw_steps, make_profile
@@ -20,9 +20,15 @@ def drifted(factor: float):
     return lambda features: factor * MODEL.step_s(features)
 
 
+def observe_one(model: CorrectedModel, features: BatchFeatures, seconds: float) -> None:
+    """Let a model learn from a step that follows the one before it without a pause."""
+    model.observe(features, seconds, (model._last_s or 0.0) + seconds)
+
+
 def observe(model: CorrectedModel, steps) -> None:
+    """Let a model learn from steps that follow one another without a pause."""
     for step in steps:
-        model.observe(step.features, step.seconds)
+        observe_one(model, step.features, step.seconds)
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.0, 1.3])
@@ -81,7 +87,7 @@ def test_one_odd_step_moves_little() -> None:
     model = CorrectedModel(MODEL)
     steps = draw_steps(1, 300, drifted(1.0))
     observe(model, steps)
-    model.observe(steps[0].features, 100 * steps[0].seconds)
+    observe_one(model, steps[0].features, 100 * steps[0].seconds)
     assert max(abs(factor - 1) for factor in model.factors) <= 0.0201
     assert accuracy_of(model, steps).mean > 0.97
 
@@ -90,7 +96,7 @@ def test_rare_outliers_do_not_raise_the_predictions_much() -> None:
     rng = random.Random(0)
     model = CorrectedModel(MODEL)
     for step in draw_steps(1, 1000, drifted(1.0), noise=0.02):
-        model.observe(step.features, step.seconds * (20 if rng.random() < 0.01 else 1))
+        observe_one(model, step.features, step.seconds * (20 if rng.random() < 0.01 else 1))
     assert accuracy_of(model, draw_steps(2, 200, drifted(1.0))).mean > 0.95
 
 
@@ -111,9 +117,9 @@ def test_a_drift_that_lasts_is_said_once(caplog: pytest.LogCaptureFixture) -> No
 def test_steps_without_time_or_work_are_left_out() -> None:
     model = CorrectedModel(MODEL)
     step = draw_steps(1, 1, drifted(1.0))[0]
-    model.observe(step.features, 0.0)
+    observe_one(model, step.features, 0.0)
     idle = CorrectedModel(ConServeModel((1e-5, 1e-9, 1e-7, 0.0), 4))
-    idle.observe(BatchFeatures(), 1.0)
+    observe_one(idle, BatchFeatures(), 1.0)
     for corrected in (model, idle):
         assert corrected.factors == (1.0,) * len(corrected.term_names)
         assert (corrected.error, corrected.drift, corrected.pace) == (0.0, 1.0, 1.0)
@@ -138,13 +144,13 @@ def test_bad_settings_are_refused(settings: dict[str, object], word: str) -> Non
 
 
 def test_a_margin_is_part_of_predictions_and_not_of_what_is_learned() -> None:
-    plain, wide = CorrectedModel(MODEL), CorrectedModel(MODEL, margin=1.5)
+    plain, wide = CorrectedModel(MODEL), CorrectedModel(MODEL, is_coarse=True)
     features = BatchFeatures(decode_requests=3, decode_context=60, decode_load=60.0, sampled_rows=3, dense_layers=4.0)
     for _ in range(50):
         seconds = 1.2 * MODEL.step_s(features)
-        plain.observe(features, seconds)
-        wide.observe(features, seconds)
+        observe_one(plain, features, seconds)
+        observe_one(wide, features, seconds)
     assert wide.factors == plain.factors and wide.pace == plain.pace and wide.error == plain.error
-    assert wide.step_s(features) == pytest.approx(1.5 * plain.step_s(features))
+    assert wide.step_s(features) == pytest.approx(COARSE_MARGIN * plain.step_s(features))
     wide.replace(MODEL)
-    assert wide.step_s(features) == MODEL.step_s(features) and wide.drift == 1.0 and wide.margin == 1.0
+    assert wide.step_s(features) == MODEL.step_s(features) and wide.drift == 1.0 and not wide.is_coarse

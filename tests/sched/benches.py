@@ -34,7 +34,7 @@ class Machine:
 
     def __init__(
         self, policy: str, *, kv: str, device_blocks: int, host_blocks: int, caches: dict[str, Any], seed: int = 0,
-        predict: dict[str, float] | None = None, overlaps: bool = False, settings: dict[str, Any],
+        predict: dict[str, float] | Forecast | None = None, overlaps: bool = False, settings: dict[str, Any],
     ) -> None:  # fmt: skip
         self.now_s = 0.0
         self.finished: set[str] = set()
@@ -43,7 +43,9 @@ class Machine:
             num_device_blocks=device_blocks, num_host_blocks=host_blocks, block_size=BLOCK, **caches
         )
         self.forecast: Forecast | None = None
-        if predict is not None:
+        if isinstance(predict, Forecast):
+            self.forecast = predict
+        elif predict is not None:
             self.forecast = forecast(self.limits.num_layers, **predict)
         self.scheduler = Scheduler(
             *policy_of(self.limits.config), limits=self.limits, kv=self.kv, forecast=self.forecast
@@ -61,18 +63,21 @@ class Machine:
 
     def add(
         self, name: str, *, prompt: int = 4, output: int = 100, ttft: float | None = None, tpot: float | None = None,
-        waited: float = 0.0, scores_prompt: bool = False, salt: str | None = None,
+        waited: float = 0.0, scores_prompt: bool = False, salt: str | None = None, by_default: bool = False,
     ) -> float | None:  # fmt: skip
-        """Add a request. With a prefix cache it shares its prompt with those of the same ``salt``; None: with none."""
+        """Add a request. With a prefix cache it shares its prompt with those of the same ``salt``; None: with none.
+
+        ``by_default``: the objectives are its class's, not its own.
+        """
+        slo = SLO(ttft_s=ttft, tpot_s=tpot)
         request = Request(
             prompt_token_ids=[7] * prompt,
             cache_salt=name if salt is None else salt,
             sampling=SamplingParams(max_tokens=output, prompt_logprobs=0 if scores_prompt else None),
             service_class=class_of(name),
+            slo=None if by_default else slo,
         )
-        return self.scheduler.add(
-            name, request, SLO(ttft_s=ttft, tpot_s=tpot), self.now_s, arrival_s=self.now_s - waited
-        )
+        return self.scheduler.add(name, request, slo, self.now_s, arrival_s=self.now_s - waited)
 
     def step(self) -> Any:
         raise NotImplementedError

@@ -14,7 +14,7 @@ from omniserve.core.plan import Bound
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.kv import Tier
 from omniserve.sched.step_cost import largest
-from omniserve.sched.ttft import steps_until_memory
+from omniserve.sched.ttft import steps_until_room
 from tests.sched.benches import Clock
 from tests.sched.predictor import LinearPredictor
 
@@ -263,11 +263,11 @@ def test_memory_that_ls_requests_hold_is_waited_for_in_the_prediction() -> None:
 
 def test_those_who_wait_for_memory_wait_for_one_another() -> None:
     # Each ends after 10 and then 20 steps; memory is for two at a time.
-    assert steps_until_memory([(10, 4), (20, 4)], [], num_needed=4, num_free=4) == 0
-    assert steps_until_memory([(10, 4), (20, 4)], [], num_needed=4, num_free=3) == 10
-    assert steps_until_memory([(10, 4), (20, 4)], [(30, 4)], num_needed=4, num_free=0) == 20
-    assert steps_until_memory([(10, 4), (20, 4)], [(30, 4), (30, 4)], num_needed=4, num_free=0) == 40
-    assert steps_until_memory([(10, 4), (20, 4)], [(30, 4)], num_needed=5, num_free=0) == 40
+    assert steps_until_room([(10, 4), (20, 4)], [], num_needed=4, num_free=4) == 0
+    assert steps_until_room([(10, 4), (20, 4)], [], num_needed=4, num_free=3) == 10
+    assert steps_until_room([(10, 4), (20, 4)], [(30, 4)], num_needed=4, num_free=0) == 20
+    assert steps_until_room([(10, 4), (20, 4)], [(30, 4), (30, 4)], num_needed=4, num_free=0) == 40
+    assert steps_until_room([(10, 4), (20, 4)], [(30, 4)], num_needed=5, num_free=0) == 40
 
 
 def test_who_finds_memory_and_nobody_waiting_begins_at_once() -> None:

@@ -13,7 +13,15 @@ from typing import Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
-from omniserve.core.request import FinishReason, Request, RequestLimits, RequestOutput, RequestTimes, TokenLogprob
+from omniserve.core.request import (
+    SLO,
+    FinishReason,
+    Request,
+    RequestLimits,
+    RequestOutput,
+    RequestTimes,
+    TokenLogprob,
+)
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.core.stats import EngineStats
 
@@ -29,6 +37,8 @@ AGE = 397
 ANNOUNCED = 398
 # It never has a token.
 SILENT = 389
+# Its class's TTFT is scaled to this many seconds.
+SCALE, SCALED_TTFT_S = 386, 12.5
 # The step never ends; or waits for a device that hangs.
 HANG, STALL = 388, 387
 SLOW_STEP_S = 0.05
@@ -43,6 +53,7 @@ class _Running:
     request: Request
     arrival_s: float
     predicted_ttft_s: float | None
+    scaled_slo: SLO | None = None
     output: list[int] = field(default_factory=list)
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -128,11 +139,13 @@ class FakeEngine:
         now_s = time.monotonic()
         arrival_s = now_s if arrival_s is None else arrival_s
         predicted_s = None
-        if request.slo is not None and request.slo.ttft_s is not None:
+        slo = request.slo or self.config.class_named(request.service_class).slo
+        if slo.ttft_s is not None:
             predicted_s = now_s - arrival_s if first == AGE else len(request.prompt_token_ids) * SECONDS_PER_TOKEN
             if first == ANNOUNCED:
                 predicted_s = 7.0 if request_id in self._announced else 9.0
-        self._running[request_id] = _Running(request, arrival_s, predicted_s)
+        scaled = dataclasses.replace(slo, ttft_s=SCALED_TTFT_S) if first == SCALE and request.slo is None else None
+        self._running[request_id] = _Running(request, arrival_s, predicted_s, scaled)
         if self._work_log is not None and not request_id.startswith("warm-up"):
             os.write(
                 self._work_log, f"{request.service_class} {' '.join(map(str, request.prompt_token_ids))}\n".encode()
@@ -141,6 +154,9 @@ class FakeEngine:
 
     def predicted_ttft_s(self, request_id: str) -> float | None:
         return self._running[request_id].predicted_ttft_s
+
+    def scaled_slo(self, request_id: str) -> SLO | None:
+        return self._running[request_id].scaled_slo
 
     def abort(self, request_id: str) -> bool:
         return self._running.pop(request_id, None) is not None

@@ -7,7 +7,7 @@ import json
 import time
 
 import pytest
-from fake_engine import AGE, ANNOUNCED, SECONDS_PER_TOKEN, SLOW, FakeLoader
+from fake_engine import AGE, ANNOUNCED, SCALE, SCALED_TTFT_S, SECONDS_PER_TOKEN, SLOW, FakeLoader
 
 from omniserve.core.request import SLO, Request, SamplingParams
 from omniserve.server.engine_client import Accepted, EngineClient
@@ -30,6 +30,25 @@ def test_answer_without_prediction_has_no_header(server, stream):
         response = http.post("/v1/completions", json=body)
     assert response.status_code == 200
     assert HEADER not in response.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answer_and_metrics_tell_an_objective_that_was_scaled(server, stream):
+    """Attainment is told of the objective that holds, and a request's own objectives are never scaled."""
+
+    def count(objective):
+        return server.metric(f'omniserve_scaled_objectives_total{{objective="{objective}",service_class="LS"}}')
+
+    body = {"model": "fake", "prompt": [SCALE], "max_tokens": 1, "stream": stream}
+    before = [count(objective) for objective in ("ttft", "tpot")]
+    with server.http() as http:
+        scaled = http.post("/v1/completions", json=body)
+        own = http.post("/v1/completions", json=body | {"slo": {"ttft_s": 30.0}})
+    headers = "x-omniserve-scaled-ttft-slo-ms", "x-omniserve-scaled-tpot-slo-ms"
+    assert [scaled.headers.get(name) for name in headers] == [str(SCALED_TTFT_S * 1e3), None]
+    assert own.status_code == 200 and not set(headers) & set(own.headers)
+    grown = [count(objective) - value for objective, value in zip(("ttft", "tpot"), before, strict=True)]
+    assert grown == [1, 0]
 
 
 def test_requests_have_been_there_since_their_call_came(server):
@@ -94,6 +113,6 @@ def test_engine_gets_the_arrival_and_tells_its_prediction():
 
     arrival_s = time.monotonic() - 123
     accepted, output = asyncio.run(submit(arrival_s))
-    assert accepted == Accepted(2 * SECONDS_PER_TOKEN)
+    assert accepted == Accepted(2 * SECONDS_PER_TOKEN, None)
     assert output.times.arrival_s == arrival_s
     assert output.times.predicted_ttft_s == 2 * SECONDS_PER_TOKEN
