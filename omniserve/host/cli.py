@@ -48,11 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("give --secret-file, the file that the engine's --cpu-host-secret-file has")
         if not args.kv_gib > 0:
             raise ValueError(f"--kv-gib must be > 0, got {args.kv_gib:g}")
-        num_threads = len(cores) if args.threads is None else args.threads
-        if num_threads < 1:
-            raise ValueError(f"--threads must be >= 1, got {num_threads}")
-        from omniserve.host.server import HostServer  # imports torch, which takes seconds
+        if args.threads is not None and args.threads < 1:
+            raise ValueError(f"--threads must be >= 1, got {args.threads}")
+        from omniserve.host.cores import available_cores, quota_note  # imports torch, which takes seconds
+        from omniserve.host.server import HostServer
 
+        num_threads = available_cores() if args.threads is None else args.threads
+        if args.threads is None and (note := quota_note()):
+            logging.getLogger("omniserve.host").info("%s", note)
         server = HostServer(
             secret=secret, kv_bytes=int(args.kv_gib * (1 << 30)), num_threads=num_threads,
             cores=tuple(cores) if args.pin else None, address=address,

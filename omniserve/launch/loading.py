@@ -183,6 +183,10 @@ class EngineLoader:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging as transformers_logging
 
+        from omniserve.host.cores import quota_note
+
+        if note := quota_note():
+            progress(note)
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"

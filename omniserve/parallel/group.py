@@ -31,7 +31,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.errors import PeerLost
 from omniserve.core.link import Link
 from omniserve.core.plan import HostEvent
-from omniserve.host.cores import cores_allowed
+from omniserve.host.cores import available_cores, cores_allowed, share_quota
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops import collectives
 from omniserve.ops.collectives import CollectiveCall
@@ -63,13 +63,14 @@ def versions() -> str:
 def pin_to_share(rank: int, num_ranks: int) -> None:
     """Keep this thread, and those that it starts, to a rank's share of the cores of this machine.
 
-    With fewer cores than ranks several ranks share one.
+    With fewer cores than ranks several ranks share one. A CPU quota is shared likewise.
     """
     cores = sorted(cores_allowed())
     each = len(cores) // num_ranks
     share = cores[rank * each : (rank + 1) * each] if each else [cores[rank % len(cores)]]
     os.sched_setaffinity(0, share)
-    torch.set_num_threads(len(share))
+    share_quota(num_ranks)
+    torch.set_num_threads(available_cores())
 
 
 class RankGroup:
