@@ -25,6 +25,7 @@ from omniserve.server.batches.files import BatchSettings
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
 from omniserve.server.limits import Limits
+from omniserve.server.origins import checked_origin
 from omniserve.server.protocol import class_of_tier
 from omniserve.server.traces import checked_endpoint
 
@@ -118,7 +119,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--cors-origin",
         action="append",
         metavar="ORIGIN",
-        help="pages of this origin may call from a browser, * for all; repeat it (default: none)",
+        help="pages of this origin may call from a browser, * for all; repeat it (default: the server's own; with API "
+        "keys, whoever has one, but no page can read the answers)",
     )
     add_options_flag(parser, "--limit", [Limits], "an upper bound, such as max_connections=100")
     add_former_flags(parser, FORMER_FLAGS)
@@ -137,7 +139,7 @@ def options_from(args: argparse.Namespace, *, tokenizer: str, model_name: str, c
         model_name=model_name,
         keys=_keys(args.api_key or (), args.api_key_file or (), config.classes),
         limits=make_options(Limits, dict(args.limit or ()), owner="--limit"),
-        cors_origins=tuple(args.cors_origin or ()),
+        cors_origins=tuple(map(checked_origin, args.cors_origin or ())),
         batches=BatchSettings(**{name: getattr(args, name) for name in _BATCH_FIELDS}),
         **{name: getattr(args, name) for name in _FIELDS},
     )

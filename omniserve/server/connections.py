@@ -202,6 +202,16 @@ class _Connection(H11Protocol):
         self._all.note(self, is_idle=cycle is None or cycle.response_complete)
 
 
+class HeadAsGet:
+    """ASGI middleware: answers HEAD as it would GET; the connection sends the head of that alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope | {"method": "GET"} if scope["method"] == "HEAD" else scope, receive, send)
+
+
 _REQUEST_ID_HEADER = "x-request-id"
 # What may stand in a header and in a log line without harm; anything else is replaced.
 _GIVEN = re.compile(rb"[\w.:/+=-]{1,128}", re.ASCII)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import math
 import os
@@ -25,6 +24,7 @@ from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
+from omniserve.server.origins import is_loopback
 from omniserve.server.process import GarbageCollector, set_up_logs
 from omniserve.server.service import Service
 from omniserve.server.supervisor import EngineSupervisor
@@ -105,7 +105,7 @@ class _Main:
         except OSError as error:
             logger.error("cannot listen on %s:%d: %s", self._options.host, self._options.port, error.strerror)
             return 1
-        if self._options.keys is None and not _is_loopback(self._options.host):
+        if self._options.keys is None and not is_loopback(self._options.host):
             logger.warning(
                 "%s can be reached from elsewhere, and there are no API keys: give --api-key-file, or --host 127.0.0.1",
                 self._options.host,
@@ -142,6 +142,7 @@ class _Main:
                 keys=self._options.keys,
                 guard_all=self._options.guard_all,
                 cors_origins=self._options.cors_origins,
+                host=self._options.host,
                 traces=traces,
             ),
             http=self._connections.protocol,  # type: ignore[arg-type]  # a class, it says, but it only calls it
@@ -210,13 +211,6 @@ class _UvicornServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _listen(host: str, port: int, stall_timeout_s: float) -> socket.socket:
