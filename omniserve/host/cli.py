@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from types import FrameType
 
 from omniserve.core import link
+from omniserve.core.arguments import ArgumentParser
 from omniserve.core.config import CPU_HOST_SECRET_VARIABLE
+from omniserve.core.logs import add_log_flags, set_up_logs
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m omniserve.host", description=__doc__)
+    parser = ArgumentParser(prog="python -m omniserve.host", description=__doc__)
     parser.add_argument(
         "--listen", required=True, metavar="HOST:PORT", help="address of this machine that engines connect to"
     )
@@ -29,14 +31,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pin", action="store_true", help="pin each thread to a core of its own, of those this process may use"
     )
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    add_log_flags(parser)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve as a CPU host until a signal ends it; return the exit status."""
     args = _parser().parse_args(arguments)
-    logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    set_up_logs(args.log_level, args.log_format)
     cores = sorted(os.sched_getaffinity(0))
     try:
         address = link.host_and_port(args.listen)

@@ -30,6 +30,7 @@ from omniserve.core import link
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import PeerLost
 from omniserve.core.link import Link
+from omniserve.core.logs import log_flags
 from omniserve.core.plan import HostEvent
 from omniserve.host.cores import available_cores, cores_allowed, share_quota
 from omniserve.layers.patching import PatchedModel
@@ -144,6 +145,7 @@ class RankGroup:
             command += ["--rank", str(rank), "--once"]
             if cores is not None:
                 command += ["--share-cores", str(self.size)]
+            command += log_flags()
             environment = {**os.environ, SECRET_VARIABLE: secret.decode()}
             self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
 

@@ -21,8 +21,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from omniserve.core.logs import access_logger, request_id
 from omniserve.server.errors import ApiError
-from omniserve.server.process import access_logger, request_id
 from omniserve.server.traces import TRACED_PATHS, FinishedCall
 
 if TYPE_CHECKING:

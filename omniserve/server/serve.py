@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 
 from omniserve.core.errors import EngineStopped
+from omniserve.core.logs import set_up_logs
 from omniserve.launch.loading import load_tokenizer
 from omniserve.server.api import create_app
 from omniserve.server.batches.database import StorageError
@@ -25,7 +26,7 @@ from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_co
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
 from omniserve.server.origins import is_loopback
-from omniserve.server.process import GarbageCollector, set_up_logs
+from omniserve.server.process import GarbageCollector
 from omniserve.server.service import Service
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
@@ -44,7 +45,7 @@ def run(options: ServerOptions, make_engine: EngineMaker) -> int:
 
     0 after SIGTERM or SIGINT, 1 when the engine could not start, or died more often than it is started again.
     """
-    set_up_logs(options.log_level, options.log_format)
+    set_up_logs(options.log_level, options.log_format, text="%(levelname)s %(message)s")
     try:
         max_connections = allow_connections(options.limits.max_connections)
     except ValueError as error:
