@@ -83,3 +83,17 @@ def test_another_program_is_told_to_log_likewise() -> None:
     code += "print(logs.log_flags())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n['--log-level', 'error', '--log-format', 'text']\n"
+
+
+def test_a_log_that_cannot_be_written_ends_nothing() -> None:
+    code = """
+import logging, os, sys
+from omniserve.core import logs
+logs.set_up_logs("info", "json")
+os.close(2)
+logging.getLogger("a").info("lost")
+print("lost, too", file=sys.stderr)
+os.write(1, b"goes on")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "goes on")

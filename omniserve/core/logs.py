@@ -15,6 +15,7 @@ import logging
 import logging.handlers
 import re
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -125,7 +126,9 @@ def take_over_loggers() -> None:
     if _set_up is None and _held is None:
         return
     for logger in list(logging.Logger.manager.loggerDict.values()):
-        for handler in list(logger.handlers) if isinstance(logger, logging.Logger) else ():
+        if not isinstance(logger, logging.Logger):
+            continue
+        for handler in list(logger.handlers):
             if type(handler) is logging.StreamHandler:
                 logger.removeHandler(handler)
                 logger.propagate = True
@@ -150,18 +153,27 @@ class _Without(logging.Filter):
 
 
 class _LinesAsLogs(io.TextIOBase):
-    """A stream whose lines are log records."""
+    """A stream whose lines are log records. What logging itself writes here, because it cannot log, is left out."""
+
+    encoding = "utf-8"
 
     def __init__(self, name: str, level: int) -> None:
         self._logger, self._level = logging.getLogger(name), level
         self._begun = ""
+        self._in_thread = threading.local()
 
     def writable(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
+        if getattr(self._in_thread, "logs", False):
+            return len(text)
         *lines, self._begun = (self._begun + text).split("\n")
-        for line in lines:
-            if line.strip():
-                self._logger.log(self._level, "%s", line.rstrip())
+        self._in_thread.logs = True
+        try:
+            for line in lines:
+                if line.strip():
+                    self._logger.log(self._level, "%s", line.rstrip())
+        finally:
+            self._in_thread.logs = False
         return len(text)

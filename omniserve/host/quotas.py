@@ -37,7 +37,7 @@ def _folders(proc: Path, root: Path) -> Iterator[Path]:
 
 def _group_paths(proc: Path) -> dict[str, str]:
     """Return the path of this process's group by controller: ``cpu`` of version 1, the empty name of version 2."""
-    paths = {}
+    paths: dict[str, str] = {}
     for line in _lines(proc / "cgroup"):
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys({"cpu", ""} & set(controllers.split(",")), path)
