@@ -13,9 +13,7 @@ import httpx
 def head(body: bytes, path: str = "/v1/completions", length: int | None = None) -> bytes:
     """Return the head of a request."""
     size = len(body) if length is None else length
-    return (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n".encode()
-    )
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n".encode()
 
 
 def connect(server: Any, receive_buffer: int | None = None) -> socket.socket:
