@@ -32,7 +32,7 @@ ALLOWED = {
     "engine": {"core", "ops", "kv", "latency", "layers", "host", "sampling", "sched", "runner", "parallel"},
     "simulate": {"core", "kv", "latency", "sched", "engine"},
     "profiling": {"core", "ops", "kv", "latency", "layers", "host", "runner", "parallel", "engine"},
-    "launch": {"core", "ops", "kv", "latency", "layers", "parallel", "sched", "engine", "profiling"},
+    "launch": {"core", "ops", "kv", "latency", "layers", "host", "parallel", "sched", "engine", "profiling"},
     "server": {"core", "sampling", "launch"},
     "prefill": {"core", "kv", "host", "engine", "launch", "layers", "parallel"},
     "cluster": {"core", "host", "parallel", "prefill"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -13,13 +12,14 @@ import ray
 
 from omniserve.core.config import CPU_HOST_SECRET_VARIABLE, PREFILL_SECRET_VARIABLE
 from omniserve.core.errors import PeerLost, PeerRefused
+from omniserve.core.logs import set_up_logs
 
 _PAUSE_S = 0.5
 _REFUSED_PAUSE_S = 10.0
 
 
 def _log_to_stderr() -> None:
-    logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    set_up_logs("info", "text")
 
 
 class CPUHost:

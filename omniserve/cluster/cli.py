@@ -18,7 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from omniserve.core.arguments import ArgumentParser
 from omniserve.core.config import GIB
+from omniserve.core.logs import set_up_logs
 
 logger = logging.getLogger("omniserve.cluster")
 
@@ -28,7 +30,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m omniserve.cluster", description=__doc__, usage="%(prog)s [options] -- [flags of the server]"
     )
     parser.add_argument(
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, server_flags = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     parser = _parser()
     args = parser.parse_args(own)
-    logging.basicConfig(level="INFO", format="%(levelname)s %(message)s", stream=sys.stderr)
+    set_up_logs("info", "text", text="%(levelname)s %(message)s")
     try:
         _check(args)
         if args.prefill_engines and any(flag.split("=")[0] == "--config" for flag in server_flags):

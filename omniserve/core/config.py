@@ -273,10 +273,10 @@ class EngineConfig:
     """File that gets one JSON line a step, for ``python -m omniserve.explain``."""
 
     device_threads: int | None = None
-    """CPU threads of the device tier while the host tier is idle; None: all cores, less those that other processes use
-    (no effect on a GPU's kernels)."""
+    """CPU threads of the device tier while the host tier is idle; None: all cores, or as many as a CPU quota of
+    this container allows, less those that other processes use (no effect on a GPU's kernels)."""
     host_threads: int | None = None
-    """Host tier threads; None: half the cores without a GPU, all but two with one."""
+    """Host tier threads; None: half of these cores without a GPU, all but two with one."""
     host_cores: tuple[int, ...] | None = None
     """Cores that host threads are pinned to; None: not pinned."""
 

@@ -45,6 +45,10 @@ class PeerLost(OmniServeError):
     """
 
 
+class PeerClosed(PeerLost):
+    """The other process has closed its connection between two messages, as it does when it ends."""
+
+
 class PeerRefused(PeerLost):
     """The other process is there, but does not take this one: another secret or version, or no place is free."""
 

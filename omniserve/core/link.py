@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from omniserve.core.errors import PeerLost, PeerRefused
+from omniserve.core.errors import PeerClosed, PeerLost, PeerRefused
 
 _MAGIC = b"omniserve-link-2\n"
 _CHALLENGE_BYTES, _DIGEST_BYTES = 32, 32
@@ -112,7 +112,9 @@ class Link:
             raise PeerLost(f"{self.name} is gone: {error}") from error
         if (message := self._take()) is not None:
             return message
-        raise PeerLost(f"{self.name} has closed its connection")
+        if self._buffer:
+            raise PeerLost(f"{self.name} has closed its connection in the middle of a message")
+        raise PeerClosed(f"{self.name} has closed its connection")
 
     def _take(self) -> Any:
         """Take a whole message out of the buffer."""

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from types import FrameType
 
 from omniserve.core import link
+from omniserve.core.arguments import ArgumentParser
 from omniserve.core.config import CPU_HOST_SECRET_VARIABLE
+from omniserve.core.logs import add_log_flags, set_up_logs
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m omniserve.host", description=__doc__)
+    parser = ArgumentParser(prog="python -m omniserve.host", description=__doc__)
     parser.add_argument(
         "--listen", required=True, metavar="HOST:PORT", help="address of this machine that engines connect to"
     )
@@ -29,14 +31,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pin", action="store_true", help="pin each thread to a core of its own, of those this process may use"
     )
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    add_log_flags(parser)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve as a CPU host until a signal ends it; return the exit status."""
     args = _parser().parse_args(arguments)
-    logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    set_up_logs(args.log_level, args.log_format)
     cores = sorted(os.sched_getaffinity(0))
     try:
         address = link.host_and_port(args.listen)
@@ -48,11 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("give --secret-file, the file that the engine's --cpu-host-secret-file has")
         if not args.kv_gib > 0:
             raise ValueError(f"--kv-gib must be > 0, got {args.kv_gib:g}")
-        num_threads = len(cores) if args.threads is None else args.threads
-        if num_threads < 1:
-            raise ValueError(f"--threads must be >= 1, got {num_threads}")
-        from omniserve.host.server import HostServer  # imports torch, which takes seconds
+        if args.threads is not None and args.threads < 1:
+            raise ValueError(f"--threads must be >= 1, got {args.threads}")
+        from omniserve.host.cores import available_cores, quota_note  # imports torch, which takes seconds
+        from omniserve.host.server import HostServer
 
+        num_threads = available_cores() if args.threads is None else args.threads
+        if args.threads is None and (note := quota_note()):
+            logging.getLogger("omniserve.host").info("%s", note)
         server = HostServer(
             secret=secret, kv_bytes=int(args.kv_gib * (1 << 30)), num_threads=num_threads,
             cores=tuple(cores) if args.pin else None, address=address,

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from omniserve.host.quotas import cpu_quota
+
 # A core is left to others that use more of it than the first number, and taken back when they use less than the second.
 _LEFT_ABOVE, _TAKEN_BELOW = 0.4, 0.25
 _LOOK_EVERY_S = 0.25
@@ -33,9 +35,36 @@ def cores_allowed() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
+_num_sharing = 1  # processes that share the quota of this one
+
+
+def share_quota(num_processes: int) -> None:
+    """Note that so many processes, this one included, work on one task: each takes its part of their CPU quota."""
+    global _num_sharing
+    _num_sharing = num_processes
+
+
 def available_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(cores_allowed())
+    """Return the number of cores that this process can keep busy, at least 1.
+
+    That is the smaller of the number that it may run on and its CPU quota, rounded down: with one thread more it would
+    stand still for a part of each period.
+    """
+    quota = cpu_quota()
+    allowed = len(cores_allowed())
+    return allowed if quota is None else max(1, min(allowed, math.floor(quota / _num_sharing)))
+
+
+def quota_note() -> str | None:
+    """Return what a log should say of a CPU quota that leaves cores unused; None if none does."""
+    quota, allowed, available = cpu_quota(), len(cores_allowed()), available_cores()
+    if quota is None or available == allowed:
+        return None
+    sharing = f", shared by {_num_sharing} processes" if _num_sharing > 1 else ""
+    return (
+        f"the CPU quota of this control group is {quota:g} cores{sharing}: {available} of the {allowed} cores that "
+        "this process may run on are used"
+    )
 
 
 def default_host_threads(device: torch.device) -> int:
@@ -105,8 +134,9 @@ class OtherUsers:
 class CoreSplit:
     """Sets torch's number of threads between steps. With a GPU nothing is split: torch's CPU threads have little to do.
 
-    ``device_threads`` is the device tier's number of threads while the host tier is idle; None takes all cores, less
-    those that ``others`` use. ``host_threads`` is the host tier's number of threads, 0 without one.
+    ``device_threads`` is the device tier's number of threads while the host tier is idle; None takes all cores, or as
+    many as a CPU quota allows, less those that ``others`` use. ``host_threads`` is the host tier's number of threads, 0
+    without one.
     """
 
     def __init__(
@@ -114,6 +144,7 @@ class CoreSplit:
     ) -> None:
         self.threads_alone = device_threads if device_threads is not None else available_cores()
         self.threads_shared = self.threads_alone
+        self._num_spare = max(0, len(cores_allowed()) - self.threads_alone)  # others are welcome to these
         self._is_cpu = device.type == "cpu"
         if self._is_cpu:
             self.threads_shared = max(1, self.threads_alone - host_threads)
@@ -126,7 +157,7 @@ class CoreSplit:
     def apply(self, *, host_works: bool) -> None:
         """Set the number of threads for the coming step."""
         if self._others is not None:
-            used = self._others.cores()
+            used = max(0.0, self._others.cores() - self._num_spare)
             least, most = math.floor(used + 1 - _LEFT_ABOVE), math.floor(used + 1 - _TAKEN_BELOW)
             self.num_left = min(max(self.num_left, least), most)
         wanted = max(1, (self.threads_shared if host_works else self.threads_alone) - self.num_left)

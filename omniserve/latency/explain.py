@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from omniserve.core.arguments import ArgumentParser
 from omniserve.core.plan import Bound
 from omniserve.core.request import ServiceClass
 from omniserve.latency import accuracy_of_errors
@@ -67,7 +67,7 @@ def report(trace: Trace, top: int) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit status: 2 if the file cannot be explained."""
-    parser = argparse.ArgumentParser(prog="python -m omniserve.explain", description="Explain a trace of steps.")
+    parser = ArgumentParser(prog="python -m omniserve.explain", description="Explain a trace of steps.")
     parser.add_argument("file", metavar="FILE", help="written by --trace-steps")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="rows of the worst (default: %(default)s)")
     args = parser.parse_args(arguments)

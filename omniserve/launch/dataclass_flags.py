@@ -16,6 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
 
+from omniserve.core.arguments import name_options
 from omniserve.core.config import GIB
 from omniserve.core.options import named_value
 
@@ -122,6 +123,7 @@ def add_field_flags(
 def add_options_flag(parser: argparse.ArgumentParser, flag: str, kinds: Sequence[type], text: str) -> None:
     """Add a flag that gives fields of dataclasses by ``NAME=VALUE``, and may be repeated; its help lists them."""
     parser.formatter_class = _HelpFormatter
+    name_options(parser, flag, (field.name for kind in kinds for field in dataclasses.fields(kind)))
     group = parser.add_argument_group(f"{flag} NAME=VALUE", "\n".join(_lines_on(kinds)))
     group.add_argument(flag, action="append", type=named_value, metavar="NAME=VALUE", help=f"{text}; repeat it")
 

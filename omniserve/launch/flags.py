@@ -29,7 +29,7 @@ from omniserve.launch.dataclass_flags import (
     flag_value,
     number,
 )
-from omniserve.launch.loading import DTYPES
+from omniserve.launch.loading import DTYPES, builtin_model_path, checked_model
 from omniserve.sched import SCHEDULERS, policy_of
 from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
 
@@ -109,6 +109,15 @@ def profile_from(args: argparse.Namespace) -> tuple[Path | None, bool]:
     """Return an ``EngineLoader``'s ``profile`` and ``with_profile``."""
     with_profile = args.profile != "none"
     return (Path(args.profile) if args.profile is not None and with_profile else None), with_profile
+
+
+def model_from(args: argparse.Namespace) -> str:
+    """Return the model that ``--model`` names, or the built-in one.
+
+    Raises:
+        ValueError: It is no folder with a model, and cannot be a hub id.
+    """
+    return builtin_model_path() if args.model is None else checked_model(args.model)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

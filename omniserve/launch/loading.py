@@ -6,6 +6,7 @@ import dataclasses
 import importlib.resources
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omniserve.core.config import EngineConfig
+from omniserve.core.logs import take_over_loggers
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 BUILTIN_MODEL_NAME = "omniserve-builtin"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# Of Hugging Face's hub: letters, digits, and single dots and hyphens between them.
+_HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 # Share of the time limit of measuring after which progress is told again.
 _TELL_EACH = 0.1
 # And after so many seconds: on a GPU compiling and capturing do not count against the limit.
@@ -183,6 +187,11 @@ class EngineLoader:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging as transformers_logging
 
+        from omniserve.host.cores import quota_note
+
+        take_over_loggers()
+        if note := quota_note():
+            progress(note)
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -266,6 +275,7 @@ def load_tokenizer(model: str, trusts_code: bool) -> PreTrainedTokenizerBase:
     """Load a tokenizer; see ``from_pretrained``."""
     from transformers import AutoTokenizer
 
+    take_over_loggers()
     tokenizer: PreTrainedTokenizerBase = from_pretrained(AutoTokenizer, model, trusts_code)
     return tokenizer
 
@@ -287,6 +297,24 @@ def _select_gpu(device: torch.device) -> None:
                 f"--device {device}: torch finds {count} CUDA devices here; use cuda:0 to cuda:{count - 1}"
             )
         torch.cuda.set_device(device)
+
+
+def checked_model(name: str) -> str:
+    """Return a model's folder or hub id, with ``~`` as the home folder.
+
+    Raises:
+        ValueError: It is neither; the message says what is missing.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+            raise ValueError(f"--model {name}: this folder has no config.json; give the one with the model's files")
+        return str(path)
+    if path.exists():
+        raise ValueError(f"--model {name} is a file; give the folder that holds config.json, weights and tokenizer")
+    if not _HUB_ID.fullmatch(name):
+        raise ValueError(f"--model {name}: there is no such folder, and a hub id is NAME or OWNER/NAME")
+    return name
 
 
 def builtin_model_path() -> str:

@@ -1,11 +1,13 @@
 """Imports what an engine process needs. The process from which these are forked imports this, as the server starts."""
 
-import logging
+from omniserve.core.logs import hold_logs, take_over_loggers
 
-# transformers imports it for quantised models; it warns of each library that was built for another torch.
-logging.getLogger("torchao").setLevel(logging.ERROR)
+hold_logs()  # how they are to be written is not known yet
 
 import torch  # noqa: E402, F401
+
+take_over_loggers()  # before libraries log through torch's
+
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402, F401
 
 import omniserve.engine.engine  # noqa: E402

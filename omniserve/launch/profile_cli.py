@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omniserve.core.arguments import ArgumentParser
 from omniserve.core.errors import PeerLost, UnsupportedModelError
+from omniserve.core.logs import set_up_logs
 from omniserve.latency.profile import Profile, default_folder, path_in
 from omniserve.launch.dataclass_flags import positive
-from omniserve.launch.flags import add_engine_flags, config_from
-from omniserve.launch.loading import EngineLoader, builtin_model_path
+from omniserve.launch.flags import add_engine_flags, config_from, model_from
+from omniserve.launch.loading import EngineLoader
 
 if TYPE_CHECKING:
     from omniserve.parallel.group import RankGroup
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m omniserve.profile",
         description="Measure a model on this device and write its latency profile. Give the flags that the server "
         "will have: the profile holds for these.",
@@ -47,13 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     args = parser.parse_args(arguments)
+    set_up_logs("warning", "text", text="%(levelname)s %(message)s")
     try:
         # Before a minute of measuring, not after it.
         folder = default_folder() if args.output is None else args.output.absolute().parent
         folder.mkdir(parents=True, exist_ok=True)
         if args.output is not None and args.output.is_dir():
             raise ValueError(f"--output {args.output} is a folder; give a file")
-        model = builtin_model_path() if args.model is None else args.model
+        model = model_from(args)
         loader = EngineLoader(model=model, dtype=args.dtype, device=args.device, config=config_from(args))
         profile = _measure(loader, args.time_limit)
         path = path_in(folder, profile.fingerprint) if args.output is None else args.output

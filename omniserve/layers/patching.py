@@ -325,7 +325,7 @@ class _Patch:
                 "prepack=True, but the model has no plain linear on a CPU with AVX2, and no projections of one input "
                 "on a GPU; use 'auto'"
             )
-        for form, groups in self._held:
+        for form, groups in ((form, groups) for form, groups in self._held if groups):
             logger.info("%s %d linears as %d weights", form.name, sum(map(len, groups)), len(groups))
 
     def remove(self) -> None:

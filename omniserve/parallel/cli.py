@@ -11,7 +11,9 @@ import time
 from collections.abc import Sequence
 
 from omniserve.core import link
+from omniserve.core.arguments import ArgumentParser
 from omniserve.core.errors import PeerLost, PeerRefused
+from omniserve.core.logs import add_log_flags, set_up_logs
 
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
@@ -19,7 +21,7 @@ SECRET_VARIABLE = "OMNISERVE_RANK_SECRET"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m omniserve.rank", description=__doc__)
+    parser = ArgumentParser(prog="python -m omniserve.rank", description=__doc__)
     parser.add_argument("--join", required=True, metavar="HOST:PORT", help="the engine's --rank-listen")
     parser.add_argument(
         "--secret-file",
@@ -34,14 +36,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--once", action="store_true", help="end when the engine ends; else join its next one")
     parser.add_argument("--share-cores", type=int, metavar="RANKS", help=argparse.SUPPRESS)
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    add_log_flags(parser)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve as a rank; return the exit status."""
     args = _parser().parse_args(arguments)
-    logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    set_up_logs(args.log_level, args.log_format)
     logger = logging.getLogger("omniserve.rank")
     try:
         address = link.host_and_port(args.join)

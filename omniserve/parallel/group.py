@@ -30,8 +30,9 @@ from omniserve.core import link
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import PeerLost
 from omniserve.core.link import Link
+from omniserve.core.logs import log_flags
 from omniserve.core.plan import HostEvent
-from omniserve.host.cores import cores_allowed
+from omniserve.host.cores import available_cores, cores_allowed, share_quota
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops import collectives
 from omniserve.ops.collectives import CollectiveCall
@@ -63,13 +64,14 @@ def versions() -> str:
 def pin_to_share(rank: int, num_ranks: int) -> None:
     """Keep this thread, and those that it starts, to a rank's share of the cores of this machine.
 
-    With fewer cores than ranks several ranks share one.
+    With fewer cores than ranks several ranks share one. A CPU quota is shared likewise.
     """
     cores = sorted(cores_allowed())
     each = len(cores) // num_ranks
     share = cores[rank * each : (rank + 1) * each] if each else [cores[rank % len(cores)]]
     os.sched_setaffinity(0, share)
-    torch.set_num_threads(len(share))
+    share_quota(num_ranks)
+    torch.set_num_threads(available_cores())
 
 
 class RankGroup:
@@ -143,6 +145,7 @@ class RankGroup:
             command += ["--rank", str(rank), "--once"]
             if cores is not None:
                 command += ["--share-cores", str(self.size)]
+            command += log_flags()
             environment = {**os.environ, SECRET_VARIABLE: secret.decode()}
             self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
 

@@ -18,10 +18,12 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from omniserve.core import link
+from omniserve.core.arguments import ArgumentParser
 from omniserve.core.errors import OmniServeError
+from omniserve.core.logs import add_log_flags, set_up_logs
 from omniserve.launch.dataclass_flags import positive
-from omniserve.launch.flags import add_engine_flags, add_profile_flag, config_from, profile_from
-from omniserve.launch.loading import EngineLoader, builtin_model_path
+from omniserve.launch.flags import add_engine_flags, add_profile_flag, config_from, model_from, profile_from
+from omniserve.launch.loading import EngineLoader
 
 if TYPE_CHECKING:
     from omniserve.prefill.server import PrefillServer
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m omniserve.prefill",
         allow_abbrev=False,  # Ray gives it the server's flags, of which it takes those that it knows
         description="Compute prompts for engines that decode, and send them the KV. The model, --block-size, "
@@ -47,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--profile-time-limit", type=positive, default=30.0, metavar="SECONDS", help="of measuring (default: 30)"
     )
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    add_log_flags(parser)
     add_profile_flag(parser)
     add_engine_flags(parser)
     return parser
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve as a prefill engine until a signal ends it; return the exit status."""
     parser = build_parser()
     args = parser.parse_args(arguments)
-    logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    set_up_logs(args.log_level, args.log_format)
     try:
         run(args, link.read_secret(args.secret_file), link.host_and_port(args.listen), _end_by_signals)
     except (ValueError, OSError, OmniServeError) as error:
@@ -91,7 +93,7 @@ def run(
     config = dataclasses.replace(config, prefill=dataclasses.replace(config.prefill, is_prefill_engine=True))
     if config.execution.async_steps is None:  # a step that is launched ahead would delay the KV of the one before it
         config = dataclasses.replace(config, execution=dataclasses.replace(config.execution, async_steps=False))
-    model = builtin_model_path() if args.model is None else args.model
+    model = model_from(args)
     profile, with_profile = profile_from(args)
     loader = EngineLoader(
         model=model, dtype=args.dtype, device=args.device, config=config, profile=profile, with_profile=with_profile,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from omniserve import __version__
 from omniserve.core import link
-from omniserve.core.errors import PeerLost, RequestRejected
+from omniserve.core.errors import PeerClosed, PeerLost, RequestRejected
 from omniserve.core.plan import RemotePrefill, StepPlan
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.engine.engine import Engine
@@ -206,6 +206,9 @@ class PrefillServer:
             return f"it has classes that are not known here: {', '.join(unknown)}; give both the same"
         return None
 
+    def _works_for(self, session: Session) -> bool:
+        return any(export.session is session for export in self._exports.values())
+
     def _end(self, session: Session) -> None:
         """Forget an engine and what it has asked for."""
         self._sessions.discard(session)
@@ -230,6 +233,9 @@ class PrefillServer:
                         self._begin(session, prefill)
                     case Cancel(move_id):
                         self._cancel(session, move_id)
+                    case PeerClosed() if not self._works_for(session):
+                        logger.info("%s has ended", session.peer.name)
+                        self._end(session)
                     case _:
                         logger.warning("%s is lost: %s", session.peer.name, message)
                         self._end(session)

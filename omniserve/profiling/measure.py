@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.upkeep import Others
+from omniserve.engine.assembly import check_policy
+from omniserve.engine.disk import check_disk
 from omniserve.engine.fingerprint import fingerprint_of, has_constant_steps
 from omniserve.latency.base import AlphaBeta, ModelShape
 from omniserve.latency.profile import Profile, default_folder, load_matching, path_in
@@ -61,6 +63,8 @@ def profile_model(
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s must be > 0, got {time_limit_s}")
     patched = patched_model(model, compile=config.execution.compile)
+    check_policy(config, patched.spec)  # now, not when an engine is made for the steps
+    check_disk(config, patched.spec)
     fingerprint = fingerprint_of(model, config)
     progress("compiling", 0.0)
     patched.warm_up(fused=has_constant_steps(config, patched.device))

@@ -10,7 +10,7 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from omniserve.core.config import EngineConfig, HostsConfig, PrefillConfig
+from omniserve.core.config import DiskKVConfig, EngineConfig, HostsConfig, PrefillConfig
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import Request, SamplingParams, ServiceClass
 from omniserve.engine.capacity import fit_states, has_host_tier, largest_part, num_blocks, pool_bytes
@@ -154,6 +154,21 @@ def measure_steps(
     return samples
 
 
+def settings_to_measure(config: EngineConfig) -> EngineConfig:
+    """Return the settings of engines that only measure: no prefix cache, nothing that needs one, and nothing outside.
+
+    What a load found of another one's prompts would not be in its rows, so there is no disk tier either. Hosts, prefill
+    engines and the trace of steps are the server's alone. A prediction is of one step that passes all stages.
+    """
+    execution = dataclasses.replace(config.execution, prefix_cache=False)
+    if config.parallel.pipeline_parallel_size > 1:
+        execution = dataclasses.replace(execution, async_steps=False)
+    return dataclasses.replace(
+        config, execution=execution, hosts=HostsConfig(), prefill=PrefillConfig(), disk_kv=DiskKVConfig(),
+        trace_steps=None,
+    )  # fmt: skip
+
+
 def measure_mixed_steps(
     model: PreTrainedModel, config: EngineConfig, timer: Timer, progress: Progress, *, row_s: float,
     is_coarse: bool = False, group: RankGroup | None = None,
@@ -183,7 +198,7 @@ def measure_mixed_steps(
     blocks_each = -(-(max_prompt + max_output) // config.block_size)
     roomy = min(config.device_kv_bytes, round(2 * _MEAN_ACTIVE) * blocks_each * block_bytes)
     tight = min(config.device_kv_bytes, max(2 * blocks_each, round(_MEAN_ACTIVE * blocks_each / 4)) * block_bytes)
-    config = dataclasses.replace(config, hosts=HostsConfig(), prefill=PrefillConfig())  # those are the server's alone
+    config = settings_to_measure(config)
     host_bytes = min(config.host_kv_bytes, 2 * roomy)
     has_tier = has_host_tier(config) and host_bytes >= here.host_block_bytes(config.block_size, config.host_kv_dtype)
     pools = [(roomy, 0), (tight, host_bytes)] if has_tier else [(roomy, 0)]
@@ -196,19 +211,20 @@ def measure_mixed_steps(
         end = began + (1.0 - began) * (number + 1) / len(pools)
         small = dataclasses.replace(
             config, device_kv_bytes=min(config.device_kv_bytes, pool_bytes(device_bytes, config, spec)),
-            host_kv_bytes=host_bytes, device_threads=device_threads, trace_steps=None,
+            host_kv_bytes=host_bytes, device_threads=device_threads,
             max_num_batched_tokens=min(config.max_num_batched_tokens, longest_step),
         )  # fmt: skip
         if not host_bytes:  # a manager that keeps copies on the host cannot do without
             options = {name: value for name, value in config.scheduler_options.items() if name != "checkpoint_kv"}
             small = dataclasses.replace(small, kv="paged", scheduler_options=options)
         num_device_blocks, _ = num_blocks(fit_states(small, spec), here)
+        half = max(1, num_device_blocks * config.block_size // 2)
         load = partial(
             mixed_load,
             num_steps=4 * _MAX_SAMPLES,
             vocab_size=spec.vocab_size,
-            max_prompt=min(max_prompt, num_device_blocks * config.block_size // 2),
-            max_output=max_output,
+            max_prompt=min(max_prompt, half),
+            max_output=min(max_output, half),
         )
         progress("whole steps", timer.spent)
         samples += _measure_engine(
@@ -224,11 +240,7 @@ def _measure_engine(
 ) -> list[StepSample]:  # fmt: skip
     """Measure steps of an engine of its own until a share of the time limit is over."""
     with timer.preparing():
-        # What a load found of another one's prompts would not be in its rows.
-        execution = dataclasses.replace(config.execution, prefix_cache=False)
-        if config.parallel.pipeline_parallel_size > 1:  # a prediction is of one step that passes all stages
-            execution = dataclasses.replace(execution, async_steps=False)
-        engine = Engine(model, dataclasses.replace(config, execution=execution), group=group)
+        engine = Engine(model, config, group=group)
     with engine:
         if not timer.counts_preparing:
             with timer.preparing():

@@ -317,6 +317,7 @@ class RequestTable:
         )
 
     def _finish_attention(self, event: HostEvent) -> None:
+        was_used = self.residents.take_used(event)
         ended = self._draining.get(event.slot)
         if ended is not None and ended.epoch == event.epoch:
             if not self.residents.is_last(event, ended):
@@ -327,7 +328,8 @@ class RequestTable:
             return
         state = self.residents.on_event(event)
         if state is None:
-            logger.warning("dropped a stale host result: %s", event)
+            if not was_used:
+                logger.warning("dropped a stale host result: %s", event)
         elif event.kind is HostEventKind.ATTENTION_FAILED:
             self.preempt(state)
 

@@ -45,6 +45,8 @@ class HostResidents:
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._epochs = [0] * num_slots
         self._by_slot: dict[int, RequestState] = {}
+        self._used: list[set[tuple[int, int, int]]] = [set() for _ in range(num_slots)]
+        """By slot, epochs, layers and positions of results that late joins have used before their events came."""
         self._ready: list[RequestQueue] = [RequestQueue() for _ in range(num_layers)]
         self._changed: list[RequestState] = []
         self.queue = RequestQueue(hides=hides_held)
@@ -63,6 +65,7 @@ class HostResidents:
         state.slot = self._free_slots.pop()
         self._epochs[state.slot] += 1
         state.epoch = self._epochs[state.slot]
+        self._used[state.slot] = {key for key in self._used[state.slot] if key[0] >= state.epoch - 1}
         self._by_slot[state.slot] = state
         self._changed.append(state)
 
@@ -111,6 +114,16 @@ class HostResidents:
             else:
                 away.ready = True  # if it misses the step that it is assumed to join, it can join the next one
         return state
+
+    def take_used(self, event: HostEvent) -> bool:
+        """Return whether a late join has used a result before its event came, perhaps its request's last one.
+
+        Then the request may have gone on, or ended. Other stages tell of their events later than of their joins.
+        """
+        key = (event.epoch, event.layer, event.position)
+        was_used = event.kind is HostEventKind.ATTENTION_DONE and key in self._used[event.slot]
+        self._used[event.slot].discard(key)
+        return was_used
 
     def _set_ready(self, state: RequestState, away: AwayToken) -> None:
         away.ready = True
@@ -250,6 +263,7 @@ class HostResidents:
         if away.ready:
             self._ready[away.layer].remove(state)
         else:
+            self._used[state.slot].add((state.epoch, away.layer, away.position))
             self._odds.note(self._num_steps - away.sent, has_device_rows=has_device_rows, in_time=True)
         if away.layer == self.num_layers - 1:
             self.num_token_steps += self._num_steps - away.entered
@@ -287,6 +301,8 @@ class HostResidents:
             self._odds.note(join.age, has_device_rows=join.has_device_rows, in_time=joined)
         away.before = None
         if joined:
+            if not before.ready:
+                self._used[state.slot].add((state.epoch, before.layer, before.position))
             return
         assert not now.ready, f"{state.request_id} has a result of a layer that it has not come to"
         state.away = before

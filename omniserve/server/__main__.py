@@ -8,6 +8,10 @@ if __name__ == "__main__":
 
     start_fork_server()  # first, because what it imports takes longer than all that is imported here
 
+    from omniserve.core.logs import hold_logs
+
+    hold_logs()  # until the settings say how they are written
+
     from omniserve.server.cli import parse_args
     from omniserve.server.serve import run
 

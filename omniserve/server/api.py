@@ -17,19 +17,21 @@ from pydantic import Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from omniserve import __version__
 from omniserve.core.errors import EngineStopped
 from omniserve.server import generate, openapi
-from omniserve.server.connections import RequestLog
+from omniserve.server.connections import HeadAsGet, RequestLog
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.fields import read_fields, validate
 from omniserve.server.keys import KeyRing
 from omniserve.server.limits import Gate, is_free, take_body
 from omniserve.server.messages import MAX_MESSAGES, Message, StrictModel
 from omniserve.server.openapi import answers, takes
+from omniserve.server.origins import PageGuard, is_loopback
 from omniserve.server.service import Service
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ def create_app(
     keys: KeyRing | None = None,
     guard_all: bool = False,
     cors_origins: Sequence[str] = (),
+    host: str = "127.0.0.1",
     traces: OtlpTraces | None = None,
 ) -> ASGIApp:
     """Return the ASGI application of a service; the options are those of ``ServerOptions``.
@@ -65,6 +68,12 @@ def create_app(
     async def describe() -> Response:
         return JSONResponse(document)
 
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        return RedirectResponse("dashboard")  # from here, wherever a proxy has put the server
+
+    app.add_middleware(HeadAsGet)
+
     if keys is not None:
         app.add_middleware(Gate, ring=keys, guard_all=guard_all, on_refused=service.metrics.refused)
     if cors_origins:  # added last, so it is outermost: a browser asks without a key what it may send
@@ -74,6 +83,10 @@ def create_app(
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["*"],
+        )
+    if keys is None:
+        app.add_middleware(
+            PageGuard, origins=cors_origins, on_loopback=is_loopback(host), on_refused=service.metrics.refused
         )
     return RequestLog(app, traces)  # around it all, so that internal errors have ids, too
 
@@ -209,12 +222,28 @@ def _answer_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase.lower()}"
-        response = refuse(
-            request, ApiError(f"{message}; the API is under /v1, see /v1/models", status=error.status_code)
-        )
+        allowed = (error.headers or {}).get("Allow")
+        hint = _meant_path(app, request) if allowed is None else f"it takes {allowed}"
+        response = refuse(request, ApiError(f"{message}; {hint}", status=error.status_code))
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
         return refuse(request, ApiError(f"internal error ({type(error).__name__}); see the server's log", status=500))
+
+
+def _meant_path(app: FastAPI, request: Request) -> str:
+    """Return what to say of a path that does not exist: the one that was meant, or where they are listed."""
+    path = request.url.path
+    bare = path[path.rfind("/v1/") + len("/v1") :] if "/v1/" in path else path
+    meant = [name for name in (f"/v1{bare}", bare) if name != path and _exists(app, request, name)]
+    if meant:
+        where = "the API is under /v1" if meant[0].startswith("/v1/") else "this is not under /v1"
+        return f"{where}: did you mean {meant[0]}?"
+    return "see /openapi.json" if path.startswith("/v1/") else "the API is under /v1, see /openapi.json"
+
+
+def _exists(app: FastAPI, request: Request, path: str) -> bool:
+    scope = request.scope | {"path": path}
+    return any(route.matches(scope)[0] is not Match.NONE for route in app.routes)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
+import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,22 +18,34 @@ from typing import Any, Literal
 import configargparse
 import yaml
 
+from omniserve.core.arguments import ArgumentParser, nearest
 from omniserve.core.config import EngineConfig
 from omniserve.core.options import make_options
 from omniserve.core.request import ClassSpec
 from omniserve.launch.dataclass_flags import add_field_flags, add_former_flags, add_options_flag
-from omniserve.launch.flags import add_engine_flags, add_profile_flag, config_from, flag_text, profile_from
-from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader, builtin_model_path
+from omniserve.launch.flags import add_engine_flags, add_profile_flag, config_from, flag_text, model_from, profile_from
+from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader
 from omniserve.server.batches.files import BatchSettings
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
 from omniserve.server.limits import Limits
+from omniserve.server.origins import checked_origin
 from omniserve.server.protocol import class_of_tier
 from omniserve.server.traces import checked_endpoint
+
+logger = logging.getLogger("omniserve.server")
 
 ENVIRONMENT_PREFIX = "OMNISERVE_"
 # Not settings, but what to do with them.
 _NO_SETTINGS = ("help", "config", "print_config")
+_FILE_OR_ENVIRONMENT = ("config_file", "environment_variables")
+_FLAGS_ALONE = ("--help", "--print-config")
+OTHER_VARIABLES = (
+    "OMNISERVE_ISA", "OMNISERVE_RANK_SECRET", "OMNISERVE_CPU_HOST_SECRET", "OMNISERVE_PREFILL_SECRET",
+)  # fmt: skip
+"""Variables that are no settings of the server, but are read here or by the programs that it works with."""
+# Where a service is called omniserve, Kubernetes tells each container where that is.
+_OF_KUBERNETES = re.compile(r"OMNISERVE_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_\w+)")
 _SECRETS = ("api_key", "database_url")
 
 
@@ -118,7 +133,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--cors-origin",
         action="append",
         metavar="ORIGIN",
-        help="pages of this origin may call from a browser, * for all; repeat it (default: none)",
+        help="pages of this origin may call from a browser, * for all; repeat it (default: the server's own; with API "
+        "keys, whoever has one, but no page can read the answers)",
     )
     add_options_flag(parser, "--limit", [Limits], "an upper bound, such as max_connections=100")
     add_former_flags(parser, FORMER_FLAGS)
@@ -137,7 +153,7 @@ def options_from(args: argparse.Namespace, *, tokenizer: str, model_name: str, c
         model_name=model_name,
         keys=_keys(args.api_key or (), args.api_key_file or (), config.classes),
         limits=make_options(Limits, dict(args.limit or ()), owner="--limit"),
-        cors_origins=tuple(args.cors_origin or ()),
+        cors_origins=tuple(map(checked_origin, args.cors_origin or ())),
         batches=BatchSettings(**{name: getattr(args, name) for name in _BATCH_FIELDS}),
         **{name: getattr(args, name) for name in _FIELDS},
     )
@@ -169,9 +185,10 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
     """
     parser = build_parser()
     args = parser.parse_args(arguments)
+    _warn_of_variables(parser)
     try:
         config = config_from(args)
-        model = builtin_model_path() if args.model is None else args.model
+        model = model_from(args)
         name = args.served_model_name or args.model or BUILTIN_MODEL_NAME
         options = options_from(args, tokenizer=model, model_name=name, config=config)
     except ValueError as error:
@@ -194,13 +211,54 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
     return options, loader
 
 
+class _SettingsParser(ArgumentParser, configargparse.ArgumentParser):  # type: ignore[misc]  # it has no types
+    """A parser of settings from flags, environment and files that says where a wrong one stands."""
+
+    def check_parsed(self, parsed: argparse.Namespace) -> None:
+        keys = {flag.removeprefix("--"): name.removeprefix("--") for flag, name in self.known_flags().items()}
+        for source, settings in self.get_source_to_settings_dict().items():
+            kind, _, file = source.partition("|")
+            for key, (action, _) in settings.items():
+                if kind == "config_file" and action is None:
+                    self.error(f"{file}: there is no setting {key!r}{nearest(key.replace('_', '-'), keys)}")
+
+    def source_of(self, message: str) -> str:
+        for source, settings in self.get_source_to_settings_dict().items():
+            kind, _, file = source.partition("|")
+            for key, (action, _) in settings.items():
+                if kind in _FILE_OR_ENVIRONMENT and action is not None and _is_about(message, action.option_strings):
+                    return f" (in {file or key})"
+        return ""
+
+
+def _is_about(message: str, flags: Sequence[str]) -> bool:
+    return any(re.search(rf"{re.escape(flag)}(?![\w-])", message) for flag in flags)
+
+
+def _warn_of_variables(parser: argparse.ArgumentParser) -> None:
+    """Log which variables of the environment look like settings and are none: one may be a slip of the pen."""
+    assert isinstance(parser, _SettingsParser)
+    variables = [_variable_of(flag) for flag in parser.known_flags() if flag not in _FLAGS_ALONE]
+    known = {name.removeprefix(ENVIRONMENT_PREFIX): name for name in variables}
+    for name in sorted(os.environ):
+        if name in (*variables, *OTHER_VARIABLES) or _OF_KUBERNETES.fullmatch(name):
+            continue
+        if name.startswith(ENVIRONMENT_PREFIX):
+            meant = nearest(name.removeprefix(ENVIRONMENT_PREFIX), known)
+            logger.warning("the variable %s is no setting and has no effect%s", name, meant)
+
+
+def _variable_of(flag: str) -> str:
+    return ENVIRONMENT_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+
+
 def _settings_parser(*, prog: str, description: str) -> argparse.ArgumentParser:
     """Return a parser of flags whose values may also come from the environment or a file.
 
     ``--block-size 16`` is ``OMNISERVE_BLOCK_SIZE=16`` and the line ``block-size: 16`` of the file. A flag without value
     is ``true`` there, and one that may be repeated a list (in the environment as JSON).
     """
-    parser: argparse.ArgumentParser = configargparse.ArgumentParser(
+    parser = _SettingsParser(
         prog=prog,
         description=description,
         epilog=f"Every flag can be set in the environment, too ({ENVIRONMENT_PREFIX}BLOCK_SIZE for --block-size), and "
@@ -227,7 +285,7 @@ def _settings_parser(*, prog: str, description: str) -> argparse.ArgumentParser:
 
 def _settings_text(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
     """Return all settings that have a value as YAML, each with its source; of secrets only that they are there."""
-    assert isinstance(parser, configargparse.ArgumentParser)
+    assert isinstance(parser, _SettingsParser)
     sources = {
         action: "environment" if source == "environment_variables" else source.partition("|")[2]
         for source, settings in parser.get_source_to_settings_dict().items()

@@ -21,8 +21,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from omniserve.core.logs import access_logger, request_id
 from omniserve.server.errors import ApiError
-from omniserve.server.process import access_logger, request_id
 from omniserve.server.traces import TRACED_PATHS, FinishedCall
 
 if TYPE_CHECKING:
@@ -200,6 +200,16 @@ class _Connection(H11Protocol):
     def _note(self) -> None:
         cycle = self.cycle
         self._all.note(self, is_idle=cycle is None or cycle.response_complete)
+
+
+class HeadAsGet:
+    """ASGI middleware: answers HEAD as it would GET; the connection sends the head of that alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope | {"method": "GET"} if scope["method"] == "HEAD" else scope, receive, send)
 
 
 _REQUEST_ID_HEADER = "x-request-id"

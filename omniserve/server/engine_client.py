@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 
 from omniserve.core.errors import EngineStopped
+from omniserve.core.logs import request_id as http_request_id
 from omniserve.core.request import SLO, Request, RequestOutput
 from omniserve.core.stats import EngineStats
 from omniserve.server import engine_messages
@@ -20,7 +21,6 @@ from omniserve.server.engine_messages import EngineInfo
 from omniserve.server.engine_process import EngineMaker, run_engine_process
 from omniserve.server.errors import ApiError
 from omniserve.server.process import engine_context, set_engine_environment
-from omniserve.server.process import request_id as http_request_id
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ import zmq
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import OmniServeError, RequestRejected
+from omniserve.core.logs import set_up_logs
 from omniserve.core.request import SLO, Request, RequestLimits, RequestOutput, SamplingParams
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
@@ -39,7 +40,7 @@ from omniserve.server.engine_messages import (
     decode_command,
     encode,
 )
-from omniserve.server.process import GarbageCollector, set_up_logs
+from omniserve.server.process import GarbageCollector
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def run_engine_process(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     names: dict[str, str] = {}
-    set_up_logs(log_level, log_format, text="%(levelname)s %(name)s: %(message)s", names=names)
+    set_up_logs(log_level, log_format, names=names)
     threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
     status = 1
     try:

@@ -49,7 +49,12 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
-        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
+        kind = {
+            401: "authentication_error",
+            403: "permission_error",
+            404: "not_found_error",
+            429: "rate_limit_error",
+        }.get(self.status)
         if kind is None:
             kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}

@@ -22,6 +22,7 @@ from omniserve.server.service import Service, new_call_id
 
 T = TypeVar("T")
 
+_COMMENT = b": waiting\n\n"
 _PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
 _SCALED_TTFT_HEADER, _SCALED_TPOT_HEADER = "x-omniserve-scaled-ttft-slo-ms", "x-omniserve-scaled-tpot-slo-ms"
 # Stands for service_tier where a program cannot set that.
@@ -85,6 +86,7 @@ async def _generate(service: Service, http: Request, endpoint: type[AnswerShape]
                 shape,
                 headers=headers,
                 stall_timeout_s=service.limits.stall_timeout_s,
+                comment_interval_s=service.limits.stream_comment_interval_s,
                 on_close=end,
             )
         deltas = await or_disconnect(http.receive, outputs.collect())
@@ -157,6 +159,8 @@ class EventStream(Response):
         shape: Makes the chunks.
         headers: More headers of the answer.
         stall_timeout_s: A client that takes nothing for so long is taken for gone.
+        comment_interval_s: After so long without a message a comment is sent, which clients skip: proxies, and some
+            clients, cut a connection that is silent for a minute or less. 0: none is.
         on_close: Called when the stream is over, however it ended.
     """
 
@@ -169,6 +173,7 @@ class EventStream(Response):
         *,
         headers: Mapping[str, str],
         stall_timeout_s: float,
+        comment_interval_s: float,
         on_close: Callable[[], None],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
@@ -176,8 +181,10 @@ class EventStream(Response):
         self._outputs = outputs
         self._shape = shape
         self._stall_timeout_s = stall_timeout_s
+        self._comment_interval_s = comment_interval_s
         self._on_close = on_close
         self._sending_since_s: float | None = None
+        self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -193,6 +200,7 @@ class EventStream(Response):
         # OpenAI sends a null usage in the other chunks, if usage was asked for.
         tail = ',"usage":null}\n\n' if self._shape.include_usage else "}\n\n"
         dumps, pieces = json.dumps, self._shape.pieces
+        commenting = asyncio.ensure_future(self._send_comments(send)) if self._comment_interval_s else None
         try:
             async for deltas in self._outputs.deltas():
                 choices = [choice for delta in deltas for choice in pieces(delta)]
@@ -203,11 +211,26 @@ class EventStream(Response):
                 last = f'data: {head},"choices":[],"usage":{dumps(self._outputs.usage.as_dict())}}}\n\n'
         except ApiError as error:
             last = f"data: {dumps(error.body())}\n\n"
+        finally:
+            if commenting is not None:
+                commenting.cancel()
         last += "data: [DONE]\n\n"
         await self._send(send, {"type": "http.response.body", "body": last.encode(), "more_body": False})
 
+    async def _send_comments(self, send: Send) -> None:
+        """Send a comment whenever nothing was sent for long, unless the client has yet to take what was sent."""
+        interval_s = self._comment_interval_s
+        while True:
+            left_s = self._sent_s + interval_s - time.monotonic()
+            if left_s > 0 or self._sending_since_s is not None:
+                await asyncio.sleep(left_s if left_s > 0 else interval_s)
+            else:
+                await self._send(send, {"type": "http.response.body", "body": _COMMENT, "more_body": True})
+
     async def _send(self, send: Send, message: Message) -> None:
-        self._sending_since_s = time.monotonic()  # which costs less than a timer for each message
+        self._sent_s = time.monotonic()  # which costs less than a timer for each message
+        if self._sending_since_s is None:
+            self._sending_since_s = self._sent_s
         await send(message)
         self._sending_since_s = None
 

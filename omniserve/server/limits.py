@@ -43,6 +43,9 @@ class Limits:
     best_effort_stream_interval_s: float = 0.2
     """The new text of a best-effort stream is sent at most once in so many seconds, its first and its last at once. 0:
     after each step. Every message takes time of a core from steps and from LS requests."""
+    stream_comment_interval_s: float = 15.0
+    """A stream that has sent nothing for so many seconds, because its request waits, sends a comment, which clients
+    skip, so that no proxy cuts it. 0: none."""
     stall_timeout_s: float = 60.0
     """A stream ends if its reader takes nothing for so many seconds. A body, or the head of a request on an open
     connection, has so long to arrive."""
@@ -70,6 +73,7 @@ class Limits:
             value = getattr(self, field.name)
             may_be_0 = field.name in (
                 "shutdown_timeout_s", "engine_restarts", "profile_start_s", "best_effort_stream_interval_s",
+                "stream_comment_interval_s",
             )  # fmt: skip
             if value is not None and not (math.isfinite(value) and (value > 0 or (may_be_0 and value == 0))):
                 raise ValueError(f"{field.name} must be a number {'>=' if may_be_0 else '>'} 0, got {value}")
@@ -171,7 +175,7 @@ class BodyReader:
 
 _FREE_PATHS = ("/health", "/metrics")
 # A page in a browser is asked for without a key. It asks for one, and its files say nothing about the server.
-_PAGE, _PAGE_FILES = "/dashboard", "/dashboard/static/"
+_PAGES, _PAGE_FILES = ("/", "/dashboard"), "/dashboard/static/"
 
 
 class _Allowance:
@@ -304,6 +308,6 @@ class Gate:
 
 def is_free(path: str, guard_all: bool) -> bool:
     """Return whether a path needs no key."""
-    if path == _PAGE or path.startswith(_PAGE_FILES):
+    if path in _PAGES or path.startswith(_PAGE_FILES):
         return True
     return not guard_all and any(path == free or path.startswith(f"{free}/") for free in _FREE_PATHS)

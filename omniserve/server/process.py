@@ -1,70 +1,16 @@
-"""What each of the two processes sets up for itself: its logs, its garbage collection, and what torch reads."""
+"""What each of the two processes sets up for itself: its garbage collection, and what torch reads."""
 
 from __future__ import annotations
 
 import atexit
-import contextvars
-import datetime
 import gc
-import json
-import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from typing import Any
-
-# Fields that an ``extra`` of ours may have; the others of a LogRecord are the logging module's own.
-_EXTRA = ("method", "path", "status", "seconds", "key", "call_id", "engine_request_id")
-
-access_logger = logging.getLogger("omniserve.access")
-request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
-"""The id of the request that the running code works for."""
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and what is known of the request.
-
-    Args:
-        names: For each engine request the ``x-request-id`` of the call that it belongs to, of which a call may have
-            several. It is read for each line that has an ``engine_request_id``.
-    """
-
-    def __init__(self, names: Mapping[str, str] | None = None) -> None:
-        super().__init__()
-        self._names = {} if names is None else names
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        fields: dict[str, Any] = {
-            "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            "request_id": self._names.get(getattr(record, "engine_request_id", "")) or request_id.get(),
-        }
-        fields |= {name: getattr(record, name, None) for name in _EXTRA}
-        if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps({name: value for name, value in fields.items() if value is not None})
-
-
-def set_up_logs(
-    level: str, log_format: str, *, text: str = "%(levelname)s %(message)s", names: Mapping[str, str] | None = None
-) -> None:
-    """Log to standard error, as lines for people in the format ``text``, or as JSON.
-
-    With JSON each request has a line when it is answered, too.
-    """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(names) if log_format == "json" else logging.Formatter(text))
-    access_logger.disabled = log_format != "json"
-    logging.basicConfig(level=level.upper(), handlers=[handler])
-
 
 # New objects between two collections of the young ones; such collections between two of the middle-aged.
 _YOUNG, _MIDDLE_AGED = 10_000, 10

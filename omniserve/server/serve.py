@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import math
 import os
@@ -17,6 +16,7 @@ from typing import Any
 import uvicorn
 
 from omniserve.core.errors import EngineStopped
+from omniserve.core.logs import set_up_logs
 from omniserve.launch.loading import load_tokenizer
 from omniserve.server.api import create_app
 from omniserve.server.batches.database import StorageError
@@ -25,7 +25,8 @@ from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
-from omniserve.server.process import GarbageCollector, set_up_logs
+from omniserve.server.origins import is_loopback
+from omniserve.server.process import GarbageCollector
 from omniserve.server.service import Service
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
@@ -44,7 +45,7 @@ def run(options: ServerOptions, make_engine: EngineMaker) -> int:
 
     0 after SIGTERM or SIGINT, 1 when the engine could not start, or died more often than it is started again.
     """
-    set_up_logs(options.log_level, options.log_format)
+    set_up_logs(options.log_level, options.log_format, text="%(levelname)s %(message)s")
     try:
         max_connections = allow_connections(options.limits.max_connections)
     except ValueError as error:
@@ -105,7 +106,7 @@ class _Main:
         except OSError as error:
             logger.error("cannot listen on %s:%d: %s", self._options.host, self._options.port, error.strerror)
             return 1
-        if self._options.keys is None and not _is_loopback(self._options.host):
+        if self._options.keys is None and not is_loopback(self._options.host):
             logger.warning(
                 "%s can be reached from elsewhere, and there are no API keys: give --api-key-file, or --host 127.0.0.1",
                 self._options.host,
@@ -142,6 +143,7 @@ class _Main:
                 keys=self._options.keys,
                 guard_all=self._options.guard_all,
                 cors_origins=self._options.cors_origins,
+                host=self._options.host,
                 traces=traces,
             ),
             http=self._connections.protocol,  # type: ignore[arg-type]  # a class, it says, but it only calls it
@@ -210,13 +212,6 @@ class _UvicornServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _listen(host: str, port: int, stall_timeout_s: float) -> socket.socket:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from omniserve.core.arguments import ArgumentParser
 from omniserve.core.config import EngineConfig, PrefillConfig
 from omniserve.core.options import named_value
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
@@ -40,7 +41,7 @@ _JUDGED_BY = 20
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m omniserve.simulate",
         description="What a load would see: the engine's own scheduler and KV manager on a virtual clock. Times come "
         "from data sheets (--device) or from a measured profile (--profile).",

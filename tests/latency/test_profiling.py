@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from omniserve import Engine, EngineConfig, ExecutionConfig, HostsConfig, Request, SamplingParams, patch
+from omniserve.core.config import DiskKVConfig
 from omniserve.core.request import ServiceClass
 from omniserve.latency import LATENCY_MODELS, Profile, ProfileMismatch
 from omniserve.latency.profile import STATES, Conditions, path_in
@@ -120,6 +121,45 @@ def test_managers_that_keep_copies_on_the_host_are_measured(
     made = profile_model(model, dataclasses.replace(config, **settings), time_limit_s=2.0)  # type: ignore[arg-type]
     assert made.host_attention
     assert {step.features.host_works for step in made.steps} == {False, True}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"disk_kv": DiskKVConfig(gib=0.01)},
+        {"disk_kv": DiskKVConfig(gib=0.01, keep=True)},
+        {"execution": ExecutionConfig(compile=False, prefix_cache=True)},
+        {"trace_steps": "steps.jsonl"},
+        {"device_kv_bytes": 0},
+        {"host_kv_bytes": 0, "kv": "paged"},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_what_an_engine_serves_with_is_measured(
+    model: PreTrainedModel, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    if settings.get("device_kv_bytes") == 0:  # the least there can be
+        settings = {"device_kv_bytes": model.omniserve.spec.kv_block_bytes(BLOCK)}
+    config = dataclasses.replace(config, **settings)
+    made = profile_model(model, config, time_limit_s=0.2)
+    assert made.steps
+    assert not list(tmp_path.iterdir()), "measuring opens no file of the server's"
+    with Engine(model, config, profile=made) as engine:
+        request = Request(prompt_token_ids=[3, 4, 5], sampling=SamplingParams(max_tokens=4))
+        assert len(engine.generate([request])[0].token_ids) == 4
+
+
+def test_what_no_engine_serves_with_is_refused_before_it_is_measured(
+    model: PreTrainedModel, config: EngineConfig
+) -> None:
+    told: list[str] = []
+    wrong = dataclasses.replace(config, kv="paged", disk_kv=DiskKVConfig(gib=0.01))
+    with pytest.raises(ValueError, match="set kv to tiered"):
+        profile_model(model, wrong, time_limit_s=0.2, progress=lambda what, _: told.append(what))
+    assert not told
 
 
 def test_the_summary_says_what_was_measured(profile: Profile) -> None:

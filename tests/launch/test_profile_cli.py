@@ -38,6 +38,13 @@ def test_it_writes_a_profile_and_says_what_is_in_it(
     assert "100%" in printed.err
 
 
+def test_a_profile_for_a_server_with_a_disk_tier(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    flags = ["--disk-kv-gib", "0.01", "--disk-kv-dir", str(tmp_path / "kv")]
+    assert main(["--model", str(folder), "--output", str(path), "--time-limit", "0.3", *SMALL, *flags]) == 0
+    assert Profile.read(path).steps and not (tmp_path / "kv").exists()
+
+
 def test_of_a_busy_machine_only_a_named_file_is_written(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -167,6 +167,19 @@ def test_prompts_go_there_and_their_kv_is_found_again(secret_file: str) -> None:
             assert server.stats()["asked"] == 6
 
 
+def test_it_is_no_warning_that_an_engine_without_work_there_ends(
+    secret_file: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, _ = model_and_reference("llama", "cpu")
+    with prefill_server("llama") as server:
+        with _engine(model, _config([server.address], secret_file)) as engine:
+            _generate(engine, _PROMPTS)
+        with _engine(model, _config([server.address], secret_file)) as engine:  # it is there for the next one
+            _generate(engine, _PROMPTS)
+            assert server.stats()["asked"] == 12
+    assert "is lost" not in capfd.readouterr().err
+
+
 def test_a_request_that_is_late_here_but_not_there_is_admitted_and_goes_there(secret_file: str) -> None:
     model, _ = model_and_reference("llama", "cpu")
     with prefill_server("llama") as server:

@@ -74,6 +74,33 @@ def test_a_token_that_misses_its_layer_stays_there_and_takes_a_step_more():
     assert a.away is None and residents.num_token_steps == 2
 
 
+def test_a_result_that_a_late_join_has_used_is_known_when_its_event_comes():
+    """Also if its token has passed all layers by then, or its request has left the slot to another one."""
+    residents = HostResidents(num_slots=1, num_layers=2, late_layers=2)
+    a = resident(residents, "a")
+    enter(residents, a)
+    events = [done(a, 0), done(a, 1)]
+    assert not residents.take_used(events[0]), "it is awaited"
+    assert not residents.advance(a, has_device_rows=True)
+    assert residents.advance(a, has_device_rows=True) and a.away is None
+    assert residents.take_used(events[0]) and not residents.take_used(events[0]), "a second one is stale"
+    residents.queue.remove(a)
+    residents.release_slot(a)
+    resident(residents, "b")
+    assert residents.take_used(events[1]) and not residents.take_used(events[1])
+
+
+def test_so_is_one_that_a_settled_join_has_used_and_one_whose_event_came_first_is_not():
+    residents = HostResidents(num_slots=2, num_layers=2, late_layers=2)
+    a, b = (resident(residents, name) for name in "ab")
+    enter(residents, a, b)
+    joins = [residents.assume(state, has_device_rows=True) for state in (a, b)]
+    residents.on_event(done(b, 0))
+    for join in joins:
+        residents.settle(join, joined=True)
+    assert residents.take_used(done(a, 0)) and not residents.take_used(done(b, 0))
+
+
 def test_without_late_joins_nothing_is_expected():
     residents = HostResidents(num_slots=1, num_layers=1, late_layers=0)
     enter(residents, resident(residents, "a"))

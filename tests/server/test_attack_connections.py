@@ -83,7 +83,7 @@ def test_idle_connections_give_way(start_server):
     for connection in idle[:20]:
         assert read_all(connection) == b""
     assert httpx.get(f"{server.url}/health").status_code == 200
-    idle[-1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    idle[-1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     assert read_all(idle[-1]).startswith(b"HTTP/1.1 200")
 
 
@@ -212,7 +212,7 @@ def test_a_request_that_comes_while_the_server_is_busy_is_read():
         async with await loop.create_server(protocol, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             assert (await reader.readuntil(b"ok")).endswith(b"ok")
             await asyncio.sleep(0.3)

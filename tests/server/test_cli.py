@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -149,7 +151,18 @@ def test_loader_can_travel_to_another_process():
         ("--device cuda:x", "--device: must be auto, cpu, cuda or cuda:N, got 'cuda:x'"),
         ("--device gpu", "--device: must be auto, cpu, cuda or cuda:N, got 'gpu'"),
         ("--ls-ttft-slo 0", "--ls-ttft-slo must be a positive number of seconds"),
-        ("--scheduller fcfs", "unrecognized arguments"),
+        ("--scheduller fcfs", "there is no flag --scheduller; did you mean --scheduler?"),
+        ("--bock-size=3", "there is no flag --bock-size; did you mean --block-size?"),
+        ("--max_num_seqs 3", "did you mean --max-num-seqs?"),
+        ("--max-body-mib2 3", "did you mean --limit max_body_mib=...?"),
+        ("--prefix-cache on", "did you mean --execution prefix_cache=...?"),
+        ("--qqqqqqqq 3", "there is no flag --qqqqqqqq (--help lists the flags)"),
+        ("8000", "unexpected argument '8000'"),
+        ("--model /nonexistent", "--model /nonexistent: there is no such folder"),
+        ("--model ./nonexistent", "there is no such folder"),
+        ("--model a/b/c", "a hub id is NAME or OWNER/NAME"),
+        ("--model /", "this folder has no config.json"),
+        (f"--model {__file__}", "is a file; give the folder"),
         ("--scheduler-option slack=none", "slack must be step or deadline"),
         ("--scheduler-option swap_in_delay_s=-1", "swap_in_delay_s must be a number >= 0, got -1"),
         ("--scheduler-option slack", "--scheduler-option: must be NAME=VALUE, got 'slack'"),
@@ -182,4 +195,78 @@ def test_wrong_flag(capsys, arguments, message):
     with pytest.raises(SystemExit) as caught:
         parse(*arguments.split())
     assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and "usage" not in error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bock-size: 16", "there is no setting 'bock-size'; did you mean block-size?"),
+        ("block: 16", "there is no setting 'block'"),  # as a flag it would do as the beginning of one
+        ("port: 1\nqqqqqqqq: [1, 2]", "there is no setting 'qqqqqqqq' ("),
+        ("max-body-mib2: 16", "did you mean limit max_body_mib=...?"),
+        ("block-size: x", "argument --block-size: invalid int value: 'x' (in {file})"),
+        ("block-size: 33", "--block-size must be a power of two, got 33 (in {file})"),
+        ("model: /nonexistent", "--model /nonexistent: there is no such folder"),
+    ],
+)
+def test_a_wrong_line_of_a_file_is_told_with_the_file(tmp_path, capsys, text, message):
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["--config", str(file)])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.count("\n") == 1
+    assert message.format(file=file) in error and str(file) in error
+
+
+def test_a_wrong_value_of_a_variable_is_told_with_the_variable(monkeypatch, capsys):
+    monkeypatch.setenv("OMNISERVE_BLOCK_SIZE", "x")
+    with pytest.raises(SystemExit):
+        parse()
+    assert "invalid int value: 'x' (in OMNISERVE_BLOCK_SIZE)" in capsys.readouterr().err
+
+
+def test_a_variable_that_is_no_setting_is_told(monkeypatch, caplog):
+    for name in ("OMNISERVE_PROT", "OMNISERVE_HELP", "OMNISERVE_ISA", "OMNISERVE_LOG_LEVEL", "OMNISERVE_SERVICE_HOST",
+                 "OMNISERVE_SERVICE_PORT_HTTP", "OMNISERVE_PORT_8000_TCP_ADDR", "OMNISERVE_RANK_SECRET"):  # fmt: skip
+        monkeypatch.setenv(name, "info")
+    assert parse()[0].port == 8000
+    assert [record.getMessage() for record in caplog.records] == [
+        "the variable OMNISERVE_HELP is no setting and has no effect",
+        "the variable OMNISERVE_PROT is no setting and has no effect; did you mean OMNISERVE_PORT?",
+    ]
+
+
+def test_every_variable_that_is_read_is_known():
+    """Those of the programs; the others are flags."""
+    folder = Path(cli.__file__).parents[1]
+    read = {
+        name for path in folder.rglob("*.py") for name in re.findall(r'"(OMNISERVE_[A-Z_]*[A-Z])"', path.read_text())
+    }
+    read |= {name for path in folder.rglob("*.cpp") for name in re.findall(r'"(OMNISERVE_[A-Z_]+)"', path.read_text())}
+    assert read == set(cli.OTHER_VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "message"),
+    [
+        ("profile", "--time-limt 3", "did you mean --time-limit?"),
+        ("profile", "--model /nonexistent", "--model /nonexistent: there is no such folder"),
+        ("prefill", "--lisen x", "did you mean --listen?"),
+        ("simulate", "--scheduller x", "did you mean --scheduler?"),
+        ("host", "--lisen x", "did you mean --listen?"),
+        ("rank", "--secret-fil x --once2", "there is no flag --once2; did you mean --once?"),
+        ("cluster", "--adress x", "did you mean --address?"),
+        ("explain", "steps.jsonl --topp 3", "did you mean --top?"),
+        ("batch", "submit x.jsonl --urll x", "did you mean --url?"),
+        ("batch", "run x.jsonl -o y.jsonl --modle x", "did you mean --model?"),
+        ("batch", "sumbit x.jsonl", "invalid choice: 'sumbit'"),
+    ],
+)
+def test_every_program_tells_a_mistake_in_one_line(program, arguments, message):
+    command = [sys.executable, "-m", f"omniserve.{program}", *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and message in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr

@@ -57,6 +57,14 @@ def test_a_server_that_starts_again_finds_its_prefixes(model_folder, cache_folde
     assert server.stop() == 0, "".join(server.log)
 
 
+def test_a_first_start_measures_its_profile(model_folder, tmp_path):  # noqa: F811
+    flags = ("--dtype", "float32", "--disk-kv-gib", "0.01", "--limit", "profile_start_s=0.5")
+    server = start(model_folder, tmp_path, *flags).wait_until_ready()  # the cache folder has no profile yet
+    assert [ask(server, last)[1] for last in (7, 8)] == [0, 160]
+    assert metric(server, "latency_profile_coarse") == 1
+    assert server.stop() == 0, "".join(server.log)
+
+
 def test_a_file_that_is_not_kept_goes_with_the_server(model_folder, cache_folder, tmp_path):  # noqa: F811
     server = start(model_folder, cache_folder, *FLAGS, "--disk-kv-dir", str(tmp_path)).wait_until_ready()
     ask(server, 7)

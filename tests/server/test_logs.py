@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import subprocess
 import sys
+import time
 
 import fake_engine
 import httpx
 import openai
 import pytest
 
+from omniserve.core.logs import JsonFormatter
 from omniserve.server.connections import RequestLog
-from omniserve.server.process import JsonFormatter
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +122,26 @@ def test_lines_of_the_engine_can_be_joined_with_those_of_the_api(start_server):
 def test_lines_for_people_are_few(server, client):
     client.completions.create(model="fake", prompt="a", extra_headers={"x-request-id": "unlogged"})
     assert not any("unlogged" in line or "/v1/completions" in line for line in server.log)
+
+
+@pytest.mark.slow
+def test_each_line_of_a_start_is_json(tmp_path):
+    """With a real model: torch, transformers and what they import, in all processes, until the layers are compiled."""
+    command = [sys.executable, "-m", "omniserve.server", "--port", "0", "--log-format", "json"]
+    command += ["--limit", "profile_start_s=1", "--limit", "profile_time_limit_s=2"]
+    folders = {"XDG_CACHE_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    with open(tmp_path / "out", "w") as out:
+        server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | folders)
+        try:
+            deadline_s = time.monotonic() + 500
+            while "compiled halves are in use" not in (text := (tmp_path / "out").read_text()):
+                assert server.poll() is None and time.monotonic() < deadline_s, text
+                time.sleep(0.5)
+        finally:
+            server.terminate()
+            status = server.wait(120)
+    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert status == 0
+    assert any(line["message"].startswith("serving omniserve-builtin on") for line in lines)
+    assert {line["logger"] for line in lines if line["level"] != "info"} <= {"omniserve.profiling.measure"}, "noise"
+    assert "merged 0" not in str(lines)

@@ -232,7 +232,7 @@ def test_help_tells_each_option_of_a_group(capsys):
     ("text", "message"),
     [
         ("block-size: 33", "--block-size must be a power of two, got 33"),
-        ("blok-size: 16", "unrecognized arguments: --blok-size=16"),
+        ("blok-size: 16", "there is no setting 'blok-size'; did you mean block-size?"),
         ("port: [1, 2]", "can't be set to a list"),
         ("guard-all: perhaps", "Unexpected value for guard-all"),
         ("- port", "key: value"),

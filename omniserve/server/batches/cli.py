@@ -13,8 +13,10 @@ from typing import Any
 
 import httpx
 
+from omniserve.core.arguments import ArgumentParser
+from omniserve.core.logs import set_up_logs
 from omniserve.launch.dataclass_flags import integer
-from omniserve.launch.flags import add_engine_flags, config_from
+from omniserve.launch.flags import add_engine_flags, config_from, model_from
 from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import FileFolder
@@ -30,7 +32,7 @@ _FINAL = ("completed", "failed", "expired", "cancelled")
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m omniserve.batch",
         description="Work through a file of requests, one JSON object a line, in the format of OpenAI's Batch API.",
     )
@@ -77,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; return the exit status."""
-    logging.basicConfig(level="INFO", format="%(levelname)s %(message)s", stream=sys.stderr)
+    set_up_logs("info", "text", text="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel("WARNING")
     parser = build_parser()
     args = parser.parse_args(arguments)
@@ -119,13 +121,13 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     # Only here: the other commands need no engine.
     import asyncio
 
-    from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader, builtin_model_path
+    from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader
     from omniserve.server.batches.offline import OfflineJob, run_offline
     from omniserve.server.cli import ServerOptions
 
     try:
         config = config_from(args)
-        model = builtin_model_path() if args.model is None else args.model
+        model = model_from(args)
     except ValueError as error:
         parser.error(str(error))
     options = ServerOptions(

@@ -13,9 +13,8 @@ import httpx
 def head(body: bytes, path: str = "/v1/completions", length: int | None = None) -> bytes:
     """Return the head of a request."""
     size = len(body) if length is None else length
-    return (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n".encode()
-    )
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {size}"]
+    return "\r\n".join([*lines, "", ""]).encode()
 
 
 def connect(server: Any, receive_buffer: int | None = None) -> socket.socket:
