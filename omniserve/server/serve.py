@@ -25,6 +25,7 @@ from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
+from omniserve.server.fields import UnknownFields
 from omniserve.server.process import GarbageCollector, set_up_logs
 from omniserve.server.service import Service
 from omniserve.server.supervisor import EngineSupervisor
@@ -77,6 +78,7 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
     return Service(
         engine=engine, info=info, codec=codec, model_name=options.model_name, limits=options.limits,
         private_callers=frozenset(key.name for key in keys if key.private_prefixes),
+        unknown_fields=UnknownFields(refuse=options.unknown_fields == "refuse"),
     )  # fmt: skip
 
 
