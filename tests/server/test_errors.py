@@ -84,12 +84,6 @@ BAD_FIELDS = [
         "continue_final_message",
         "contradicts add_generation_prompt",
     ),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": ""}], "continue_final_message": True},
-        "continue_final_message",
-        "a last message that goes on",
-    ),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"z": 1}}, "logit_bias", "token ids in decimal"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": [5]}, "logit_bias", "must be an object"),

@@ -10,6 +10,7 @@ import pytest
 from openai.types.chat import ParsedChatCompletionMessage
 from tokenizers_for_tests import CHAT_TEMPLATE, TOOL_CHAT_TEMPLATE, byte_level_tokenizer
 
+from omniserve.server.errors import ApiError
 from omniserve.server.fields import IGNORED_FIELDS_HEADER, UnknownFields
 from omniserve.server.protocol import ChatRequest, parse
 from omniserve.server.text import TextCodec
@@ -108,6 +109,15 @@ def test_arguments_that_are_an_object_are_one_for_the_template(template, argumen
 )  # fmt: skip
 def test_an_assistants_message_is_taken_in_every_form(message, text):
     assert written(codec_with(ARGUMENTS["hermes"]), [{"role": "assistant"} | message]) == f"<|assistant|>{text}<|end|>"
+
+
+def test_a_last_message_that_the_template_drops_cannot_go_on():
+    codec = codec_with("")
+    codec._tokenizer.chat_template = "{% for m in messages[:-1] %}{{ m.content }}{% endfor %}"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ApiError, match="a last message that goes on") as caught:
+        asyncio.run(codec.encode_chat(chat, options={"continue_final_message": True}))
+    assert caught.value.param == "continue_final_message"
 
 
 @pytest.mark.parametrize(
