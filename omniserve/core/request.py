@@ -95,6 +95,9 @@ class SamplingParams:
     """Token ids that end the output, besides the model's end-of-sequence ids."""
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence token."""
+    min_tokens: int = 0
+    """Before so many tokens, no stop string counts, and no token that ends the output is taken unless a grammar leaves
+    nothing else."""
     logprobs: int | None = None
     """Return the log-probability of each output token and of this many likeliest ones (0 to 20); None for none."""
     prompt_logprobs: int | None = None
@@ -111,6 +114,9 @@ class SamplingParams:
         bias = self.logit_bias
         object.__setattr__(self, "logit_bias", tuple(bias.items() if isinstance(bias, Mapping) else bias))
         _check_int("max_tokens", self.max_tokens, 0, None)
+        _check_int("min_tokens", self.min_tokens, 0, None)
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be <= max_tokens, which is {self.max_tokens}, got {self.min_tokens}")
         _check_int("top_k", self.top_k, 0, None)
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)

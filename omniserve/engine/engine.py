@@ -153,7 +153,12 @@ class Engine:
         self.scheduler = Scheduler(
             policy, options, limits=limits, kv=self.kv, forecast=forecast, num_stages=num_stages if overlaps else 1
         )
-        self._sampler = Sampler(vocab_size=self.spec.vocab_size, device=patched.device, seed=config.seed)
+        self._sampler = Sampler(
+            vocab_size=self.spec.vocab_size,
+            device=patched.device,
+            seed=config.seed,
+            eos_token_ids=self.spec.eos_token_ids,
+        )
         self.limits = RequestLimits(
             vocab_size=self.spec.vocab_size,
             max_model_len=self.max_model_len,

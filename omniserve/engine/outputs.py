@@ -39,7 +39,10 @@ class OutputCollector:
     def open(self, request_id: str, request: Request) -> None:
         """Begin to follow a request."""
         wanted = self._tokenizer is not None and bool(request.sampling.stop)
-        detokenizer = Detokenizer(self._tokenizer, request.sampling.stop) if wanted else None
+        detokenizer = None
+        if wanted:
+            sampling = request.sampling
+            detokenizer = Detokenizer(self._tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
         self._open[request_id] = _Open(detokenizer)
 
     def keep(self, request_id: str) -> None:

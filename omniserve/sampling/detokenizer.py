@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from omniserve.core.request import FinishReason
@@ -25,9 +25,20 @@ class Detokenizer:
     the longest; hence the text does not depend on how the tokens are split over pushes. One exception: a SentencePiece
     tokenizer decodes a run of byte tokens as a whole, so bytes that make the run invalid UTF-8 cannot take back the
     characters that were already returned.
+
+    A stop string that is complete with one of the first ``min_tokens`` tokens does not count. With ``include_stop`` the
+    one that ends the text is its end.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+    ) -> None:
         self._decode = _decode_function(tokenizer, skip_special_tokens)
         self._skipped = _special_token_ids(tokenizer) if skip_special_tokens else frozenset()
         # _window[:_num_read] is the context that was decoded (and pushed) before, _window[_num_read:] is new. Both
@@ -35,7 +46,9 @@ class Detokenizer:
         self._window: list[int] = []
         self._num_read = 0
         self._read_text = ""
-        self._stop = StopMatcher(stop) if stop else None
+        self._stop = StopMatcher(stop, include_stop=include_stop) if stop else None
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
 
     @property
     def stopped(self) -> str | None:
@@ -61,8 +74,9 @@ class Detokenizer:
             text += self.flush()
         return text, finish_reason if self.stopped is None else FinishReason.STOP, count
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; return the new text that is certain."""
+        self._num_tokens += len(token_ids)
         self._window.extend(i for i in token_ids if i not in self._skipped)
         if len(self._window) == self._num_read:
             return ""
@@ -76,36 +90,46 @@ class Detokenizer:
         self._window = self._window[self._num_read :]
         self._num_read = len(self._window)
         self._read_text = self._decode(self._window)
-        return new_text if self._stop is None else self._stop.push(new_text)
+        return self._cut(new_text)
 
     def flush(self) -> str:
         """Return the text that was held back; no token may follow."""
         rest = self._decode(self._window)[len(self._read_text) :]
         self._window, self._num_read, self._read_text = [], 0, ""
+        return self._cut(rest) if self._stop is None else self._cut(rest) + self._stop.flush()
+
+    def _cut(self, text: str) -> str:
         if self._stop is None:
-            return rest
-        return self._stop.push(rest) + self._stop.flush()
+            return text
+        return self._stop.push(text, may_end=self._num_tokens > self._min_tokens)
 
 
 class StopMatcher:
-    """Cut a text that comes in pieces before the first stop string in it."""
+    """Cut a text that comes in pieces before the first stop string in it, or behind it."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, include_stop: bool = False) -> None:
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop))
+        self._include_stop = include_stop
         self._held = ""
         self.found: str | None = None
 
-    def push(self, text: str) -> str:
-        """Add text; return what can no longer be part of a stop string."""
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        """Add text; return what can no longer be part of a stop string.
+
+        Without ``may_end``, one that ends in this text does not count.
+        """
         if self.found is not None:
             return ""
+        num_held = len(self._held)
         text = self._held + text
-        matches = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        # One that ends in what was held would have been found before, or did not count.
+        first = [(stop, text.find(stop, max(0, num_held - len(stop) + 1))) for stop in self._stop] if may_end else []
+        matches = [(at + len(stop), at, stop) for stop, at in first if at >= 0]
         if matches:
-            _, start, self.found = min(matches)
+            end, start, self.found = min(matches)
             self._held = ""
-            return text[:start]
+            return text[: end if self._include_stop else start]
         num_held = self._num_held(text)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]

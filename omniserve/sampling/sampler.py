@@ -40,10 +40,14 @@ class _RequestSampling:
     bias: tuple[Tensor, Tensor] | None
     """Token ids, and the values to add to their logits."""
     grammar: GrammarState | None
+    ends: Tensor | None
+    """Token ids that end the output, int64, if they may not come at first."""
     is_plain: bool
     """Greedy, with unchanged logits and no log-probabilities: the argmax is enough."""
     changes_logits: bool
-    """A bias, penalties or a grammar change the logits."""
+    """A bias, penalties, a grammar or a least number of tokens change the logits."""
+    num_tokens: int = 0
+    """Number of tokens that count."""
     numbers: deque[float] = field(default_factory=deque)
     """Numbers that were drawn and not used up."""
 
@@ -59,6 +63,7 @@ class _RequestSampling:
 
     def use_up(self, token_ids_R: Tensor) -> None:
         """Count new tokens, int64 on the device, for penalties, and use up their numbers."""
+        self.num_tokens += len(token_ids_R)
         if self.random is not None:
             for _ in range(len(token_ids_R)):
                 self.numbers.popleft()
@@ -161,8 +166,11 @@ class Sampler:
     A request's tokens depend on its logits, parameters and seed alone, not on the other requests in the batch.
     """
 
-    def __init__(self, *, vocab_size: int, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, *, vocab_size: int, device: torch.device, seed: int, eos_token_ids: Sequence[int] = ()
+    ) -> None:  # fmt: skip
         self._vocab_size, self._device = vocab_size, device
+        self._eos_token_ids = tuple(eos_token_ids)
         self._requests: dict[str, _RequestSampling] = {}
         self._seeds = Random(seed)
         self._shifts = torch.arange(8, dtype=torch.uint8, device=device)
@@ -185,10 +193,14 @@ class Sampler:
             ids, values = zip(*params.logit_bias, strict=True)
             added = torch.tensor(values, dtype=torch.float32)
             bias = upload(torch.tensor(ids), self._device), upload(added, self._device)
-        changes_logits = any(x is not None for x in (penalised, bias, grammar))
+        ends = None
+        end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        if params.min_tokens and (known := sorted(i for i in end_ids if i < self._vocab_size)):
+            ends = upload(torch.tensor(known), self._device)
+        changes_logits = any(x is not None for x in (penalised, bias, grammar, ends))
         is_plain = params.logprobs is None and random is None and not changes_logits
         self._requests[request_id] = _RequestSampling(
-            params, random, penalised, bias, grammar, is_plain, changes_logits
+            params, random, penalised, bias, grammar, ends, is_plain, changes_logits
         )  # fmt: skip
 
     def remove(self, request_id: str) -> None:
@@ -288,7 +300,7 @@ class Sampler:
         return failed
 
     def _adjusted(self, logits_V: Tensor, each: _Row) -> Tensor:
-        """Apply the bias, then the penalties (Hugging Face's order), then the grammar."""
+        """Apply the bias, then the penalties (Hugging Face's order), then the grammar, then the least length."""
         request, params = each.request, each.request.params
         if request.bias is not None:
             logits_V = logits_V.index_add(0, *request.bias)
@@ -309,6 +321,10 @@ class Sampler:
             bytes_ = upload(torch.frombuffer(bytearray(grammar.allowed()), dtype=torch.uint8), self._device)
             allowed_V = (bytes_[:, None] >> self._shifts & 1).view(-1)[: self._vocab_size].bool()
             logits_V = logits_V.masked_fill(~allowed_V, -math.inf)
+        if request.ends is not None and request.num_tokens + len(each.drafts) < params.min_tokens:
+            going_on_V = logits_V.index_fill(0, request.ends, -math.inf)
+            # Where a grammar is at its end, only an end is left.
+            logits_V = torch.where(going_on_V.max() > -math.inf, going_on_V, logits_V)
         return logits_V
 
 

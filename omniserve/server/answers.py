@@ -11,12 +11,14 @@ from typing import Any
 
 from omniserve.core.request import TokenLogprob
 from omniserve.server.choice import Delta
+from omniserve.server.fields import ignored_header
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.service import Service
 from omniserve.server.tool_calls import ParsedCall
 
 # JSON has no infinity, and no client can do anything with one.
 _LOWEST_LOGPROB = -9999.0
+_COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
 class AnswerShape(abc.ABC):
@@ -37,12 +39,42 @@ class AnswerShape(abc.ABC):
         self.is_streamed = request.stream
         self.include_usage = request.include_usage
         """A stream ends with the token counts."""
+        self.headers = ignored_header(request)
+        """Headers of the answer."""
         self._codec = service.codec
         self._with_logprobs = request.num_logprobs is not None
+        self._token_text = _token_id_text if request.return_tokens_as_token_ids else service.codec.token_text
+        self._with_token_ids = request.return_token_ids
+        self._continuous_usage = request.continuous_usage
+        self._num_tokens = 0
+        """Number of output tokens in chunks so far."""
+        self._num_prompt_tokens = 0
+
+    def begin(self, num_prompt_tokens: int) -> None:
+        """Note what chunks tell of the prompts; called before the first one."""
+        self._num_prompt_tokens = num_prompt_tokens
+
+    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+        """Return the chunks, without their head, that tell some new text; called once per delta, in order."""
+        self._num_tokens += delta.num_tokens
+        more: dict[str, Any] = {}
+        if self._continuous_usage:
+            counts = self._num_prompt_tokens, self._num_tokens
+            more["usage"] = dict(zip(_COUNTS, (*counts, sum(counts)), strict=True))
+        elif self.include_usage:
+            more["usage"] = None  # as OpenAI sends it in all chunks but the last
+        chunks: list[dict[str, Any]] = [{"choices": [choice], **more} for choice in self.choices(delta)]
+        if chunks:
+            chunks[0] |= self.beside_choices([delta])
+        return chunks
 
     @abc.abstractmethod
-    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the choice objects, one a chunk, that tell some new text; called once per delta, in order."""
+    def choices(self, delta: Delta) -> list[dict[str, Any]]:
+        """Return the choice objects, one a chunk, that tell some new text."""
+
+    def beside_choices(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Return fields that an answer or a chunk has beside its choices."""
+        return {}
 
     @abc.abstractmethod
     def whole(self, delta: Delta) -> dict[str, Any]:
@@ -51,7 +83,8 @@ class AnswerShape(abc.ABC):
     def answer(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> bytes:
         """Return the body of an answer that is not streamed; one delta per choice."""
         choices = [self.whole(delta) for delta in deltas]
-        return json.dumps(self._common | {"object": self.answer_object, "choices": choices, "usage": usage}).encode()
+        fields = {"object": self.answer_object, "choices": choices, "usage": usage, **self.beside_choices(deltas)}
+        return json.dumps(self._common | fields).encode()
 
     def chunk_head(self) -> str:
         """Return the JSON text that all chunks begin with, an object still open."""
@@ -70,20 +103,23 @@ class CompletionShape(AnswerShape):
         super().__init__(service, request, call_id)
         self._offsets: defaultdict[int, int] = defaultdict(int)
 
-    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+    def choices(self, delta: Delta) -> list[dict[str, Any]]:
         return [self.whole(delta)]
 
     def whole(self, delta: Delta) -> dict[str, Any]:
         echo = delta.echo
-        return {
+        choice = {
             "index": delta.index,
             "text": delta.text if echo is None else echo.text + delta.text,
             "logprobs": self._logprobs(delta) if self._with_logprobs else None,
             "finish_reason": delta.finish_reason,
         }
+        if self._with_token_ids:
+            choice |= {"token_ids": delta.token_ids, "prompt_token_ids": delta.prompt_token_ids}
+        return choice
 
     def _logprobs(self, delta: Delta) -> dict[str, list[Any]]:
-        text, entries = self._codec.token_text, delta.logprobs
+        text, entries = self._token_text, delta.logprobs
         first: list[int] = []
         if delta.echo is not None:
             first, entries = [delta.echo.first_token_id], [*delta.echo.logprobs, *entries]
@@ -120,7 +156,7 @@ class ChatShape(AnswerShape):
         super().__init__(service, request, call_id)
         self._opened: set[int] = set()
 
-    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
+    def choices(self, delta: Delta) -> list[dict[str, Any]]:
         chunks = []
         if delta.index not in self._opened:
             self._opened.add(delta.index)
@@ -131,18 +167,26 @@ class ChatShape(AnswerShape):
             chunks.append(_chunk(delta.index, {"tool_calls": [{"index": call.index, **_call(call)}]}))
         if delta.finish_reason is not None:
             chunks.append(_chunk(delta.index, {}, finish_reason=delta.finish_reason))
+        if self._with_token_ids and chunks:
+            chunks[-1]["token_ids"] = delta.token_ids
         return chunks
+
+    def beside_choices(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        # A chat has one prompt, which all choices share.
+        token_ids = deltas[0].prompt_token_ids
+        return {} if token_ids is None or deltas[0].index else {"prompt_token_ids": token_ids}
 
     def whole(self, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
         if delta.tool_calls:
             message |= {"content": delta.text or None, "tool_calls": [_call(call) for call in delta.tool_calls]}
-        return {
+        choice = {
             "index": delta.index,
             "message": message,
             "logprobs": self._logprobs(delta.logprobs),
             "finish_reason": delta.finish_reason,
         }
+        return choice | {"token_ids": delta.token_ids} if self._with_token_ids else choice
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, list[Any]] | None:
         if not self._with_logprobs:
@@ -155,7 +199,7 @@ class ChatShape(AnswerShape):
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": self._codec.token_text(token_id),
+            "token": self._token_text(token_id),
             "logprob": _finite(logprob),
             "bytes": list(self._codec.token_bytes(token_id)),
         }
@@ -165,6 +209,10 @@ ENDPOINTS: Mapping[str, type[AnswerShape]] = {
     "/v1/completions": CompletionShape,
     "/v1/chat/completions": ChatShape,
 }
+
+
+def _token_id_text(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _finite(logprob: float) -> float:

@@ -26,12 +26,13 @@ from omniserve.core.errors import EngineStopped
 from omniserve.server import generate, openapi
 from omniserve.server.connections import HeadAsGet, RequestLog
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
-from omniserve.server.fields import read_fields, validate
+from omniserve.server.fields import StrictModel, ignored_header, read_fields, validate
 from omniserve.server.keys import KeyRing
 from omniserve.server.limits import Gate, is_free, take_body
-from omniserve.server.messages import MAX_MESSAGES, Message, StrictModel
+from omniserve.server.messages import MAX_MESSAGES, Message, Tool
 from omniserve.server.openapi import answers, takes
 from omniserve.server.origins import PageGuard, is_loopback
+from omniserve.server.protocol import MAX_TOOLS, TemplateFields
 from omniserve.server.service import Service
 
 if TYPE_CHECKING:
@@ -95,16 +96,15 @@ def create_app(
 _ERRORS = (400, 404, 408, 413, 429, 503)
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(TemplateFields):
     """Body of /tokenize: a text, or messages for the chat template."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS)
     add_special_tokens: bool | None = None
     """None: to a text, as /v1/completions does, but not to messages, as their template writes them."""
-    add_generation_prompt: bool = True
-    """Field of requests with messages only."""
     return_token_strs: bool = False
 
     @model_validator(mode="before")
@@ -113,10 +113,9 @@ class TokenizeRequest(StrictModel):
         if isinstance(fields, dict):
             if ("prompt" in fields) == ("messages" in fields):
                 raise ValueError("give prompt or messages, one of them")
-            if "messages" in fields and fields.get("add_special_tokens"):
-                raise ValueError("add_special_tokens is for prompt: with messages the chat template writes them")
-            if "prompt" in fields and "add_generation_prompt" in fields:
-                raise ValueError("add_generation_prompt is for messages; remove it")
+            of_chats = ("chat_template_kwargs", "continue_final_message", "documents", "tools")
+            if "prompt" in fields and (given := [name for name in of_chats if fields.get(name)]):
+                raise ValueError(f"{given[0]} is for messages; remove it")
         return fields
 
 
@@ -134,11 +133,16 @@ def _tokenizer(service: Service) -> APIRouter:
     @routes.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=answers(openapi.Tokens, *_ERRORS))
     async def tokenize(http: Request) -> Response:
         async with take_body(http, service.bodies) as body:
-            request = validate(TokenizeRequest, read_fields(body))
+            request = validate(TokenizeRequest, read_fields(body), service.unknown_fields)
             service.check_model(request.model)
             if request.messages is not None:
                 messages = [message.for_template() for message in request.messages]
-                tokens = await service.codec.encode_chat(messages, add_generation_prompt=request.add_generation_prompt)
+                tokens = await service.codec.encode_chat(
+                    messages,
+                    tools=[tool.for_template() for tool in request.tools],
+                    options=request.template_options,
+                    add_special_tokens=request.add_special_tokens is True,
+                )
             else:
                 assert request.prompt is not None
                 special = request.add_special_tokens is not False
@@ -150,15 +154,16 @@ def _tokenizer(service: Service) -> APIRouter:
             "tokens": tokens,
             "token_strs": pieces,
         }
-        return JSONResponse(answer)
+        return JSONResponse(answer, headers=ignored_header(request))
 
     @routes.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=answers(openapi.Text, *_ERRORS))
     async def detokenize(http: Request) -> Response:
         async with take_body(http, service.bodies) as body:
-            request = validate(DetokenizeRequest, read_fields(body))
+            request = validate(DetokenizeRequest, read_fields(body), service.unknown_fields)
             service.check_model(request.model)
             service.check_token_ids(request.tokens, "the token id {} is unknown:", param="tokens")
-            return JSONResponse({"prompt": await service.codec.decode(request.tokens)})
+            text = await service.codec.decode(request.tokens)
+            return JSONResponse({"prompt": text}, headers=ignored_header(request))
 
     return routes
 

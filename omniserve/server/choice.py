@@ -36,6 +36,12 @@ class Delta:
     echo: Echo | None = None
     """The prompt's part, in the first delta only, of an answer that begins with the prompt."""
     tool_calls: Sequence[ParsedCall] = ()
+    num_tokens: int = 0
+    """Number of tokens since the last delta."""
+    token_ids: Sequence[int] = ()
+    """Their ids, if these were asked for; a stop token is one of them."""
+    prompt_token_ids: Sequence[int] | None = None
+    """Those of the prompt, in the first delta only, if they were asked for."""
 
 
 def merge(deltas: Sequence[Delta]) -> Delta:
@@ -49,6 +55,9 @@ def merge(deltas: Sequence[Delta]) -> Delta:
         deltas[-1].finish_reason,
         deltas[0].echo,
         [call for delta in deltas for call in delta.tool_calls],
+        sum(delta.num_tokens for delta in deltas),
+        [token_id for delta in deltas for token_id in delta.token_ids],
+        deltas[0].prompt_token_ids,
     )
 
 
@@ -87,15 +96,19 @@ class Choice:
     Args:
         request: The request as the engine gets it, so without stop strings.
         arrival_s: Arrival of the call in monotonic seconds.
-        stop: Strings that end the output; they are not part of the text.
+        stop: Strings that end the output.
         at_once: The answer is read when it is complete.
         calls_tools: Tool calls are told from the text.
         echo: Text of the prompt, which the answer begins with; None: it does not.
+        include_stop: What ends the output, a stop string or a stop token, is a part of the text.
+        skip_special_tokens: The text has no special tokens.
+        with_token_ids: Deltas have token ids.
     """
 
     def __init__(
         self, index: int, request: Request, codec: TextCodec, *, slo: SLO, arrival_s: float, stop: Sequence[str],
-        at_once: bool, calls_tools: bool, echo: str | None,
+        at_once: bool, calls_tools: bool, echo: str | None, include_stop: bool = False, skip_special_tokens: bool = True,
+        with_token_ids: bool = False,
     ) -> None:  # fmt: skip
         self.index = index
         self.request = request
@@ -118,7 +131,17 @@ class Choice:
         """Number of output tokens that were guessed right."""
         self.num_rejected_drafts = 0
         """Number of guesses that were computed and are not in the output."""
-        self._detokenizer = codec.detokenizer(stop)
+        self._detokenizer = codec.detokenizer(
+            stop,
+            skip_special_tokens=skip_special_tokens,
+            min_tokens=request.sampling.min_tokens,
+            include_stop=include_stop,
+        )
+        self._include_stop = include_stop
+        self._num_told_tokens = 0
+        """Number of tokens in deltas so far."""
+        self._new_token_ids: list[int] | None = [] if with_token_ids else None
+        self._prompt_token_ids = request.prompt_token_ids if with_token_ids else None
         self._logprobs: list[TokenLogprob] = []
         self._echo = echo
         self._parser = ToolCallParser() if calls_tools else None
@@ -154,7 +177,9 @@ class Choice:
             self._total_logprob += sum(entry.logprob for entry in logprobs)
             self._num_logprobs += len(logprobs)
             ends_at_token = output.finish_reason is FinishReason.STOP and not num_unused
-            self._logprobs += logprobs[:-1] if ends_at_token else logprobs
+            self._logprobs += logprobs[:-1] if ends_at_token and not self._include_stop else logprobs
+        if self._new_token_ids is not None:
+            self._new_token_ids += token_ids
         if text is None:
             return None
         calls: Sequence[ParsedCall] = ()
@@ -173,7 +198,12 @@ class Choice:
         reason = self.finish_reason = None if finish_reason is None else str(finish_reason)
         if self._parser is not None and self._parser.num_calls and finish_reason is FinishReason.STOP:
             reason = "tool_calls"
-        return Delta(self.index, text, new_logprobs, reason, echo, calls)
+        num_tokens, self._num_told_tokens = self.times.num_tokens - self._num_told_tokens, self.times.num_tokens
+        prompt_token_ids, self._prompt_token_ids = self._prompt_token_ids, None
+        new_ids: Sequence[int] = ()
+        if self._new_token_ids is not None:
+            new_ids, self._new_token_ids = self._new_token_ids, []
+        return Delta(self.index, text, new_logprobs, reason, echo, calls, num_tokens, new_ids, prompt_token_ids)
 
     def _read(self, output: RequestOutput) -> tuple[str | None, FinishReason | None, int]:
         """Return new text, or None as it is read in larger parts; why it ends; and how many tokens are behind its end.
@@ -181,7 +211,7 @@ class Choice:
         A step may bring several tokens, and one before the last may complete a stop string.
         """
         token_ids = output.new_token_ids
-        if output.finish_reason is FinishReason.STOP:
+        if output.finish_reason is FinishReason.STOP and not self._include_stop:
             # The engine ends a request so at a stop token only, and that is no part of the text.
             token_ids = token_ids[:-1]
         if self._in_large_parts:

@@ -71,6 +71,9 @@ class ServerOptions:
     """Upper bounds."""
     cors_origins: tuple[str, ...] = ()
     """Origins of pages that may call from a browser."""
+    unknown_fields: Literal["drop", "refuse"] = "drop"
+    """Fields of requests that neither OpenAI's nor vLLM's API has: drop them, with a warning for each name and a header
+    in the answer; or refuse the request."""
     otlp_endpoint: str | None = None
     """Send an OpenTelemetry trace of each request to this collector, such as http://127.0.0.1:4318 (default:
     OTEL_EXPORTER_OTLP_ENDPOINT, if set)."""
@@ -90,7 +93,7 @@ class ServerOptions:
             checked_endpoint(self.otlp_endpoint)
 
 
-_FIELDS = ("host", "port", "guard_all", "otlp_endpoint", "log_level", "log_format")
+_FIELDS = ("host", "port", "guard_all", "unknown_fields", "otlp_endpoint", "log_level", "log_format")
 _BATCH_FIELDS = ("data_dir", "database_url")
 
 FORMER_FLAGS = {

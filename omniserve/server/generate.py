@@ -57,7 +57,8 @@ async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -
     arrival_s = time.monotonic()
     service.check_open()
     async with take_body(http, service.bodies) as body:
-        request = parse(endpoint.request_kind, body, default_tier=http.headers.get(_SERVICE_TIER_HEADER))
+        default_tier = http.headers.get(_SERVICE_TIER_HEADER)
+        request = parse(endpoint.request_kind, body, service.unknown_fields, default_tier=default_tier)
         request = caller_of(http).limited(request, service.info.classes)
         service.check_model(request.model)
         call_id = new_call_id(endpoint.id_prefix)
@@ -78,7 +79,8 @@ async def _generate(service: Service, http: Request, endpoint: type[AnswerShape]
     try:
         await or_disconnect(http.receive, outputs.start())
         caller.use_tokens(outputs.usage.num_prompt_tokens)
-        headers = _headers(outputs)
+        shape.begin(outputs.usage.num_prompt_tokens)
+        headers = dict(shape.headers) | _headers(outputs)
         if shape.is_streamed:
             handed_over = True
             return EventStream(
@@ -197,14 +199,12 @@ class EventStream(Response):
     async def _stream(self, send: Send) -> None:
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         head = self._shape.chunk_head()
-        # OpenAI sends a null usage in the other chunks, if usage was asked for.
-        tail = ',"usage":null}\n\n' if self._shape.include_usage else "}\n\n"
         dumps, pieces = json.dumps, self._shape.pieces
         commenting = asyncio.ensure_future(self._send_comments(send)) if self._comment_interval_s else None
         try:
             async for deltas in self._outputs.deltas():
-                choices = [choice for delta in deltas for choice in pieces(delta)]
-                data = "".join([f'data: {head},"choices":[{dumps(choice)}]{tail}' for choice in choices])
+                chunks = [chunk for delta in deltas for chunk in pieces(delta)]
+                data = "".join([f"data: {head},{dumps(chunk)[1:]}\n\n" for chunk in chunks])
                 await self._send(send, {"type": "http.response.body", "body": data.encode(), "more_body": True})
             last = ""
             if self._shape.include_usage:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import from_json
 
-from omniserve.server.errors import ApiError
+from omniserve.server.fields import StrictModel, without_nulls
 
 MAX_MESSAGES = 4096
 
-_NAME = r"^[A-Za-z0-9_.-]{1,64}$"
-
-
-class StrictModel(BaseModel):
-    """Base of what clients send: no field is unknown, and none is converted."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_NAME = r"^[A-Za-z0-9_./:-]{1,256}$"
 
 
 class Function(StrictModel):
@@ -34,8 +29,14 @@ class Function(StrictModel):
 class Tool(StrictModel):
     """An entry of ``tools``."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates take it."""
+        fields = ("name", "description", "parameters", "strict")
+        values = {name: getattr(self.function, name) for name in fields}
+        return {"type": self.type, "function": without_nulls(values)}
 
 
 class NamedFunction(StrictModel):
@@ -51,109 +52,213 @@ class NamedTool(StrictModel):
     function: NamedFunction
 
 
+class AllowedTools(StrictModel):
+    """A part of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedToolChoice(StrictModel):
+    """``tool_choice`` as an object: the tools that may be called, or of which one has to be."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 def _tool_choice(value: Any) -> Any:
     if value in ("none", "auto", "required"):
         return value
+    allows = isinstance(value, dict) and value.get("type") == "allowed_tools"
     try:
-        return NamedTool.model_validate(value)
+        return (AllowedToolChoice if allows else NamedTool).model_validate(value)
     except ValueError:
-        message = "must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"
+        message = "must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}} or "
+        message += "{'type': 'allowed_tools', 'allowed_tools': {'mode': 'auto' or 'required', 'tools': [...]}}"
         raise ValueError(message) from None
 
 
 ToolChoice = Annotated[
     Any,
-    BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool),
+    BeforeValidator(
+        _tool_choice,
+        json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice,
+    ),
 ]
-"""``none``, ``auto``, ``required`` or a NamedTool."""
+"""``none``, ``auto``, ``required``, a NamedTool or an AllowedToolChoice."""
 
 
 class FunctionCall(StrictModel):
     """The function that an assistant's message calls."""
 
     name: str
-    arguments: str
-    """JSON text, as OpenAI has it."""
+    arguments: str | dict[str, Any] = ""
+    """JSON text, as OpenAI has it; some clients send the object."""
+
+    @property
+    def for_template(self) -> dict[str, Any] | str:
+        """The arguments as an object; what is not the text of one, as it is: the model may have written anything."""
+        if isinstance(self.arguments, dict):
+            return self.arguments
+        try:
+            found = from_json(self.arguments.strip() or "{}", allow_inf_nan=False)
+            json.dumps(found, allow_nan=False)  # a number that is too large for a float was read as infinity
+        except ValueError:
+            return self.arguments
+        return found if isinstance(found, dict) else self.arguments
 
 
 class ToolCall(StrictModel):
     """A call of an assistant's message."""
 
-    id: str
-    type: Literal["function"]
+    id: str | None = None
+    type: Literal["function"] = "function"
     function: FunctionCall
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the call as chat templates take it: with its arguments as an object.
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, fields: Any) -> Any:
+        fields = without_nulls(fields)
+        if isinstance(fields, dict) and fields.get("type") == "custom" and isinstance(fields.get("custom"), dict):
+            # A call of OpenAI's custom tools, whose input is any text.
+            custom = fields.pop("custom")
+            fields |= {"type": "function", "function": {"name": custom.get("name"), "arguments": custom.get("input")}}
+        return fields
 
-        Raises:
-            ValueError: They are no JSON object.
-        """
-        try:
-            arguments = from_json(self.function.arguments or "{}")
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise ValueError(f"arguments of the call {self.id!r} must be the text of a JSON object")
-        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as chat templates take it."""
+        function = {"name": self.function.name, "arguments": self.function.for_template}
+        return without_nulls({"id": self.id, "type": "function", "function": function})
+
+
+_TEXT_TYPES = ("text", "input_text", "output_text")
+_PartType: TypeAlias = Literal[
+    "text", "input_text", "output_text", "refusal", "thinking", "reasoning", "redacted_thinking"
+]
 
 
 def _only_text(value: Any) -> Any:
-    if isinstance(value, str) and value != "text":
+    if isinstance(value, str) and value not in get_args(_PartType):
         raise ValueError("must be 'text': this server serves text only, no images, audio or files")
     return value
 
 
-class TextPart(StrictModel):
-    """A part of a message's content."""
+def _joined(value: Any) -> Any:
+    """Return the text of what is a list of texts or of text parts, as Mistral's clients write a thought."""
+    if not isinstance(value, list):
+        return value
+    texts: list[Any] = [item.get("text") if isinstance(item, dict) else item for item in value]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else value
 
-    type: Annotated[Literal["text"], BeforeValidator(_only_text, json_schema_input_type=Literal["text"])]
-    text: str
+
+class ContentPart(StrictModel):
+    """A part of a message's content: text, or what an assistant refused to say or thought."""
+
+    type: Annotated[_PartType, BeforeValidator(_only_text, json_schema_input_type=_PartType)]
+    text: str | None = None
+    refusal: str | None = None
+    thinking: Annotated[str | None, BeforeValidator(_joined, json_schema_input_type=str | list[Any])] = None
+    reasoning: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, fields: Any) -> Any:
+        return without_nulls(_null_as_empty(fields, "text", "refusal"))
+
+    @model_validator(mode="after")
+    def _has_its_text(self) -> ContentPart:
+        field = "text" if self.type in _TEXT_TYPES else self.type
+        if field in ("text", "refusal") and getattr(self, field) is None:
+            raise ValueError(f"{field} is missing")
+        return self
+
+    @property
+    def said(self) -> str:
+        """What it adds to the content."""
+        return (self.text if self.type in _TEXT_TYPES else self.refusal if self.type == "refusal" else None) or ""
+
+    @property
+    def thought(self) -> str:
+        """What it adds to the reasoning."""
+        return {"thinking": self.thinking, "reasoning": self.reasoning or self.text}.get(self.type) or ""
 
 
-def _text_parts(value: Any) -> Any:
+def _null_as_empty(fields: Any, *names: str) -> Any:
+    """Return fields in which some may not be absent, but empty."""
+    if not isinstance(fields, dict):
+        return fields
+    return {name: "" if value is None and name in names else value for name, value in fields.items()}
+
+
+def _some(value: Any) -> Any:
+    return [item for item in value if item is not None] if isinstance(value, list) else value
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, list):
+        return [{"type": "text", "text": item} if isinstance(item, str) else item for item in _some(value)]
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-TextContent = Annotated[list[TextPart], BeforeValidator(_text_parts, json_schema_input_type=str | list[TextPart])]
+TextContent = Annotated[
+    list[ContentPart], BeforeValidator(_parts, json_schema_input_type=str | list[ContentPart | str])
+]
 """Text, which clients may send as a string or in parts."""
 
 
-class Message(StrictModel):
-    """A message of a chat."""
+def text_of(content: list[ContentPart]) -> str:
+    """Return the text of a content."""
+    return "".join(part.said for part in content)
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: TextContent = []
+
+class Message(StrictModel):
+    """A message of a chat: whatever a server may have written as an answer is taken back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: TextContent = Field([])
     name: str | None = None
-    tool_calls: list[ToolCall] = []
-    """The function that an assistant's message calls."""
+    tool_calls: Annotated[list[ToolCall], BeforeValidator(_some, json_schema_input_type=list[ToolCall])] = Field([])
+    """The functions that an assistant's message calls."""
+    function_call: FunctionCall | None = None
+    """Former name of a single call, which a message of the role ``function`` answers."""
     tool_call_id: str | None = None
     """The call that a tool's message answers."""
+    refusal: str | None = None
+    """What an assistant said instead of a content."""
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    """Three names of what an assistant thought before the content."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, fields: Any) -> Any:
+        return without_nulls(_null_as_empty(fields, "content"))
 
     @model_validator(mode="after")
     def _has_what_its_role_has(self) -> Message:
-        if self.tool_calls and self.role != "assistant":
+        if (self.tool_calls or self.function_call is not None) and self.role != "assistant":
             raise ValueError("tool_calls belong to messages of the role 'assistant'")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise ValueError("tool_call_id belongs to messages of the role 'tool', and each of them needs it")
-        if not self.tool_calls and "content" not in self.model_fields_set:
+        if self.role != "assistant" and "content" not in self.model_fields_set:
             raise ValueError("content is missing")
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates take it.
-
-        Raises:
-            ApiError: The arguments of a call are no JSON object.
-        """
+        """Return the message as chat templates take it."""
         message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": "".join(part.text for part in self.content),
+            "role": {"developer": "system", "function": "tool"}.get(self.role, self.role),
+            "content": text_of(self.content) or self.refusal or "",
         }
-        message |= {name: getattr(self, name) for name in ("name", "tool_call_id") if getattr(self, name) is not None}
-        if self.tool_calls:
-            try:
-                message["tool_calls"] = [call.for_template() for call in self.tool_calls]
-            except ValueError as error:
-                raise ApiError(f"tool_calls: {error}", param="messages") from None
+        message |= without_nulls({"name": self.name, "tool_call_id": self.tool_call_id})
+        thoughts = "".join(part.thought for part in self.content)
+        if thought := self.reasoning_content or self.reasoning or self.thinking or thoughts:
+            # Templates know it by one of these names; transformers adds gpt-oss's.
+            message |= {"reasoning_content": thought, "reasoning": thought}
+        calls = [call.for_template() for call in self.tool_calls]
+        if self.function_call is not None:
+            calls.append(ToolCall(function=self.function_call).for_template())
+        if calls:
+            message["tool_calls"] = calls
         return message

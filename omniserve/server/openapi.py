@@ -69,6 +69,9 @@ class TextChoice(BaseModel):
     text: str
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length"]
+    token_ids: list[int] = []
+    """Absent without ``return_token_ids``, as the next one."""
+    prompt_token_ids: list[int] = []
 
 
 class Completion(_Answer):
@@ -102,6 +105,8 @@ class ChatChoice(BaseModel):
     message: AnsweredMessage
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] = []
+    """Absent without ``return_token_ids``."""
 
 
 class ChatCompletion(_Answer):
@@ -109,6 +114,8 @@ class ChatCompletion(_Answer):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: list[int] = []
+    """Absent without ``return_token_ids``."""
 
 
 class Model(BaseModel):
@@ -254,7 +261,8 @@ def answers(
     """
     content: dict[str, Any] = {media_type: {"schema": {"type": "string"} if kind is None else _schema(kind)}}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        # Without a type: some take this schema for that of the whole text, some for that of an event.
+        content["text/event-stream"] = {"schema": {"description": "Events whose data is a chunk; the last is [DONE]."}}
     described: dict[int | str, dict[str, Any]] = {200: {"description": "Success", "content": content}}
     for status in errors:
         described[status] = {"description": _ERRORS[status], "content": {_JSON: {"schema": _schema(Error)}}}

@@ -55,6 +55,12 @@ class Job:
     """The answer is read when it is complete."""
     calls_tools: bool = False
     """Tool calls are told from the text."""
+    include_stop: bool = False
+    """What ends an output, a stop string or a stop token, is a part of its text."""
+    skip_special_tokens: bool = True
+    """The text has no special tokens."""
+    with_token_ids: bool = False
+    """Deltas have the ids of their tokens, and the first of a choice those of the prompt."""
     max_unread_tokens: int | None = None
     """Per choice, on average: a stream whose reader leaves more than these unread ends; None: no limit."""
     interval_s: float = 0.0
@@ -135,7 +141,8 @@ class OutputStream:
                 echo = None if job.echoes is None else job.echoes[i]
                 self._choices[f"{job.call_id}-{index}"] = Choice(
                     index, request, codec, slo=job.slo, arrival_s=job.arrival_s, stop=job.stop, at_once=job.at_once,
-                    calls_tools=job.calls_tools, echo=echo,
+                    calls_tools=job.calls_tools, echo=echo, include_stop=job.include_stop,
+                    skip_special_tokens=job.skip_special_tokens, with_token_ids=job.with_token_ids,
                 )  # fmt: skip
         self._num_unaccepted = self._num_running = len(self._choices)
         try:

@@ -1,17 +1,34 @@
-"""What a request to /v1/completions and /v1/chat/completions may hold. Each field is checked, none silently ignored."""
+"""What a request to /v1/completions and /v1/chat/completions may hold; ``fields`` has what becomes of other fields."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.sampling.grammar import json_grammar
 from omniserve.server.errors import ApiError
-from omniserve.server.fields import read_fields, refuse_unsupported, validate
-from omniserve.server.messages import MAX_MESSAGES, Message, NamedTool, StrictModel, TextContent, Tool, ToolChoice
+from omniserve.server.fields import StrictModel, UnknownFields, read_fields, validate, without_nulls
+from omniserve.server.messages import (
+    MAX_MESSAGES,
+    AllowedToolChoice,
+    Message,
+    NamedTool,
+    TextContent,
+    Tool,
+    ToolChoice,
+    text_of,
+)
 from omniserve.server.tool_calls import CALL_END, calls_grammar
 
 TIERS = ("auto", "default", "priority", "fast", "scale", "flex")
@@ -56,14 +73,15 @@ MAX_GRAMMAR_CHARACTERS = 128 << 10
 
 # For /openapi.json: what clients may send where a validator makes one form of several.
 _Text = Annotated[str, Field(min_length=1)]
-_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 def _stop_strings(value: Any) -> Any:
     stop = [value] if isinstance(value, str) else value
-    if not isinstance(stop, list) or len(stop) > MAX_STOP_STRINGS or any(not isinstance(s, str) or not s for s in stop):
-        raise ValueError(f"must be a non-empty string or a list of at most {MAX_STOP_STRINGS} of them")
+    if not isinstance(stop, list) or len(stop) > MAX_STOP_STRINGS or any(not isinstance(s, str) for s in stop):
+        raise ValueError(f"must be a string or a list of at most {MAX_STOP_STRINGS} of them")
+    stop = [text for text in stop if text]  # an empty one asks for nothing
     if max(map(len, stop), default=0) > MAX_STOP_CHARACTERS:
         raise ValueError(f"a string is longer than {MAX_STOP_CHARACTERS} characters; shorten it")
     return stop
@@ -95,10 +113,20 @@ def _token_bias(value: Any) -> Any:
     return [(int(key), bias) for key, bias in value.items()]
 
 
+def _choice_logprobs(value: Any) -> Any:
+    """Return false for the 0 that asks a chat for no log-probabilities, as completions have a number."""
+    return False if value == 0 else value
+
+
+def _num_logprobs(value: Any) -> Any:
+    """Return None for the false that asks a completion for no log-probabilities, as chats have a truth value."""
+    return None if value is False else value
+
+
 class JsonSchemaFormat(StrictModel):
     """The schema of a ``json_schema`` format."""
 
-    name: str
+    name: str | None = None
     """A note for people, which the model does not see."""
     description: str | None = None
     """The same."""
@@ -112,11 +140,19 @@ class ResponseFormat(StrictModel):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """The schema, where other open servers have it; of the type ``json_object``, too."""
 
     @model_validator(mode="after")
     def _has_a_schema_if_it_needs_one(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if self.json_schema is not None and self.schema_ is not None:
+            raise ValueError("json_schema and schema are two schemas; drop one")
+        if self.type != "json_schema" and self.json_schema is not None:
             raise ValueError("json_schema belongs to the type 'json_schema', and only to it")
+        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
+            raise ValueError("json_schema belongs to the type 'json_schema', and is missing")
+        if self.type == "text" and self.schema_ is not None:
+            raise ValueError("schema does not belong to the type 'text'; set type to 'json_schema'")
         return self
 
     @property
@@ -124,13 +160,16 @@ class ResponseFormat(StrictModel):
         """Return ``SamplingParams.grammar`` for this format; None if it allows any text."""
         if self.type == "text":
             return None
-        return json_grammar({"type": "object"} if self.json_schema is None else self.json_schema.schema_)
+        schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
+        return json_grammar({"type": "object"} if schema is None else schema)
 
 
 class StreamOptions(StrictModel):
     """Options of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """With ``include_usage``: every chunk has the token counts so far."""
     include_obfuscation: bool = False
     """Accepted and without effect: it only pads events."""
 
@@ -144,11 +183,16 @@ class Prediction(StrictModel):
     @property
     def text(self) -> str:
         """Its text."""
-        return "".join(part.text for part in self.content)
+        return text_of(self.content)
 
 
 class SloFields(StrictModel):
-    """The request's own latency objectives, in seconds."""
+    """The request's own latency objectives, in seconds.
+
+    No other server has them, so an unknown field is a misspelt one of these.
+    """
+
+    model_config = ConfigDict(extra="forbid")
 
     ttft_s: float | None = Field(None, gt=0)
     tpot_s: float | None = Field(None, gt=0)
@@ -196,7 +240,17 @@ class GenerationRequest(StrictModel):
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0, le=2**31 - 1)
+    """Before so many tokens, nothing ends an output but its largest length."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([], max_length=MAX_STOP_TOKENS)
+    include_stop_str_in_output: bool = False
+    """What ends an output is a part of its text: a stop string, or the text of a stop token."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    return_token_ids: bool = False
+    """Answers have the token ids of prompts and outputs."""
+    return_tokens_as_token_ids: bool = False
+    """Log-probabilities name a token ``token_id:5`` instead of its text."""
     slo: SloFields | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     """The prefix cache keeps requests of different salts apart."""
@@ -206,7 +260,7 @@ class GenerationRequest(StrictModel):
 
     # Accepted and without effect on the answer.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
@@ -222,6 +276,10 @@ class GenerationRequest(StrictModel):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def output_limit(self) -> int | None:
@@ -271,11 +329,18 @@ class CompletionRequest(GenerationRequest):
             | Annotated[list[_Text] | list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
         ),
     ]
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: Annotated[
+        Annotated[int, Field(ge=0, le=20)] | None,
+        BeforeValidator(
+            _num_logprobs, json_schema_input_type=Annotated[int, Field(ge=0, le=20)] | Literal[False] | None
+        ),
+    ] = None
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     """The likeliest ``n`` of so many outputs, by the mean log-probability of their tokens."""
     echo: bool = False
     """With ``logprobs`` and ``max_tokens=0`` or 1: how evaluations score texts."""
+    add_special_tokens: bool = True
+    """Texts are encoded with the special tokens that their tokenizer adds."""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -290,21 +355,88 @@ class CompletionRequest(GenerationRequest):
         return self.n if self.best_of is None else self.best_of
 
 
-class ChatRequest(GenerationRequest):
+RESERVED_VARIABLES = frozenset({
+    "self", "conversation", "conversations", "messages", "tools", "documents", "chat_template",
+    "add_generation_prompt", "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+})  # fmt: skip
+"""Names that ``apply_chat_template`` of transformers has for arguments of its own, and those of other fields."""
+
+
+def _template_variables(value: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(value.keys() & RESERVED_VARIABLES):
+        raise ValueError(f"cannot set {taken[0]!r}; if it is a field of requests, use that")
+    return value
+
+
+class TemplateFields(StrictModel):
+    """How a chat template writes the messages."""
+
+    add_generation_prompt: bool | None = None
+    """The prompt goes on to where the assistant's answer begins. None: yes, unless the last message is continued."""
+    continue_final_message: bool = False
+    """The prompt ends inside the last message, so that the answer goes on with it."""
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_variables)] = Field({})
+    """Variables of the template, such as ``enable_thinking``."""
+    documents: list[dict[str, Any]] = Field([])
+    """Texts for templates that read them."""
+    reasoning_effort: str | None = None
+    """A variable of the template."""
+    verbosity: str | None = None
+    """The same."""
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _is_one_of_two(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("add_generation_prompt"):
+            raise ValueError("contradicts add_generation_prompt; drop one")
+        return value
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``apply_chat_template``."""
+        begins = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        variables: dict[str, Any] = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        if self.reasoning_effort is not None:
+            # Most templates know only whether to think.
+            variables["enable_thinking"] = self.reasoning_effort != "none"
+        return {
+            **without_nulls(variables),
+            **self.chat_template_kwargs,
+            "documents": self.documents or None,
+            "add_generation_prompt": begins,
+            "continue_final_message": self.continue_final_message,
+        }
+
+
+class ChatRequest(TemplateFields, GenerationRequest):
     """Body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    logprobs: bool = False
+    logprobs: Annotated[bool, BeforeValidator(_choice_logprobs, json_schema_input_type=bool | Literal[0])] = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] = Field([], max_length=MAX_TOOLS)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     """False: an answer ends with its first call."""
+    add_special_tokens: bool = False
+    """Put the special tokens that the tokenizer adds to texts before what the chat template writes."""
 
     @property
     def offered_tools(self) -> list[Tool]:
         """Tools that are shown to the model."""
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            names = {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+            return [tool for tool in self.tools if tool.function.name in names]
         return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def must_call(self) -> bool:
+        """True if the answer has to call one of the tools."""
+        choice = self.tool_choice
+        return choice == "required" or (
+            isinstance(choice, AllowedToolChoice) and choice.allowed_tools.mode == "required"
+        )
 
     @property
     def grammar(self) -> str | None:
@@ -312,8 +444,8 @@ class ChatRequest(GenerationRequest):
         if isinstance(choice, NamedTool):
             named = [tool for tool in tools if tool.function.name == choice.function.name]
             return calls_grammar(named, free_text=False, several=False)
-        if choice == "required" or any(tool.function.strict for tool in tools):
-            return calls_grammar(tools, free_text=choice != "required", several=self.parallel_tool_calls)
+        if self.must_call or any(tool.function.strict for tool in tools):
+            return calls_grammar(tools, free_text=not self.must_call, several=self.parallel_tool_calls)
         return super().grammar
 
     @property
@@ -328,18 +460,17 @@ class ChatRequest(GenerationRequest):
 R = TypeVar("R", bound=GenerationRequest)
 
 
-def parse(kind: type[R], body: bytes, *, default_tier: str | None = None) -> R:
+def parse(kind: type[R], body: bytes, unknown: UnknownFields, *, default_tier: str | None = None) -> R:
     """Return what a request's body asks for; ``default_tier`` is the ``service_tier`` of one that brings none.
 
     Raises:
-        ApiError: It is no JSON object, or a field is unknown, missing, ill-typed, out of range or unsupported; the
-            message names the field and what to do.
+        ApiError: It is no JSON object, or a field is missing, ill-typed, out of range, unsupported, or unknown where
+            that is refused; the message names the field and what to do.
     """
     fields = read_fields(body)
-    refuse_unsupported(fields)
     if default_tier is not None:
         fields.setdefault("service_tier", default_tier)
-    request = validate(kind, fields)
+    request = validate(kind, fields, unknown)
     _check_combinations(request)
     return request
 
@@ -351,8 +482,11 @@ def _check_tools(request: ChatRequest) -> None:
     choice = request.tool_choice
     if not names and choice not in ("none", "auto"):
         raise ApiError("tool_choice asks for a call, but there are no tools; give some", param="tool_choice")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise ApiError(f"tool_choice names {choice.function.name!r}, which is none of the tools", param="tool_choice")
+    named = [choice] if isinstance(choice, NamedTool) else []
+    if isinstance(choice, AllowedToolChoice):
+        named = choice.allowed_tools.tools
+    if (unknown := next((tool.function.name for tool in named if tool.function.name not in names), None)) is not None:
+        raise ApiError(f"tool_choice names {unknown!r}, which is none of the tools", param="tool_choice")
     if request.offered_tools and request.response_format is not None and request.response_format.type != "text":
         raise ApiError(
             "response_format would keep the model from calling tools; drop one, or set tool_choice to 'none'",
@@ -370,8 +504,11 @@ def _check_combinations(request: GenerationRequest) -> None:
         raise ApiError(
             "max_tokens must be at least 1; it may be 0 with echo=true (/v1/completions)", param="max_tokens"
         )
-    if request.stream_options is not None and not request.stream:
-        raise ApiError("stream_options needs stream=true; drop it or stream", param="stream_options")
+    if request.output_limit is not None and request.min_tokens > request.output_limit:
+        raise ApiError(
+            f"min_tokens is {request.min_tokens}, more than max_tokens, which is {request.output_limit}; lower it",
+            param="min_tokens",
+        )
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
     if request.grammar is not None and len(request.grammar) > MAX_GRAMMAR_CHARACTERS:

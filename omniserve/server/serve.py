@@ -25,6 +25,7 @@ from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
+from omniserve.server.fields import UnknownFields
 from omniserve.server.origins import is_loopback
 from omniserve.server.process import GarbageCollector
 from omniserve.server.service import Service
@@ -78,6 +79,7 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
     return Service(
         engine=engine, info=info, codec=codec, model_name=options.model_name, limits=options.limits,
         private_callers=frozenset(key.name for key in keys if key.private_prefixes),
+        unknown_fields=UnknownFields(refuse=options.unknown_fields == "refuse"),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from omniserve.core.request import SamplingParams, ServiceClass
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_messages import EngineInfo
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
+from omniserve.server.fields import UnknownFields
 from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Job, OutputStream
@@ -29,7 +30,7 @@ class Service:
 
     def __init__(
         self, *, engine: EngineSupervisor, info: EngineInfo, codec: TextCodec, model_name: str, limits: Limits,
-        private_callers: frozenset[str] = frozenset(),
+        private_callers: frozenset[str] = frozenset(), unknown_fields: UnknownFields | None = None,
     ) -> None:  # fmt: skip
         self.engine = engine
         self.info = info
@@ -38,6 +39,7 @@ class Service:
         self.metrics = ServerMetrics([spec.name for spec in info.classes], [spec.slo for spec in info.classes])
         self.limits = limits
         self._private_callers = private_callers
+        self.unknown_fields = unknown_fields or UnknownFields()
         self.bodies = BodyReader(int(limits.max_body_mib * MIB), limits.stall_timeout_s)
         self._backlog = Backlog([spec.name for spec in info.classes], limits.max_queued_requests)
         self.metrics.show_backlog(self._backlog.num_waiting)
@@ -95,14 +97,21 @@ class Service:
         """
         if isinstance(request, ChatRequest):
             messages = [message.for_template() for message in request.messages]
-            tools = [tool.model_dump(exclude_none=True) for tool in request.offered_tools]
-            prompts = [await self.codec.encode_chat(messages, tools=tools)]
+            tools = [tool.for_template() for tool in request.offered_tools]
+            prompts = [
+                await self.codec.encode_chat(
+                    messages,
+                    tools=tools,
+                    options=request.template_options,
+                    add_special_tokens=request.add_special_tokens,
+                )
+            ]
         else:
             assert isinstance(request, CompletionRequest)
             prompts = []
             for prompt in request.prompt:
                 if isinstance(prompt, str) and prompt:
-                    prompt = await self.codec.encode(prompt, add_special_tokens=True)
+                    prompt = await self.codec.encode(prompt, add_special_tokens=request.add_special_tokens)
                     await asyncio.sleep(0)  # short texts are encoded here: many of them must not hold up others
                 prompts.append(prompt)
         for prompt in prompts:
@@ -132,6 +141,12 @@ class Service:
             )
         prompts = await self.prompts(request)
         max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
+        if request.min_tokens > max_tokens:
+            raise ApiError(
+                f"min_tokens is {request.min_tokens}, but the output has at most {max_tokens} tokens (max_tokens, and "
+                "what the context has room for); lower it",
+                param="min_tokens",
+            )
         echoes = await self._echoes(request, prompts) if request.echoes else None
         predicted = request.prediction.text if request.prediction is not None else ""
         prediction = await self.codec.encode(predicted, add_special_tokens=False) if predicted else ()
@@ -156,6 +171,9 @@ class Service:
                 num_kept=request.n,
                 at_once=not request.stream,
                 calls_tools=bool(request.offered_tools),
+                include_stop=request.include_stop_str_in_output,
+                skip_special_tokens=request.skip_special_tokens,
+                with_token_ids=request.return_token_ids,
                 max_unread_tokens=self.limits.max_unread_tokens if request.stream else None,
                 interval_s=0.0 if is_urgent else self.limits.best_effort_stream_interval_s,
             ),
@@ -237,6 +255,7 @@ def _samplings(request: GenerationRequest, max_tokens: int) -> Sequence[Sampling
             frequency_penalty=request.frequency_penalty,
             stop_token_ids=tuple(request.stop_token_ids),
             ignore_eos=request.ignore_eos,
+            min_tokens=request.min_tokens,
             logit_bias=tuple(request.logit_bias),
             grammar=grammar,
             # What is best is told by log-probabilities.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
@@ -42,12 +42,16 @@ class TextCodec:
         return await self._run(len(text), self._encode, text, add_special_tokens)
 
     async def encode_chat(
-        self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = (),
-        add_generation_prompt: bool = True,
+        self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = (), options: Mapping[str, Any],
+        add_special_tokens: bool = False,
     ) -> list[int]:  # fmt: skip
         """Return the token ids of a chat, whose messages and tools are as chat templates take them.
 
-        With ``add_generation_prompt`` they go on to where the assistant's answer begins.
+        Args:
+            messages: At least one.
+            tools: Shown to the model.
+            options: More keyword arguments of ``apply_chat_template``; see ``TemplateFields``.
+            add_special_tokens: The tokenizer adds some to what the template writes.
 
         Raises:
             ApiError: The model has no chat template, or none for tools, or the template refuses the messages.
@@ -66,13 +70,26 @@ class TextCodec:
                 param="tools",
                 code="unsupported_parameter",
             )
+        if options.get("documents") and not self._reads_documents:
+            raise ApiError(
+                "this model's chat template does not read documents; put their texts into the messages",
+                param="documents",
+                code="unsupported_parameter",
+            )
+        if any(isinstance(arguments, str) for arguments in _arguments_in(messages)) and not self._takes_text_arguments:
+            messages = [_with_object_arguments(message) for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=add_generation_prompt
-            )  # fmt: skip
+                list(messages), tools=list(tools) or None, tokenize=False, **options
+            )
         except TemplateError as error:
             raise ApiError(f"the model's chat template refuses the messages: {error}", param="messages") from None
-        return await self.encode(text, add_special_tokens=False)
+        except ValueError as error:
+            if not options.get("continue_final_message"):
+                raise
+            message = f"the model's chat template cannot write a last message that goes on: {error}"
+            raise ApiError(message, param="continue_final_message") from None
+        return await self.encode(text, add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -82,9 +99,13 @@ class TextCodec:
         """Return ``token_text`` of each."""
         return await self._run(len(token_ids), lambda: [self._token_text(i) for i in token_ids])
 
-    def detokenizer(self, stop: Sequence[str]) -> Detokenizer:
+    def detokenizer(
+        self, stop: Sequence[str], *, skip_special_tokens: bool = True, min_tokens: int = 0, include_stop: bool = False
+    ) -> Detokenizer:
         """Return a detokenizer for one output."""
-        return Detokenizer(self._tokenizer, tuple(stop))
+        return Detokenizer(
+            self._tokenizer, tuple(stop), skip_special_tokens, min_tokens=min_tokens, include_stop=include_stop
+        )
 
     async def _run(self, size: int, work: Callable[..., T], *args: Any) -> T:
         """Do ``work`` on ``size`` characters or tokens: in this thread if they are few, else in the tokenizer's."""
@@ -133,9 +154,43 @@ class TextCodec:
         return "tools" in template and CALL_BEGIN in template and "<function=" not in template
 
     @cached_property
+    def _reads_documents(self) -> bool:
+        template = self._tokenizer.chat_template
+        texts = template.values() if isinstance(template, dict) else [template]
+        return any(re.search(r"\bdocuments\b", text) for text in texts)
+
+    @cached_property
+    def _takes_text_arguments(self) -> bool:
+        """True if the arguments of a call may be a text; some templates go through the items of an object."""
+        text = "probe"
+        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": text}}
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            return text in self._tokenizer.apply_chat_template(chat, tokenize=False)
+        except Exception:  # a template is a program, and may fail in any way
+            return False
+
+    @cached_property
     def _anchor(self) -> tuple[list[int], str]:
         ids = self._encode("a", False)
         return ids, self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _arguments_in(messages: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    return (call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ()))
+
+
+def _with_object_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in which arguments of calls that are a text are an object that has it."""
+    if not any(isinstance(arguments, str) for arguments in _arguments_in([message])):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        if isinstance(function["arguments"], str):
+            function = function | {"arguments": {"arguments": function["arguments"]}}
+        calls.append(call | {"function": function})
+    return message | {"tool_calls": calls}
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -241,6 +241,22 @@ def test_model_whose_tokenizer_cannot_have_grammars_is_told_in_the_log(make_engi
     assert "fast tokenizer" in caplog.text
 
 
+def test_no_output_ends_before_its_least_length_but_at_the_end_of_its_grammar(make_engine) -> None:
+    # A stop token that is by far the likeliest, and a stop string that every text has.
+    shared = {"max_tokens": 20, "logit_bias": {7: 100.0}, "stop_token_ids": (7,), "ignore_eos": True}
+    samplings = [
+        SamplingParams(min_tokens=least, **shared, **more) for least in (0, 9) for more in ({}, {"temperature": 1.0})
+    ]
+    samplings.append(SamplingParams(max_tokens=20, min_tokens=20, stop=tuple("aeiou ")))
+    samplings.append(SamplingParams(max_tokens=20, min_tokens=20, grammar='start: "ab"'))
+    requests = [Request(prompt_token_ids=[1, 2, 3], sampling=sampling) for sampling in samplings]
+    *free, stopped, constrained = make_engine().generate(requests)
+    assert [len(completion.token_ids) for completion in free] == [1, 1, 10, 10]
+    assert all(completion.stop_reason == 7 for completion in free)
+    assert len(stopped.token_ids) == 20
+    assert constrained.text == "ab" and constrained.finish_reason is FinishReason.STOP
+
+
 def test_every_end_of_sequence_token_ends_a_grammar() -> None:
     other = END + 2
     compiler = GrammarCompiler(TOKENIZER, vocab_size=VOCAB, eos_token_ids=(END, other))

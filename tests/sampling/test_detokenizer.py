@@ -112,6 +112,30 @@ def test_stop_string_across_tokens_and_held_text():
     assert Detokenizer(BYTE_LEVEL, stop=("STOP",)).push(ids) == "one ", "a possible stop string is held back"
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text(alphabet="abc", max_size=30),
+    stop=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    least=st.integers(0, 12),
+    sizes=st.lists(st.integers(1, 4), max_size=30),
+)
+def test_stop_strings_that_are_complete_too_early_do_not_count(text, stop, least, sizes):
+    ids = [BYTE_LEVEL.convert_tokens_to_ids(letter) for letter in text]
+
+    def run(include_stop):
+        detokenizer = Detokenizer(BYTE_LEVEL, stop, min_tokens=least, include_stop=include_stop)
+        rest, out = list(ids), ""
+        for size in [*sizes, len(ids)]:
+            out += detokenizer.advance(rest[:size], None)[0]
+            rest = rest[size:]
+        return out + detokenizer.flush(), detokenizer.stopped
+
+    ends = [(end, -len(s), s) for s in stop for end in range(least + 1, len(text) + 1) if text[:end].endswith(s)]
+    end, _, found = min(ends, default=(len(text), 0, None))
+    assert run(True) == (text[:end], found)
+    assert run(False) == (text[: end - len(found or "")], found)
+
+
 def test_earliest_match_wins():
     ids = BYTE_LEVEL("a b c d").input_ids
     text, detokenizer = in_pieces(BYTE_LEVEL, ids, [], stop=("d", "b", "c"))

@@ -19,6 +19,7 @@ PARAMS = (
     {"temperature": 0.8, "seed": 4, "top_k": 9, "top_p": 0.9, "logprobs": 1},
     {"repetition_penalty": 1.9},
     {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": ((4, 1.0), (5, -3.0))},
+    {"min_tokens": 15, "stop_token_ids": tuple(range(0, VOCAB, 2))},
     {"temperature": 1.2, "seed": 5, "repetition_penalty": 1.5, "frequency_penalty": 0.7},
 )
 

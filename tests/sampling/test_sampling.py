@@ -134,6 +134,32 @@ def test_bias_bans_and_forces() -> None:
         assert set(draws(SamplingParams(temperature=1.0, seed=0, logit_bias=((7, bias),)), row)) == {7}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_that_ends_an_output_comes_before_its_least_length(temperature: float) -> None:
+    made = Sampler(vocab_size=VOCAB, device=CPU, seed=0, eos_token_ids=(5, 6, VOCAB + 3))
+    shared = {"temperature": temperature, "seed": 1, "min_tokens": 3}
+    made.add("a", SamplingParams(stop_token_ids=(7,), **shared), [1])
+    made.add("b", SamplingParams(stop_token_ids=(7,), ignore_eos=True, **shared), [1])
+    made.add("c", SamplingParams(temperature=temperature, seed=1), [1])
+    row = logits(t5=60.0, t7=40.0, t8=20.0)
+    got = [made.sample(torch.stack([row] * 3), ["a", "b", "c"])[0] for _ in range(5)]
+    assert [tokens["a"].token_id for tokens in got] == [8, 8, 8, 5, 5]
+    assert [tokens["b"].token_id for tokens in got] == [5] * 5, "the end-of-sequence token ends nothing"
+    assert [tokens["c"].token_id for tokens in got] == [5] * 5
+    only_7 = logits(t7=40.0, t8=20.0)
+    made.add("d", SamplingParams(stop_token_ids=(7,), ignore_eos=True, **shared), [1])
+    assert [made.sample(only_7[None], ["d"])[0]["d"].token_id for _ in range(4)] == [8, 8, 8, 7]
+
+
+def test_where_only_an_end_is_left_the_least_length_gives_way() -> None:
+    made = Sampler(vocab_size=VOCAB, device=CPU, seed=0, eos_token_ids=(5,))
+    made.add("a", SamplingParams(min_tokens=3, logit_bias=((5, 1.0),)), [1])
+    row = torch.full((VOCAB,), -math.inf)  # as a grammar at its end leaves it
+    row[5] = 0.0
+    tokens, failed = made.sample(row[None], ["a"])
+    assert tokens["a"].token_id == 5 and not failed
+
+
 def test_logprobs_are_the_models_own() -> None:
     row = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5))
     made = sampler(a=SamplingParams(temperature=0.3, top_k=3, seed=0, logprobs=2), b=SamplingParams(logprobs=0))
@@ -161,6 +187,7 @@ def test_non_finite_logits_fail_that_request_only() -> None:
         {"top_k": -1}, {"min_p": 2.0}, {"repetition_penalty": 0.0}, {"presence_penalty": 3.0}, {"logprobs": 21},
         {"logit_bias": {-1: 1.0}}, {"logit_bias": {1: 101.0}}, {"prompt_logprobs": 21},
         {"stop": ("",)}, {"stop_token_ids": (-1,)}, {"max_tokens": True}, {"seed": 1.5},
+        {"min_tokens": -1}, {"min_tokens": 17},
     ],
 )  # fmt: skip
 def test_bad_parameters_are_refused_by_name(bad: dict[str, object]) -> None:

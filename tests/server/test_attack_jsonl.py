@@ -6,12 +6,13 @@ import io
 import json
 
 from batch_inputs import line, results, submit, wait_for
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.lines import body_of, check_file
 from omniserve.server.errors import ApiError
+from omniserve.server.fields import UnknownFields, other_encoding, without_marks
 from omniserve.server.protocol import parse
 from tests.server.attack.bodies import COMPLETIONS, json_values
 
@@ -52,13 +53,14 @@ def raw_lines(draw):
     b"[" * 950 + b"]" * 950)])  # fmt: skip
 def test_every_bad_line_is_named(lines):
     content = b"\n".join(lines)
-    found = check_file(io.BytesIO(content), COMPLETIONS, check_model, 1000)
+    assume(other_encoding(content[:4]) is None)  # that is one fault, of the file
+    found = check_file(io.BytesIO(content), COMPLETIONS, check_model, 1000, UnknownFields())
     numbers = sorted([fault.line for fault in found.faults if fault.line] + [good.number for good in found.lines])
-    assert numbers == [number for number, raw in enumerate(lines, 1) if raw.strip()]
+    assert numbers == [number for number, raw in enumerate(lines, 1) if without_marks(raw).strip()]
     for good in found.lines:
         raw = content[good.start : good.start + good.length]
         try:
-            parse(ENDPOINTS[COMPLETIONS].request_kind, body_of(raw))
+            parse(ENDPOINTS[COMPLETIONS].request_kind, body_of(raw), UnknownFields())
         except ApiError as error:
             assert error.status == 400
 
@@ -76,8 +78,8 @@ def test_odd_lines_have_results_of_their_own(server, client):
     ]
     batch = submit(client, [line(str(i), body) for i, body in enumerate(bodies)])
     batch = wait_for(client, batch.id)
-    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 2, 6)
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 3, 5)
     failed = results(client, batch.error_file_id)
-    assert sorted(entry["custom_id"] for entry in failed) == ["1", "2", "3", "4", "5", "7"]
+    assert sorted(entry["custom_id"] for entry in failed) == ["1", "2", "3", "5", "7"]
     assert all(entry["response"]["body"]["error"]["message"] for entry in failed)
     server.wait_until_free()

@@ -211,6 +211,18 @@ def test_file_that_does_not_say_what_it_is_for(tmp_path, capsys, content):
     assert "the first line of" in capsys.readouterr().err
 
 
+def test_file_with_a_byte_order_mark_says_what_it_is_for(tmp_path, capsys):
+    path = tmp_path / "in.jsonl"
+    text = jsonl([line("a", {})]).decode()
+    path.write_bytes(("\ufeff\n\ufeff" + text).encode())
+    assert main(["submit", "--url", "http://127.0.0.1:9", str(path)]) == 2
+    assert "is the server there" in capsys.readouterr().err
+    path.write_bytes(text.encode("utf-16"))
+    with pytest.raises(SystemExit):
+        main(["submit", str(path)])
+    assert "in.jsonl is UTF-16; save it as UTF-8" in capsys.readouterr().err
+
+
 def test_run_with_the_built_in_model(tmp_path):
     lines = [line(f"{i}", {"model": None, "prompt": "The with statement", "max_tokens": 4}) for i in range(3)]
     (tmp_path / "in.jsonl").write_bytes(jsonl(lines))

@@ -19,6 +19,7 @@ from omniserve.server.batches.locks import make_lock
 from omniserve.server.batches.owner import Owner
 from omniserve.server.batches.runner import finish
 from omniserve.server.batches.store import NewBatch, NewFile, Store
+from omniserve.server.fields import UnknownFields
 
 ENDPOINT = "/v1/completions"
 WRONG = 3
@@ -113,7 +114,7 @@ class Life:
         if batch["status"] == "validating":
             file = self.store.file(batch["input_file_id"])
             content = self.files.path(file["id"], file["num_bytes"]).read_bytes()
-            found = check_file(io.BytesIO(content), ENDPOINT, lambda _: None, max_lines=100)
+            found = check_file(io.BytesIO(content), ENDPOINT, lambda _: None, 100, UnknownFields())
             assert self.owner.accept_lines(batch["id"], found.lines)
         else:
             assert finish(self.store, self.owner, batch)

@@ -15,6 +15,7 @@ from omniserve.server.batches.lines import MAX_LINE_BYTES, body_of, check_file
 from omniserve.server.batches.urgency import Pace, num_urgent, predict
 from omniserve.server.cli import parse_args
 from omniserve.server.errors import ApiError
+from omniserve.server.fields import UnknownFields
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
 
@@ -24,7 +25,7 @@ def check(content: bytes, max_lines: int = 10):
         if model not in (None, "m"):
             raise ApiError("no such model", code="model_not_found")
 
-    return check_file(io.BytesIO(content), "/v1/completions", only_m, max_lines)
+    return check_file(io.BytesIO(content), "/v1/completions", only_m, max_lines, UnknownFields())
 
 
 def changed(**fields) -> bytes:
@@ -61,12 +62,46 @@ def test_lines_are_found_where_they_are():
         (changed(body=[]), "invalid_body", "body"),
         (changed(body={"model": "other"}), "model_not_found", "body.model"),
         (changed(body={"model": 5}), "invalid_model", "body.model"),
-        (changed(colour=1), "unknown_parameter", "colour"),
     ],
 )
 def test_fault_names_its_line(raw, code, param):
     (fault,) = check(changed(custom_id="first") + b"\n" + raw + b"\n").faults
     assert (fault.line, fault.code, fault.param) == (2, code, param)
+
+
+def test_byte_order_marks_before_lines_are_skipped():
+    # Two files, each with a mark and the first without a newline before its end; then an empty one, with a mark.
+    lines = [changed(custom_id=name) for name in "abc"]
+    mark = "\ufeff".encode()
+    content = mark + lines[0] + b"\r\n" + lines[1] + b"\n" + mark + lines[2] + b"\n" + mark + b"\n" + mark
+    found = check(content)
+    assert not found.faults
+    assert [(line.number, line.custom_id) for line in found.lines] == [(1, "a"), (2, "b"), (3, "c")]
+    for line in found.lines:
+        assert json.loads(body_of(content[line.start : line.start + line.length])) == GOOD["body"]
+    [fault] = check(mark + lines[0] + mark + lines[1]).faults
+    assert "each request needs a line of its own" in fault.message
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_a_file_in_another_encoding_is_told_plainly(encoding):
+    text = (changed() + b"\n" + changed(custom_id="b") + b"\n").decode()
+    [fault] = check(text.encode(encoding)).faults
+    assert (fault.code, fault.line) == ("invalid_encoding", None)
+    assert fault.message == f"the file is {encoding[:6].upper()}; save it as UTF-8"
+    # Behind lines that are UTF-8.
+    faults = check(changed() + b"\n" + text.encode(encoding)).faults
+    assert f"the text is {encoding[:6].upper()}; send UTF-8" in faults[0].message
+
+
+def test_unknown_fields_of_a_line_are_dropped_or_refused():
+    def found(refuse):
+        file = io.BytesIO(changed(colour=1, hue=None))
+        return check_file(file, "/v1/completions", lambda _: None, 10, UnknownFields(refuse=refuse))
+
+    assert [line.custom_id for line in found(False).lines] == ["a"]
+    [fault] = found(True).faults
+    assert (fault.line, fault.code, fault.param) == (1, "unknown_parameter", "colour")
 
 
 def test_empty_file_too_many_lines_and_too_many_faults():

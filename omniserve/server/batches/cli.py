@@ -20,6 +20,7 @@ from omniserve.launch.flags import add_engine_flags, config_from, model_from
 from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import FileFolder
+from omniserve.server.fields import other_encoding, read_json, without_marks
 from omniserve.server.limits import Limits
 
 _POLL_S = 2.0
@@ -107,10 +108,14 @@ def _endpoint_in(path: Path) -> str:
     """
     try:
         with path.open("rb") as file:
-            url = json.loads(next(line for line in file if line.strip()))["url"]
+            first = next((line for line in file if without_marks(line).strip()), b"")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, StopIteration):
+    if (encoding := other_encoding(first)) is not None:
+        raise ValueError(f"{path} is {encoding}; save it as UTF-8")
+    try:
+        url = read_json(first)["url"]
+    except (ValueError, TypeError, KeyError):
         raise ValueError(f"the first line of {path} is no request with a url") from None
     if url not in ENDPOINTS:
         raise ValueError(f"the first line of {path} is for {url!r}; there are {' and '.join(ENDPOINTS)}")

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, BinaryIO, NamedTuple
 
-from pydantic_core import from_json
-
 from omniserve.core.request import ServiceClass
 from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.database import SUSPECT_STOPS
 from omniserve.server.batches.store import new_id
 from omniserve.server.errors import ApiError
+from omniserve.server.fields import UnknownFields, other_encoding, read_json, without_marks, without_nulls
 from omniserve.server.protocol import GenerationRequest, SloFields, class_of_tier, parse
 from omniserve.server.service import Service, new_call_id
 
@@ -119,23 +118,36 @@ class RunAgain:
     """The engine ended while the line ran."""
 
 
-def check_file(file: BinaryIO, endpoint: str, check_model: Callable[[str | None], None], max_lines: int) -> CheckedFile:
+def check_file(
+    file: BinaryIO,
+    endpoint: str,
+    check_model: Callable[[str | None], None],
+    max_lines: int,
+    unknown: UnknownFields,
+) -> CheckedFile:
     """Check an input file.
 
-    Empty lines are left out. At most 100 faults are named. What a request asks for in detail is checked when it is run,
-    and is then an error of its line alone.
+    Empty lines are left out, and byte order marks before a line: files that have one may have been joined. At most 100
+    faults are named. What a request asks for in detail is checked when it is run, and is then an error of its line
+    alone.
 
     Args:
         file: Read from where it stands.
         endpoint: What every line has to be for.
         check_model: Raises ApiError for a model that is not served.
         max_lines: Most requests.
+        unknown: What becomes of fields beside those of a line.
     """
     found, line_of = CheckedFile(), dict[str, int]()
+    start = file.tell()
+    if (encoding := other_encoding(file.read(4))) is not None:
+        message = f"the file is {encoding}; save it as UTF-8"
+        return CheckedFile(faults=[LineFault(message, "invalid_encoding")])
+    file.seek(start)
     for number, start, raw in _lines(file):
         if len(found.faults) >= _MAX_FAULTS:
             break
-        if not raw.strip():
+        if not without_marks(raw).strip():
             continue
         if len(found.lines) == max_lines:
             message = f"the file has more than {max_lines} requests; divide it into several batches"
@@ -144,7 +156,7 @@ def check_file(file: BinaryIO, endpoint: str, check_model: Callable[[str | None]
         try:
             if len(raw) > MAX_LINE_BYTES:
                 raise _fault(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB; send less", "line_too_long")
-            custom_id = _check_line(raw, endpoint, check_model)
+            custom_id = _check_line(raw, endpoint, check_model, unknown)
             first = line_of.setdefault(custom_id, number)
             if first != number:
                 message = f"the custom_id {custom_id!r} is that of line {first}, too; give each line its own"
@@ -160,7 +172,7 @@ def check_file(file: BinaryIO, endpoint: str, check_model: Callable[[str | None]
 
 def body_of(raw: bytes) -> bytes:
     """Return the JSON text of the request that a checked line holds."""
-    return json.dumps(from_json(raw)["body"]).encode()
+    return json.dumps(read_json(raw)["body"]).encode()
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
@@ -179,19 +191,25 @@ def _fault(message: str, code: str, param: str | None = None) -> ApiError:
     return ApiError(message, code=code, param=param)
 
 
-def _check_line(raw: bytes, endpoint: str, check_model: Callable[[str | None], None]) -> str:
+def _check_line(
+    raw: bytes, endpoint: str, check_model: Callable[[str | None], None], unknown: UnknownFields
+) -> str:  # fmt: skip
     """Return the line's custom_id."""
     try:
-        line = from_json(raw)  # as the body of an HTTP request is read, so that what is good here is good there
+        line = read_json(raw)  # as the body of an HTTP request is read, so that what is good here is good there
     except ValueError as error:
-        raise _fault(f"the line is not valid JSON: {error}", "invalid_json_line") from None
+        hint = "; each request needs a line of its own" if "trailing characters" in str(error) else ""
+        raise _fault(f"the line is not valid JSON: {error}{hint}", "invalid_json_line") from None
     if not isinstance(line, dict):
         raise _fault("the line must be a JSON object", "invalid_json_line")
     for name in _FIELDS:
         if name not in line:
             raise _fault(f"{name} is missing", "missing_required_parameter", name)
-    if unknown := next((name for name in line if name not in _FIELDS), None):
-        raise _fault(f"unknown field {unknown!r}: remove it; known: {', '.join(_FIELDS)}", "unknown_parameter", unknown)
+    for name in without_nulls(line).keys() - set(_FIELDS):
+        if unknown.refuse:
+            message = f"unknown field {name!r}: remove it; known: {', '.join(_FIELDS)}"
+            raise _fault(message, "unknown_parameter", name)
+        unknown.warn(name)
     custom_id, method, url, body = (line[name] for name in _FIELDS)
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_CUSTOM_ID or NO_TEXT.search(custom_id):
         raise _fault(
@@ -221,7 +239,7 @@ async def run_line(service: Service, line: PendingLine, raw: bytes, *, escalated
     endpoint = ENDPOINTS[line.endpoint]
     call_id = new_call_id(endpoint.id_prefix)
     try:
-        request = _classed(service, parse(endpoint.request_kind, body_of(raw)), escalated)
+        request = _classed(service, parse(endpoint.request_kind, body_of(raw), service.unknown_fields), escalated)
         service.check_open()
         service.check_model(request.model)
         outputs = await service.begin(request, call_id, time.monotonic(), caller=line.caller)

@@ -28,14 +28,13 @@ from omniserve.server.batches.lines import ESCALATED_TIER, NO_TEXT
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.store import NewBatch, NewFile, Page, Store
 from omniserve.server.errors import ApiError
-from omniserve.server.fields import read_fields, validate
+from omniserve.server.fields import StrictModel, ignored_header, read_fields, validate
 from omniserve.server.limits import MIB, Limits, caller_of, take_body
 from omniserve.server.openapi import STORAGE_ERRORS, answers, asks, takes
 from omniserve.server.service import Service
 
 logger = logging.getLogger(__name__)
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
 # What a form may have around the file itself.
 _FORM_BYTES = 1 << 16
 _MAX_METADATA = 16
@@ -79,19 +78,15 @@ class BatchServing:
             await self._runner.stop()
 
 
-class ExpiresAfter(BaseModel):
+class ExpiresAfter(StrictModel):
     """The time after its upload at which a file is removed."""
-
-    model_config = _STRICT
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=3600, le=30 * 86400)
 
 
-class UploadFields(BaseModel):
+class UploadFields(StrictModel):
     """The fields of an upload's form beside the file."""
-
-    model_config = _STRICT
 
     purpose: Literal["batch"]
     expires_after: ExpiresAfter | None = None
@@ -108,10 +103,8 @@ class FileQuery(BaseModel):
     purpose: str | None = Field(None, pattern=r"^[\w-]+$")
 
 
-class CreateBatch(BaseModel):
+class CreateBatch(StrictModel):
     """Body of POST /v1/batches."""
-
-    model_config = _STRICT
 
     input_file_id: str
     endpoint: str
@@ -152,7 +145,7 @@ def _router(store: Store, runner: BatchRunner, service: Service) -> APIRouter:
             if not isinstance(file, UploadFile):
                 message = "the form has no file in its field 'file'"
                 raise ApiError(message, param="file", code="missing_required_parameter")
-            wanted = validate(UploadFields, fields)
+            wanted = validate(UploadFields, fields, service.unknown_fields)
             filename = file.filename or "upload.jsonl"
             if NO_TEXT.search(filename):
                 message = f"the file's name {filename!r} is no text; rename it"
@@ -164,11 +157,12 @@ def _router(store: Store, runner: BatchRunner, service: Service) -> APIRouter:
                 caller=caller.name,
             )
             await file.seek(0)
-            return JSONResponse(file_object(await run_in_threadpool(store.add_file, new, read_parts(file.file))))
+            added = await run_in_threadpool(store.add_file, new, read_parts(file.file))
+            return JSONResponse(file_object(added), headers=ignored_header(wanted))
 
     @api.get("/files", openapi_extra=asks(FileQuery), responses=answers(openapi.FilePage, *STORAGE_ERRORS))
     def list_files(request: Request) -> Response:
-        query = validate(FileQuery, dict(request.query_params))
+        query = validate(FileQuery, dict(request.query_params), service.unknown_fields)
         page = store.page(
             FILES,
             limit=query.limit,
@@ -205,7 +199,7 @@ def _router(store: Store, runner: BatchRunner, service: Service) -> APIRouter:
     )
     async def create(request: Request) -> Response:
         async with take_body(request, service.bodies) as body:
-            wanted = validate(CreateBatch, read_fields(body))
+            wanted = validate(CreateBatch, read_fields(body), service.unknown_fields)
         if wanted.endpoint not in ENDPOINTS:
             known = " or ".join(ENDPOINTS)
             raise ApiError(f"endpoint must be {known}; got {wanted.endpoint!r}", param="endpoint", code="invalid_value")
@@ -223,11 +217,11 @@ def _router(store: Store, runner: BatchRunner, service: Service) -> APIRouter:
         )
         batch = await run_in_threadpool(store.create_batch, new)
         runner.notice()
-        return JSONResponse(batch_object(batch))
+        return JSONResponse(batch_object(batch), headers=ignored_header(wanted))
 
     @api.get("/batches", openapi_extra=asks(BatchQuery), responses=answers(openapi.BatchPage, *STORAGE_ERRORS))
     def list_batches(request: Request) -> Response:
-        query = validate(BatchQuery, dict(request.query_params))
+        query = validate(BatchQuery, dict(request.query_params), service.unknown_fields)
         page = store.page(BATCHES, limit=query.limit, after=query.after, caller=caller_of(request).name)
         return JSONResponse(_page_object(page, batch_object))
 

@@ -182,7 +182,9 @@ class BatchRunner:
         input_file = self._store.file(batch["input_file_id"])
         max_lines = self._service.limits.batch_max_lines
         with self._store.files.path(input_file["id"], input_file["num_bytes"]).open("rb") as file:
-            found = check_file(file, batch["endpoint"], self._service.check_model, max_lines)
+            found = check_file(
+                file, batch["endpoint"], self._service.check_model, max_lines, self._service.unknown_fields
+            )
         if found.faults:
             owner.fail_batch(batch["id"], found.faults)
         else:
