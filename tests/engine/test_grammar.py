@@ -244,7 +244,7 @@ def test_model_whose_tokenizer_cannot_have_grammars_is_told_in_the_log(make_engi
 def test_every_end_of_sequence_token_ends_a_grammar() -> None:
     other = END + 2
     compiler = GrammarCompiler(TOKENIZER, vocab_size=VOCAB, eos_token_ids=(END, other))
-    state = compiler.start('start: "a"')
+    state = compiler.compile('start: "a"').result().start()
     [a] = TOKENIZER("a").input_ids
     state.accept(a)
     bits = state.allowed()
@@ -254,7 +254,7 @@ def test_every_end_of_sequence_token_ends_a_grammar() -> None:
 
 def test_request_whose_grammar_fails_ends_alone() -> None:
     compiler = GrammarCompiler(TOKENIZER, vocab_size=VOCAB, eos_token_ids=(END,))
-    state = compiler.start('start: "a"')
+    state = compiler.compile('start: "a"').result().start()
     with pytest.raises(GrammarFailed):
         state.accept(TOKENIZER("z").input_ids[0])
     sampler = Sampler(vocab_size=VOCAB, device=torch.device("cpu"), seed=0)

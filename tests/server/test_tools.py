@@ -184,7 +184,7 @@ def test_grammar_of_calls_allows_calls_and_nothing_else(free_text):
 
 def accepts(grammar: str, text: str) -> bool:
     compiler = GrammarCompiler(TOKENIZER, vocab_size=len(TOKENIZER), eos_token_ids=(TOKENIZER.eos_token_id,))
-    state = compiler.start(grammar)
+    state = compiler.compile(grammar).result().start()
     try:
         for token in [*TOKENIZER(text).input_ids, TOKENIZER.eos_token_id]:
             state.accept(token)
