@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from omniserve.core.request import FinishReason
@@ -25,11 +25,17 @@ class Detokenizer:
     the longest; hence the text does not depend on how the tokens are split over pushes. One exception: a SentencePiece
     tokenizer decodes a run of byte tokens as a whole, so bytes that make the run invalid UTF-8 cannot take back the
     characters that were already returned.
+
+    Special tokens that are ``shown`` are text, whatever ``skip_special_tokens`` says.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
-        self._decode = _decode_function(tokenizer, skip_special_tokens)
-        self._skipped = _special_token_ids(tokenizer) if skip_special_tokens else frozenset()
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), skip_special_tokens: bool = True, *,
+        shown: Collection[int] = (),
+    ) -> None:  # fmt: skip
+        # Those that are left out do not come to it.
+        self._decode = _decode_function(tokenizer, skip_special_tokens and not shown)
+        self._skipped = special_token_ids(tokenizer).difference(shown) if skip_special_tokens else frozenset()
         # _window[:_num_read] is the context that was decoded (and pushed) before, _window[_num_read:] is new. Both
         # begin where a character begins.
         self._window: list[int] = []
@@ -132,7 +138,7 @@ def _decode_function(tokenizer: Any, skip_special_tokens: bool) -> Decode:
     )
 
 
-def _special_token_ids(tokenizer: Any) -> frozenset[int]:
+def special_token_ids(tokenizer: Any) -> frozenset[int]:
     """Return the ids that decode(skip_special_tokens=True) leaves out (kept: collecting them takes milliseconds)."""
     if tokenizer not in _special_ids:
         if getattr(tokenizer, "backend_tokenizer", None) is not None:

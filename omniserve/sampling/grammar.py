@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from omniserve.sampling.json_schema import enforceable
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
@@ -22,10 +24,10 @@ _WHITESPACE = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,32}"}
 
 # Compiled grammars that are kept. One takes at most some 30 MB, as a rule far less than one.
 _MAX_KEPT, _MAX_KEPT_CHARACTERS = 64, 1 << 20
-# As one that takes long must not keep the others waiting. They leave the processor to the steps wherever these want it.
+# As one that takes long must not keep the others waiting. They leave the processor to the steps.
 _NUM_THREADS, _NICENESS = 2, 10
-# Up to four items for each property that may come next, all looked at for each token: llguidance's own limits, 2,000 and
-# 50,000, end an output at the begin of an object with 500 properties. These here are reached after tens of ms.
+# Up to four items for each property that may come next, all looked at for each token. llguidance's own limits, 2,000
+# and 50,000, end an output at the begin of an object with 500 properties. These here are reached after tens of ms.
 _MAX_ITEMS_IN_ROW, _MAX_ITEMS_IN_STEP = 20_000, 1_000_000
 
 
@@ -38,8 +40,11 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     """Return the grammar of one JSON value of a JSON Schema, for ``SamplingParams.grammar``.
 
     Properties come in the order of the schema. The engine refuses a schema that llguidance cannot enforce.
+
+    Raises:
+        UnsupportedSchema: It is known beforehand that a part cannot be enforced; a ValueError.
     """
-    return f"start: {json_value(schema)}"
+    return f"start: {json_value(enforceable(schema))}"
 
 
 class GrammarFailed(Exception):
@@ -164,10 +169,15 @@ class GrammarCompiler:
         )
         # Both without the GIL.
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask may take longer than all others, and copies have what it built
         if matcher.is_error():
             raise ValueError(f"the grammar or JSON schema is not supported: {_first_line(matcher.get_error())}")
+        matcher.compute_bitmask()  # the first mask may take longer than all others, and copies have what it built
+        if matcher.is_error():
+            logger.debug("the first mask failed: %s", matcher.get_error())
+            raise ValueError(
+                "the grammar or JSON schema is too large: too much may come next at its begin; write fewer "
+                "alternatives, and fewer properties that are not required"
+            )
         return Grammar(matcher)
 
     def _build(self) -> LLTokenizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from omniserve.core.request import FinishReason, Request, RequestOutput, RequestTimes, Stay, TokenLogprob, add_stay
@@ -89,13 +89,14 @@ class Choice:
         arrival_s: Arrival of the call in monotonic seconds.
         stop: Strings that end the output; they are not part of the text.
         at_once: The answer is read when it is complete.
-        calls_tools: Tool calls are told from the text.
+        tools: Names of the tools whose calls are told from the text.
+        several_calls: The text goes on after a call.
         echo: Text of the prompt, which the answer begins with; None: it does not.
     """
 
     def __init__(
         self, index: int, request: Request, codec: TextCodec, *, arrival_s: float, stop: Sequence[str], at_once: bool,
-        calls_tools: bool, echo: str | None,
+        tools: Collection[str], several_calls: bool, echo: str | None,
     ) -> None:  # fmt: skip
         self.index = index
         self.request = request
@@ -115,13 +116,13 @@ class Choice:
         """Number of output tokens that were guessed right."""
         self.num_rejected_drafts = 0
         """Number of guesses that were computed and are not in the output."""
-        self._detokenizer = codec.detokenizer(stop)
+        self._detokenizer = codec.detokenizer(stop, shown=codec.special_tokens.tags if tools else ())
         self._logprobs: list[TokenLogprob] = []
         self._echo = echo
-        self._parser = ToolCallParser() if calls_tools else None
+        self._parser = ToolCallParser(tools, several=several_calls) if tools else None
         self._total_logprob, self._num_logprobs = 0.0, 0
-        # A stop string has to be found when it is there.
-        self._in_large_parts = at_once and not stop
+        # What ends the text has to be found when it is there.
+        self._in_large_parts = at_once and not stop and several_calls
         self._token_ids: list[int] = []
 
     @property
@@ -152,6 +153,8 @@ class Choice:
         calls: Sequence[ParsedCall] = ()
         if self._parser is not None:
             text, calls = self._parser.push(text)
+            if self._parser.is_over:
+                finish_reason = FinishReason.STOP
             if finish_reason is not None:
                 rest, last_calls = self._parser.flush()
                 text, calls = text + rest, calls + last_calls

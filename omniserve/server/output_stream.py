@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +51,10 @@ class Job:
     """Number of outputs of each prompt that are in the answer, the likeliest ones; None: all."""
     at_once: bool = False
     """The answer is read when it is complete."""
-    calls_tools: bool = False
-    """Tool calls are told from the text."""
+    tools: Collection[str] = ()
+    """Names of the tools whose calls are told from the text."""
+    several_calls: bool = True
+    """The text goes on after a call."""
     max_unread_tokens: int | None = None
     """Per choice, on average: a stream whose reader leaves more than these unread ends; None: no limit."""
     interval_s: float = 0.0
@@ -133,7 +135,7 @@ class OutputStream:
                 echo = None if job.echoes is None else job.echoes[i]
                 self._choices[f"{job.call_id}-{index}"] = Choice(
                     index, request, codec, arrival_s=job.arrival_s, stop=job.stop, at_once=job.at_once,
-                    calls_tools=job.calls_tools, echo=echo,
+                    tools=job.tools, several_calls=job.several_calls, echo=echo,
                 )  # fmt: skip
         self._num_unaccepted = self._num_running = len(self._choices)
         try:

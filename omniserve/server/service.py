@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Collection, Sequence
 
 from omniserve.core.request import SamplingParams, ServiceClass
+from omniserve.server.constraints import GrammarWriter
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_messages import EngineInfo
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
@@ -38,6 +39,7 @@ class Service:
         self.metrics = ServerMetrics([spec.name for spec in info.classes], [spec.slo for spec in info.classes])
         self.limits = limits
         self._private_callers = private_callers
+        self._grammars = GrammarWriter(codec)
         self.bodies = BodyReader(int(limits.max_body_mib * MIB), limits.stall_timeout_s)
         self._backlog = Backlog([spec.name for spec in info.classes], limits.max_queued_requests)
         self.metrics.show_backlog(self._backlog.num_waiting)
@@ -130,6 +132,8 @@ class Service:
             raise ApiError(
                 f"prompts times {field} is more than {_MAX_CHOICES_PER_CALL}; send several requests", param=field
             )
+        constraint = request.constraint
+        grammar = None if constraint is None else await self._grammars.grammar(constraint)
         prompts = await self.prompts(request)
         max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
         echoes = await self._echoes(request, prompts) if request.echoes else None
@@ -143,8 +147,8 @@ class Service:
                 call_id=call_id,
                 arrival_s=arrival_s,
                 prompts=prompts,
-                samplings=_samplings(request, max_tokens),
-                stop=request.stop_strings,
+                samplings=_samplings(request, max_tokens, grammar),
+                stop=request.stop,
                 service_class=spec.name,
                 slo=slo,
                 echoes=echoes,
@@ -153,7 +157,8 @@ class Service:
                 cache_salt=self._salt(request.cache_salt or "", caller or ""),
                 num_kept=request.n,
                 at_once=not request.stream,
-                calls_tools=bool(request.offered_tools),
+                tools=frozenset(tool.function.name for tool in request.offered_tools),
+                several_calls=not isinstance(request, ChatRequest) or request.parallel_tool_calls,
                 max_unread_tokens=self.limits.max_unread_tokens if request.stream else None,
                 interval_s=0.0 if is_urgent else self.limits.best_effort_stream_interval_s,
             ),
@@ -219,9 +224,8 @@ def _prompt_field(request: GenerationRequest) -> str:
     return "messages" if isinstance(request, ChatRequest) else "prompt"
 
 
-def _samplings(request: GenerationRequest, max_tokens: int) -> Sequence[SamplingParams]:
+def _samplings(request: GenerationRequest, max_tokens: int, grammar: str | None) -> Sequence[SamplingParams]:
     """Return the sampling of each of the n choices; they differ in their seeds."""
-    grammar = request.grammar  # made anew each time it is asked for
     return [
         SamplingParams(
             max_tokens=max_tokens,

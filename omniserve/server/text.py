@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 
-from omniserve.sampling.detokenizer import Detokenizer
+from omniserve.sampling.detokenizer import Detokenizer, special_token_ids
 from omniserve.server.errors import ApiError
-from omniserve.server.tool_calls import CALL_BEGIN
+from omniserve.server.tool_calls import CALL_BEGIN, CALL_END, SpecialTokens
 
 T = TypeVar("T")
 
@@ -82,9 +82,19 @@ class TextCodec:
         """Return ``token_text`` of each."""
         return await self._run(len(token_ids), lambda: [self._token_text(i) for i in token_ids])
 
-    def detokenizer(self, stop: Sequence[str]) -> Detokenizer:
-        """Return a detokenizer for one output."""
-        return Detokenizer(self._tokenizer, tuple(stop))
+    def detokenizer(self, stop: Sequence[str], *, shown: Collection[int] = ()) -> Detokenizer:
+        """Return a detokenizer for one output, whose text has the special tokens that are ``shown``."""
+        return Detokenizer(self._tokenizer, tuple(stop), shown=shown)
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """The tokenizer's special tokens."""
+        ids = special_token_ids(self._tokenizer)
+        begin, end = (
+            next((i for i in ids if self._tokenizer.convert_ids_to_tokens(i) == tag), None)
+            for tag in (CALL_BEGIN, CALL_END)
+        )
+        return SpecialTokens(begin, end, tuple(sorted(ids - {begin, end})))
 
     async def _run(self, size: int, work: Callable[..., T], *args: Any) -> T:
         """Do ``work`` on ``size`` characters or tokens: in this thread if they are few, else in the tokenizer's."""
