@@ -332,6 +332,10 @@ class _Rewriter:
 
     def _property_names(self, node: dict[str, Any], path: tuple[str, ...]) -> None:
         """Write what ``propertyNames`` says as properties, or as a pattern of them."""
+        if node.keys() & {"patternProperties", "properties", "additionalProperties", "propertyNames"} == {
+            "patternProperties"
+        }:
+            node["additionalProperties"] = False  # pydantic's dictionaries have no other names; it does not say so
         if "propertyNames" not in node:
             return
         names = self._resolved(node.pop("propertyNames"))
@@ -425,7 +429,8 @@ class _Rewriter:
         values = [self._listed(part) for part in parts]
         tags = [self._tags(part) for part in parts]
         for (i, first), (j, second) in combinations(enumerate(parts), 2):
-            if kinds[i].isdisjoint(kinds[j]):
+            common = kinds[i] & kinds[j]
+            if not common:
                 continue
             if (some := values[i]) is not None and (others := values[j]) is not None and some.isdisjoint(others):
                 continue
@@ -437,8 +442,8 @@ class _Rewriter:
                     f"alternatives {i} and {j} may both fit a value, which oneOf forbids; write anyOf, or give each a "
                     "property with a const of its own",
                 )
-            self._require(first, name)
-            self._require(second, name)
+            self._require(first, name, only_objects=common != {"object"})
+            self._require(second, name, only_objects=common != {"object"})
         del node["oneOf"]
         if "anyOf" in node:
             node["allOf"] = [*node.get("allOf", []), {"anyOf": parts}]
@@ -484,15 +489,18 @@ class _Rewriter:
                     tags.setdefault(name, frozenset().union(*(some[name] for some in each)))
         return tags
 
-    def _require(self, node: Any, name: str, depth: int = 0) -> None:
+    def _require(self, node: Any, name: str, *, only_objects: bool = False, depth: int = 0) -> None:
+        """Require a property wherever an alternative has it; with ``only_objects`` it is nothing but objects then."""
         node = self._resolved(node)
         if not isinstance(node, dict) or depth > MAX_DEPTH:
             return
-        if name in node.get("properties", {}) and name not in node.get("required", []):
-            node["required"] = [*node.get("required", []), name]
+        if name in node.get("properties", {}):
+            node["required"] = list(dict.fromkeys([*node.get("required", []), name]))
+            if only_objects:
+                node["type"] = "object"
         for keyword in ("anyOf", "oneOf"):
             for part in node.get(keyword, []):
-                self._require(part, name, depth + 1)
+                self._require(part, name, only_objects=only_objects, depth=depth + 1)
 
     def _count(self, node: dict[str, Any], path: tuple[str, ...]) -> None:
         properties, required = node.get("properties", {}), node.get("required", [])

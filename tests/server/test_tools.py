@@ -9,14 +9,14 @@ import random
 import pytest
 from openai import pydantic_function_tool
 from pydantic import BaseModel
+from tokenizers import AddedToken
 from tokenizers_for_tests import TOOL_CHAT_TEMPLATE, byte_level_tokenizer
 
-from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed
 from omniserve.sampling.detokenizer import Detokenizer
+from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed
 from omniserve.server.messages import Tool
 from omniserve.server.text import TextCodec
-from omniserve.server.tool_calls import SpecialTokens, ToolCallParser, arguments_schema, calls_grammar
-from tokenizers import AddedToken
+from omniserve.server.tool_calls import ToolCallParser, arguments_schema, calls_grammar
 
 TOKENIZER = byte_level_tokenizer()
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
