@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken, normalizers
 
 from omniserve import Engine, FinishReason, Request, SamplingParams, json_grammar, patch
 from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed
@@ -256,3 +258,50 @@ def test_request_whose_grammar_fails_ends_alone() -> None:
     sampler.add("b", SamplingParams(), [1])
     tokens, failed = sampler.sample(torch.zeros(2, VOCAB), ["a", "b"])
     assert set(tokens) == {"b"} and "grammar" in failed["a"]
+
+
+def test_grammar_is_compiled_once_as_long_as_it_is_kept(monkeypatch) -> None:
+    compiler = GrammarCompiler(TOKENIZER, vocab_size=VOCAB, eos_token_ids=(END,))
+    monkeypatch.setattr("omniserve.sampling.grammar._MAX_KEPT", 2)
+    first = compiler.compile("start: /a/")
+    assert compiler.compile("start: /a/") is first
+    one, other = (first.result().start() for _ in range(2))
+    [a] = TOKENIZER("a").input_ids
+    one.accept(a)
+    other.accept(a)  # the state of one output is not that of another
+    compiler.compile("start: /b/")
+    assert compiler.compile("start: /a/") is first
+    compiler.compile("start: /c/")
+    assert compiler.compile("start: /a/") is first
+    assert "/b/" not in str(compiler._kept), "the one that was used first goes first"
+    monkeypatch.setattr("omniserve.sampling.grammar._MAX_KEPT_CHARACTERS", 30)
+    compiler.compile("start: /" + "d" * 30 + "/")
+    assert len(compiler._kept) == 1
+    compiler.close()
+
+
+def test_grammar_is_refused_before_the_first_token_if_too_much_may_come_next() -> None:
+    compiler = GrammarCompiler(TOKENIZER, vocab_size=VOCAB, eos_token_ids=(END,))
+    optional = {f"p{i}": {"type": "integer"} for i in range(500)}
+    compiler.compile(json_grammar({"type": "object", "properties": optional})).result()
+    rules = "\n".join(f'r{i}: "{i:05d}" r{i}x\nr{i}x: "a" | "b"' for i in range(21_000))
+    too_many = f"start: {' | '.join(f'r{i}' for i in range(21_000))}\n{rules}"
+    error = compiler.compile(too_many).exception()
+    assert isinstance(error, ValueError) and "too large" in str(error)
+    compiler.close()
+
+
+def test_added_tokens_are_text_unless_they_are_special() -> None:
+    """Also those whose text a byte-level alphabet would read as other bytes, and texts that a normalizer changes."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in ("§ü§", "<think>")])
+    tokenizer.add_tokens([AddedToken("<hidden>", normalized=False, special=True)], special_tokens=True)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    compiler = GrammarCompiler(tokenizer, vocab_size=len(tokenizer), eos_token_ids=(END,))
+    for text in ("§ü§", "<think>", "<hidden>", "<|end|>", "e\u0301", "a§ü§<think> <hidden>e\u0301"):
+        state, token_ids = compiler.compile(json_grammar({"const": text})).result().start(), []
+        while not token_ids or token_ids[-1] != END:
+            bits = state.allowed()
+            token_ids.append(max(i for i in range(len(tokenizer)) if bits[i // 8] >> i % 8 & 1))
+            state.accept(token_ids[-1])
+        assert json.loads(tokenizer.decode(token_ids, skip_special_tokens=True)) == text
