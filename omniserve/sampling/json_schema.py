@@ -379,7 +379,8 @@ class _Rewriter:
         if any(map(is_large, values)):
             raise UnsupportedSchema(_dotted(path), "integers beyond 2^53 cannot be told apart; write them as strings")
         for keyword, sign in (("minimum", -1), ("exclusiveMinimum", -1), ("maximum", 1), ("exclusiveMaximum", 1)):
-            if is_large(value := node.get(keyword)):
+            value = node.get(keyword)
+            if value is not None and is_large(value):
                 if value * sign < 0:
                     raise UnsupportedSchema(_dotted(path), f"{keyword} must not be beyond 2^53; write a string")
                 node[keyword] = sign * _MAX_INTEGER  # narrower
