@@ -212,9 +212,11 @@ class _Vocabulary:
         self.tokens = [known.decode_bytes([i]) for i in range(known.vocab_size)]
         special = {i for i in range(known.vocab_size) if known.is_special_token(i)} | set(eos_token_ids)
         for i, token in tokenizer.added_tokens_decoder.items():
-            if not token.special and i not in eos_token_ids:
-                self.tokens[i] = token.content.encode()
-                special.discard(i)
+            if i in special and not token.special and i not in eos_token_ids:
+                text = tokenizer.backend_tokenizer.decode([i])
+                if "\N{REPLACEMENT CHARACTER}" not in text:  # a byte-level decoder may read it as bytes
+                    self.tokens[i] = text.encode()
+                    special.discard(i)
         self.special_token_ids = sorted(special)
         self._special = special
         self._greedy = known.greedy_tokenize

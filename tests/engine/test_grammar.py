@@ -280,25 +280,24 @@ def test_grammar_is_compiled_once_as_long_as_it_is_kept(monkeypatch) -> None:
     compiler.close()
 
 
-def test_grammar_is_refused_before_the_first_token_if_too_much_may_come_next() -> None:
+def test_object_of_many_properties_goes_on_behind_its_begin() -> None:
     compiler = GrammarCompiler(TOKENIZER, vocab_size=VOCAB, eos_token_ids=(END,))
     optional = {f"p{i}": {"type": "integer"} for i in range(500)}
-    compiler.compile(json_grammar({"type": "object", "properties": optional})).result()
-    rules = "\n".join(f'r{i}: "{i:05d}" r{i}x\nr{i}x: "a" | "b"' for i in range(21_000))
-    too_many = f"start: {' | '.join(f'r{i}' for i in range(21_000))}\n{rules}"
-    error = compiler.compile(too_many).exception()
-    assert isinstance(error, ValueError) and "too large" in str(error)
+    state = compiler.compile(json_grammar({"type": "object", "properties": optional})).result().start()
+    for token in TOKENIZER('{"p7":1,"p499":2}').input_ids:
+        state.allowed()
+        state.accept(token)
     compiler.close()
 
 
 def test_added_tokens_are_text_unless_they_are_special() -> None:
-    """Also those whose text a byte-level alphabet would read as other bytes, and texts that a normalizer changes."""
+    """Also those that a byte-level decoder reads as other bytes, and texts that a normalizer changes."""
     tokenizer = copy.deepcopy(TOKENIZER)
-    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in ("§ü§", "<think>")])
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in ("§ü§", "<ü>", "<think>")])
     tokenizer.add_tokens([AddedToken("<hidden>", normalized=False, special=True)], special_tokens=True)
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     compiler = GrammarCompiler(tokenizer, vocab_size=len(tokenizer), eos_token_ids=(END,))
-    for text in ("§ü§", "<think>", "<hidden>", "<|end|>", "e\u0301", "a§ü§<think> <hidden>e\u0301"):
+    for text in ("§ü§", "<ü>", "<think>", "<hidden>", "<|end|>", "e\u0301", "a§ü§<think> <hidden>e\u0301"):
         state, token_ids = compiler.compile(json_grammar({"const": text})).result().start(), []
         while not token_ids or token_ids[-1] != END:
             bits = state.allowed()
