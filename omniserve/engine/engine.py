@@ -11,6 +11,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 from tqdm import tqdm
@@ -43,7 +44,7 @@ from omniserve.latency.trace import StepTracer
 from omniserve.layers.patching import patched_model
 from omniserve.ops.streams import drain
 from omniserve.parallel.group import RankGroup
-from omniserve.sampling.grammar import GrammarCompiler
+from omniserve.sampling.grammar import Grammar, GrammarCompiler
 from omniserve.sampling.sampler import Sampler
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 
@@ -210,8 +211,11 @@ class Engine:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, *, arrival_s: float | None = None) -> str:
+    def add(self, request: Request, *, arrival_s: float | None = None, grammar: Grammar | None = None) -> str:
         """Take a request, which came at ``arrival_s`` on the engine's clock (None: now), and return its id.
+
+        A request with a grammar waits here until that is compiled, unless ``grammar`` is what ``compile_grammar`` made
+        of it.
 
         Raises:
             ValueError: A token is outside the vocabulary, the prompt plus output is longer than the model or the KV
@@ -225,7 +229,8 @@ class Engine:
         if request_id in self._outputs:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another")
         self.limits.check(request)
-        grammar = self._grammars.start(request.sampling.grammar) if request.sampling.grammar is not None else None
+        if grammar is None and request.sampling.grammar is not None:
+            grammar = self._grammars.compile(request.sampling.grammar).result()
         spec = self.config.class_named(request.service_class)
         slo = request.slo if request.slo is not None else spec.slo
         now_s = self._clock()
@@ -233,9 +238,14 @@ class Engine:
         predicted_s = self.scheduler.add(request_id, request, slo, now_s, arrival_s=arrival_s)
         scaled = self.scheduler.scaled_slo(request_id)
         self._stepper.requests[request_id] = OpenRequest(request.service_class, scaled or slo, predicted_s, scaled)
-        self._sampler.add(request_id, request.sampling, request.prompt_token_ids, grammar)
+        state = None if grammar is None else grammar.start()
+        self._sampler.add(request_id, request.sampling, request.prompt_token_ids, state)
         self._outputs.open(request_id, request)
         return request_id
+
+    def compile_grammar(self, grammar: str) -> Future[Grammar]:
+        """Begin to compile a grammar for ``add``, beside the steps; the future has a ValueError if it is refused."""
+        return self._grammars.compile(grammar)
 
     def prepare_grammars(self) -> None:
         """Do now what the first request with a grammar would wait for, up to a second; log it if there can be none."""
@@ -447,6 +457,7 @@ class Engine:
             finally:
                 self._closed = True
                 self._log.close()
+                self._grammars.close()
                 if self.disk is not None:
                     self.disk.close()
                 if self.group is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from omniserve.core.request import FinishReason
@@ -27,7 +27,8 @@ class Detokenizer:
     characters that were already returned.
 
     A stop string that is complete with one of the first ``min_tokens`` tokens does not count. With ``include_stop`` the
-    one that ends the text is its end.
+    one that ends the text is its end. Special tokens that are ``shown`` are text, whatever ``skip_special_tokens``
+    says.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class Detokenizer:
         *,
         min_tokens: int = 0,
         include_stop: bool = False,
+        shown: Collection[int] = (),
     ) -> None:
-        self._decode = _decode_function(tokenizer, skip_special_tokens)
-        self._skipped = _special_token_ids(tokenizer) if skip_special_tokens else frozenset()
+        # Those that are left out do not come to it.
+        self._decode = _decode_function(tokenizer, skip_special_tokens and not shown)
+        self._skipped = special_token_ids(tokenizer).difference(shown) if skip_special_tokens else frozenset()
         # _window[:_num_read] is the context that was decoded (and pushed) before, _window[_num_read:] is new. Both
         # begin where a character begins.
         self._window: list[int] = []
@@ -156,7 +159,7 @@ def _decode_function(tokenizer: Any, skip_special_tokens: bool) -> Decode:
     )
 
 
-def _special_token_ids(tokenizer: Any) -> frozenset[int]:
+def special_token_ids(tokenizer: Any) -> frozenset[int]:
     """Return the ids that decode(skip_special_tokens=True) leaves out (kept: collecting them takes milliseconds)."""
     if tokenizer not in _special_ids:
         if getattr(tokenizer, "backend_tokenizer", None) is not None:

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+
+from omniserve.sampling.json_schema import enforceable
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+logger = logging.getLogger(__name__)
+
 # A space, or a new line with its indentation. Without a limit a model may write white space until its tokens run out.
 _WHITESPACE = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,32}"}
+
+# Compiled grammars that are kept. One takes at most some 30 MB, as a rule far less than one.
+_MAX_KEPT, _MAX_KEPT_CHARACTERS = 64, 1 << 20
+# As one that takes long must not keep the others waiting. They leave the processor to the steps.
+_NUM_THREADS, _NICENESS = 2, 10
+# Up to four items for each property that may come next, all looked at for each token. llguidance's own limits, 2,000
+# and 50,000, end an output at the begin of an object with 500 properties. These here are reached after tens of ms.
+_MAX_ITEMS_IN_ROW, _MAX_ITEMS_IN_STEP = 20_000, 1_000_000
 
 
 def json_value(schema: Mapping[str, Any]) -> str:
@@ -23,8 +40,11 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     """Return the grammar of one JSON value of a JSON Schema, for ``SamplingParams.grammar``.
 
     Properties come in the order of the schema. The engine refuses a schema that llguidance cannot enforce.
+
+    Raises:
+        UnsupportedSchema: It is known beforehand that a part cannot be enforced; a ValueError.
     """
-    return f"start: {json_value(schema)}"
+    return f"start: {json_value(enforceable(schema))}"
 
 
 class GrammarFailed(Exception):
@@ -79,8 +99,19 @@ class GrammarState:
             raise GrammarFailed(f"the grammar cannot go on: {_first_line(self._matcher.get_error())}")
 
 
+class Grammar:
+    """A compiled grammar, with which any number of outputs can begin."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def start(self) -> GrammarState:
+        """Return the state of a new output."""
+        return GrammarState(self._matcher.deep_copy())
+
+
 class GrammarCompiler:
-    """Compiles grammars for one model.
+    """Compiles grammars for one model, in threads of its own; those that were used last are kept.
 
     The tokenizer is a fast one of ``transformers``, or None: then every grammar is refused. The model's ``vocab_size``
     may be larger than the tokenizer's vocabulary.
@@ -91,6 +122,10 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._built: LLTokenizer | None = None
+        self._building = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self._kept: OrderedDict[str, Future[Grammar]] = OrderedDict()
+        """By text, the one that was used last at the end; also those that are still compiled or were refused."""
 
     def prepare(self) -> LLTokenizer:
         """Build the vocabulary that all grammars share, once; this takes up to a second if it is large.
@@ -98,11 +133,58 @@ class GrammarCompiler:
         Raises:
             ValueError: There is no tokenizer, or llguidance is not installed or cannot work with it and this model.
         """
-        if self._built is not None:
+        with self._building:
+            if self._built is None:
+                self._built = self._build()
             return self._built
+
+    def compile(self, grammar: str) -> Future[Grammar]:
+        """Begin to compile a grammar in llguidance's dialect of Lark, unless it is kept from before; return at once.
+
+        One thread calls this. The future has a ValueError if the grammar is malformed, if llguidance cannot enforce a
+        part of it or if it exceeds llguidance's limits, and whatever ``prepare`` raises.
+        """
+        if (kept := self._kept.get(grammar)) is not None:
+            self._kept.move_to_end(grammar)
+            return kept
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar", initializer=_give_way)
+        future = self._kept[grammar] = self._threads.submit(self._compile, grammar)
+        num_characters = sum(map(len, self._kept))
+        while len(self._kept) > 1 and (len(self._kept) > _MAX_KEPT or num_characters > _MAX_KEPT_CHARACTERS):
+            num_characters -= len(self._kept.popitem(last=False)[0])
+        return future
+
+    def close(self) -> None:
+        """End the threads once they have done what they are at."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: str) -> Grammar:
+        tokenizer = self.prepare()
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(
+            verbose_errors=False, max_items_in_row=_MAX_ITEMS_IN_ROW, step_max_items=_MAX_ITEMS_IN_STEP
+        )
+        # Both without the GIL.
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ValueError(f"the grammar or JSON schema is not supported: {_first_line(matcher.get_error())}")
+        matcher.compute_bitmask()  # the first mask may take longer than all others, and copies have what it built
+        if matcher.is_error():
+            logger.debug("the first mask failed: %s", matcher.get_error())
+            raise ValueError(
+                "the grammar or JSON schema is too large: too much may come next at its begin; write fewer "
+                "alternatives, and fewer properties that are not required"
+            )
+        return Grammar(matcher)
+
+    def _build(self) -> LLTokenizer:
         if self._tokenizer is None:
             raise ValueError("a grammar needs a tokenizer; give the engine one")
         try:
+            from llguidance import LLTokenizer, TokenizerWrapper
             from llguidance.hf import from_tokenizer
         except ImportError:
             raise ValueError("grammars need the package llguidance: pip install llguidance") from None
@@ -110,22 +192,56 @@ class GrammarCompiler:
             raise ValueError("grammars need a fast tokenizer (tokenizer.json), which this model does not have")
         if not self._eos_token_ids:
             raise ValueError("grammars need an end-of-sequence token, which this model does not have")
-        self._built = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
-        return self._built
+        known = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids, slices=[])
+        vocabulary = _Vocabulary(self._tokenizer, known, self._eos_token_ids)
+        return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=self._eos_token_ids)
 
-    def start(self, grammar: str) -> GrammarState:
-        """Return the start state of a grammar in llguidance's dialect of Lark.
 
-        Raises:
-            ValueError: It is malformed, or llguidance cannot enforce a part of it.
-        """
-        tokenizer = self.prepare()
-        from llguidance import LLMatcher, LLParserLimits
+class _Vocabulary:
+    """A model's tokens as llguidance's ``TokenizerWrapper`` takes them: each is bytes of text, or special.
 
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-        if matcher.is_error():
-            raise ValueError(f"the grammar or JSON schema is not supported: {_first_line(matcher.get_error())}")
-        return GrammarState(matcher)
+    llguidance takes every added token of the form ``<...>`` for special, so that no text may have it. But many, such as
+    Qwen's ``<tool_call>`` and ``<think>``, are text to all who read the output. Special is here what is no text.
+    """
+
+    def __init__(self, tokenizer: Any, known: LLTokenizer, eos_token_ids: Collection[int]) -> None:
+        from tokenizers import Tokenizer
+
+        self.bos_token_id = None
+        self.eos_token_id = next(iter(eos_token_ids))
+        self.tokens = [known.decode_bytes([i]) for i in range(known.vocab_size)]
+        special = {i for i in range(known.vocab_size) if known.is_special_token(i)} | set(eos_token_ids)
+        for i, token in tokenizer.added_tokens_decoder.items():
+            if i in special and not token.special and i not in eos_token_ids:
+                text = tokenizer.backend_tokenizer.decode([i])
+                if "\N{REPLACEMENT CHARACTER}" not in text:  # a byte-level decoder may read it as bytes
+                    self.tokens[i] = text.encode()
+                    special.discard(i)
+        self.special_token_ids = sorted(special)
+        self._special = special
+        self._greedy = known.greedy_tokenize
+        self._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = True  # as the text that they look like
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Return the tokens of a text that must come: as the model would have it, if these are that very text."""
+        if isinstance(text, bytes):
+            text = text.decode()
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        written = b"".join(self.tokens[i] for i in token_ids)
+        if written == text.encode() and self._special.isdisjoint(token_ids):
+            return token_ids
+        return self._greedy(text)  # a tokenizer may normalize a text, or put a space before it
+
+
+def _give_way() -> None:
+    """Make this thread alone nicer than the process."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
+    except OSError as error:
+        logger.warning("grammars are compiled at the priority of the steps: %s", error)
 
 
 def _first_line(message: str) -> str:

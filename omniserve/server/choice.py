@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, RequestTimes, Stay, TokenLogprob, add_stay
@@ -98,7 +98,8 @@ class Choice:
         arrival_s: Arrival of the call in monotonic seconds.
         stop: Strings that end the output.
         at_once: The answer is read when it is complete.
-        calls_tools: Tool calls are told from the text.
+        tools: Names of the tools whose calls are told from the text.
+        several_calls: The text goes on after a call.
         echo: Text of the prompt, which the answer begins with; None: it does not.
         include_stop: What ends the output, a stop string or a stop token, is a part of the text.
         skip_special_tokens: The text has no special tokens.
@@ -107,8 +108,8 @@ class Choice:
 
     def __init__(
         self, index: int, request: Request, codec: TextCodec, *, slo: SLO, arrival_s: float, stop: Sequence[str],
-        at_once: bool, calls_tools: bool, echo: str | None, include_stop: bool = False, skip_special_tokens: bool = True,
-        with_token_ids: bool = False,
+        at_once: bool, tools: Collection[str], several_calls: bool, echo: str | None, include_stop: bool = False,
+        skip_special_tokens: bool = True, with_token_ids: bool = False,
     ) -> None:  # fmt: skip
         self.index = index
         self.request = request
@@ -136,6 +137,7 @@ class Choice:
             skip_special_tokens=skip_special_tokens,
             min_tokens=request.sampling.min_tokens,
             include_stop=include_stop,
+            shown=codec.special_tokens.tags if tools else (),
         )
         self._include_stop = include_stop
         self._num_told_tokens = 0
@@ -144,10 +146,10 @@ class Choice:
         self._prompt_token_ids = request.prompt_token_ids if with_token_ids else None
         self._logprobs: list[TokenLogprob] = []
         self._echo = echo
-        self._parser = ToolCallParser() if calls_tools else None
+        self._parser = ToolCallParser(tools, several=several_calls) if tools else None
         self._total_logprob, self._num_logprobs = 0.0, 0
-        # A stop string has to be found when it is there.
-        self._in_large_parts = at_once and not stop
+        # What ends the text has to be found when it is there.
+        self._in_large_parts = at_once and not stop and several_calls
         self._token_ids: list[int] = []
 
     @property
@@ -185,6 +187,8 @@ class Choice:
         calls: Sequence[ParsedCall] = ()
         if self._parser is not None:
             text, calls = self._parser.push(text)
+            if self._parser.is_over:
+                finish_reason = FinishReason.STOP
             if finish_reason is not None:
                 rest, last_calls = self._parser.flush()
                 text, calls = text + rest, calls + last_calls

@@ -5,6 +5,7 @@ Nothing here imports torch: the engine's maker does, after the environment was s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import multiprocessing
@@ -14,6 +15,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
@@ -24,6 +27,7 @@ from omniserve.core.logs import set_up_logs
 from omniserve.core.request import SLO, Request, RequestLimits, RequestOutput, SamplingParams
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
+from omniserve.sampling.grammar import Grammar
 from omniserve.server.engine_messages import (
     Abort,
     Add,
@@ -49,6 +53,8 @@ _HOST_WAIT_S = 0.001
 # Without requests: how long until it is quiet, and how often upkeep that waits for something is asked.
 _QUIET_S, _UPKEEP_S = 0.05, 0.2
 _WARM_UP_TOKENS = 16
+# A client is told after so long that its grammar is too large. Most take some 10 ms.
+_GRAMMAR_S = 10.0
 # Commands are taken between two steps for as long as this share of the last step took, and for so long in any case.
 _TAKING, _LEAST_TAKING_S = 0.5, 0.005
 _IDLE_STEP_S = 1.0
@@ -70,7 +76,8 @@ class EngineLike(Protocol):
     on_safepoint: Callable[[], None] | None
     upkeep: Upkeep | None
 
-    def add(self, request: Request, *, arrival_s: float | None = None) -> str: ...
+    def add(self, request: Request, *, arrival_s: float | None = None, grammar: Grammar | None = None) -> str: ...
+    def compile_grammar(self, grammar: str) -> Future[Grammar]: ...
     def arriving(self, request: Request, *, arrival_s: float | None = None) -> None: ...
     def predicted_ttft_s(self, request_id: str) -> float | None: ...
     def scaled_slo(self, request_id: str) -> SLO | None: ...
@@ -142,28 +149,42 @@ class _Link:
         self._commands = commands
         self._outputs = outputs
         self._early: deque[Command] = deque()
+        self._bell, self._bell_rope = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(commands, zmq.POLLIN)
+        self._poller.register(self._bell, zmq.POLLIN)
+
+    def ring(self) -> None:
+        """End a wait for commands, the next one if there is none now; any thread may call this."""
+        with contextlib.suppress(BlockingIOError):  # it has rung so often, and nobody has come yet
+            os.write(self._bell_rope, b".")
 
     def send(self, report: Report) -> None:
         self._outputs.send(encode(report))
 
-    def receive(self, *, block: bool) -> Command | None:
+    def receive(self) -> Command | None:
         """Return the next command; None when there is none now."""
         if self._early:
             return self._early.popleft()
         try:
-            return decode_command(self._commands.recv(0 if block else zmq.NOBLOCK))
+            return decode_command(self._commands.recv(zmq.NOBLOCK))
         except zmq.Again:
             return None
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for a command at most so long; return whether there is one."""
-        return bool(self._early) or self._commands.poll(int(timeout_s * 1000)) != 0
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for a command or a ring at most so long (None: without end); return whether there was one."""
+        if self._early:
+            return True
+        ready = dict(self._poller.poll(None if timeout_s is None else int(timeout_s * 1000)))
+        if self._bell in ready:
+            os.read(self._bell, 1 << 16)
+        return bool(ready)
 
     def look_ahead(self) -> list[Command]:
         """Return the commands that came since the last call; ``receive`` returns them, too."""
         new: list[Command] = []
         early, self._early = self._early, deque()
-        while (command := self.receive(block=False)) is not None:
+        while (command := self.receive()) is not None:
             new.append(command)
         self._early = early + deque(new)
         return new
@@ -212,12 +233,24 @@ class _Interrupted(BaseException):
     """Ends what an engine's upkeep does; the cause says why. The upkeep must not take it for an error of its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    """A request whose grammar is compiled."""
+
+    command: Add
+    grammar: Future[Grammar]
+    until_s: float
+    """When it is refused at the latest, in monotonic seconds."""
+
+
 class _Serving:
     """Takes commands and steps; to the engine's upkeep it is what has to be given way to."""
 
     def __init__(self, engine: EngineLike, link: _Link, names: dict[str, str], collector: GarbageCollector) -> None:
         self._engine, self._link, self._names, self._collector = engine, link, names, collector
         self._step_s = 0.0
+        self._compiling: dict[str, _Compiling] = {}
+        """Requests whose grammar is compiled beside the steps, by id, in the order of their arrival."""
 
     def turn(self, *, block: bool) -> None:
         """Take the commands that are there, and step; without requests wait for a command if ``block``.
@@ -229,17 +262,19 @@ class _Serving:
         accepted: list[tuple[str, float | None, SLO | None]] = []
         self._collector.collect(is_idle=not engine.has_unfinished)
         has_helpers = engine.config.hosts.cpu_hosts or engine.config.prefill.prefill_engines
-        if block and not engine.has_unfinished and has_helpers:
-            while not link.wait(_IDLE_STEP_S):
-                engine.step()  # without requests, it only takes note of those that were lost or have joined
-        command = link.receive(block=block and not engine.has_unfinished)
+        if block and not engine.has_unfinished:
+            while not link.wait(_IDLE_STEP_S if has_helpers or self._compiling else None):
+                if has_helpers:
+                    engine.step()  # without requests, it only takes note of those that were lost or have joined
+                if self._compiling:
+                    break
+        command = link.receive()
         # However many come, those that were taken get on.
         until_s = time.monotonic() + max(_LEAST_TAKING_S, _TAKING * self._step_s)
         while command is not None:
-            if isinstance(command, Close):
-                raise _Closed
-            _obey(engine, link, command, accepted, names)
-            command = link.receive(block=False) if time.monotonic() < until_s else None
+            self._obey(command, accepted)
+            command = link.receive() if time.monotonic() < until_s else None
+        self._add_compiled(accepted)
         begun_s = time.monotonic()
         outputs = engine.step() if engine.has_unfinished else []
         self._step_s = time.monotonic() - begun_s
@@ -251,6 +286,68 @@ class _Serving:
                 names.pop(output.request_id, None)
         if engine.has_unfinished and engine.last_plan_was_empty:
             engine.wait(_HOST_WAIT_S)
+
+    def _obey(self, command: Command, accepted: list[tuple[str, float | None, SLO | None]]) -> None:
+        match command:
+            case Add(request, _, http_request_id):
+                request_id = request.request_id
+                assert request_id is not None
+                if http_request_id is not None:
+                    self._names[request_id] = http_request_id
+                if request.sampling.grammar is None:
+                    self._add(command, None, accepted)
+                else:
+                    grammar = self._engine.compile_grammar(request.sampling.grammar)
+                    self._compiling[request_id] = _Compiling(command, grammar, time.monotonic() + _GRAMMAR_S)
+                    grammar.add_done_callback(lambda _: self._link.ring())
+            case Abort(request_id):
+                if self._compiling.pop(request_id, None) is not None or self._engine.abort(request_id):
+                    _log("aborted", request_id)
+                self._names.pop(request_id, None)
+            case AskStats():
+                self._link.send(Stats(self._engine.stats()))
+            case Close():
+                raise _Closed
+
+    def _add_compiled(self, accepted: list[tuple[str, float | None, SLO | None]]) -> None:
+        """Add the requests whose grammars have been compiled, and refuse those that waited too long for it."""
+        for request_id, waiting in list(self._compiling.items()):
+            if waiting.grammar.done():
+                del self._compiling[request_id]
+                # Not raised, so that an error that many requests get does not collect their tracebacks.
+                if (error := waiting.grammar.exception()) is None:
+                    self._add(waiting.command, waiting.grammar.result(), accepted)
+                elif isinstance(error, ValueError):
+                    self._refuse(request_id, error)
+                else:
+                    raise error
+            elif time.monotonic() > waiting.until_s:
+                del self._compiling[request_id]
+                self._refuse(
+                    request_id,
+                    ValueError(
+                        f"the grammar or JSON schema takes more than {_GRAMMAR_S:g} s to compile; make it smaller: "
+                        "fewer properties and alternatives, smaller numbers in multipleOf and in patterns"
+                    ),
+                )
+
+    def _add(self, command: Add, grammar: Grammar | None, accepted: list[tuple[str, float | None, SLO | None]]) -> None:
+        request_id = command.request.request_id
+        assert request_id is not None
+        try:
+            self._engine.add(command.request, arrival_s=command.arrival_s, grammar=grammar)
+        except (ValueError, RequestRejected) as error:
+            self._refuse(request_id, error)
+        else:
+            engine = self._engine
+            accepted.append((request_id, engine.predicted_ttft_s(request_id), engine.scaled_slo(request_id)))
+            _log("accepted", request_id)
+
+    def _refuse(self, request_id: str, error: ValueError | RequestRejected) -> None:
+        load = dict(vars(error)) if isinstance(error, RequestRejected) else None
+        self._link.send(Refused(request_id, str(error), load))
+        _log(f"refused: {error}", request_id)
+        self._names.pop(request_id, None)
 
     def are_waiting(self, within_s: float = 0.0) -> bool:
         """Tell whether there are requests or commands, or come within a time."""
@@ -301,36 +398,6 @@ def _announce(engine: EngineLike, link: _Link) -> None:
 
 def _log(event: str, request_id: str) -> None:
     logger.debug("request %s %s", request_id, event, extra={"engine_request_id": request_id})
-
-
-def _obey(
-    engine: EngineLike,
-    link: _Link,
-    command: Command,
-    accepted: list[tuple[str, float | None, SLO | None]],
-    names: dict[str, str],
-) -> None:
-    match command:
-        case Add(request, arrival_s, http_request_id):
-            request_id = request.request_id
-            assert request_id is not None
-            if http_request_id is not None:
-                names[request_id] = http_request_id
-            try:
-                engine.add(request, arrival_s=arrival_s)
-                accepted.append((request_id, engine.predicted_ttft_s(request_id), engine.scaled_slo(request_id)))
-                _log("accepted", request_id)
-            except (ValueError, RequestRejected) as error:
-                load = dict(vars(error)) if isinstance(error, RequestRejected) else None
-                link.send(Refused(request_id, str(error), load))
-                _log(f"refused: {error}", request_id)
-                names.pop(request_id, None)
-        case Abort(request_id):
-            if engine.abort(request_id):
-                _log("aborted", request_id)
-            names.pop(request_id, None)
-        case AskStats():
-            link.send(Stats(engine.stats()))
 
 
 def _exit_with_parent() -> None:

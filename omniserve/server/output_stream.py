@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +53,10 @@ class Job:
     """Number of outputs of each prompt that are in the answer, the likeliest ones; None: all."""
     at_once: bool = False
     """The answer is read when it is complete."""
-    calls_tools: bool = False
-    """Tool calls are told from the text."""
+    tools: Collection[str] = ()
+    """Names of the tools whose calls are told from the text."""
+    several_calls: bool = True
+    """The text goes on after a call."""
     include_stop: bool = False
     """What ends an output, a stop string or a stop token, is a part of its text."""
     skip_special_tokens: bool = True
@@ -141,7 +143,7 @@ class OutputStream:
                 echo = None if job.echoes is None else job.echoes[i]
                 self._choices[f"{job.call_id}-{index}"] = Choice(
                     index, request, codec, slo=job.slo, arrival_s=job.arrival_s, stop=job.stop, at_once=job.at_once,
-                    calls_tools=job.calls_tools, echo=echo, include_stop=job.include_stop,
+                    tools=job.tools, several_calls=job.several_calls, echo=echo, include_stop=job.include_stop,
                     skip_special_tokens=job.skip_special_tokens, with_token_ids=job.with_token_ids,
                 )  # fmt: skip
         self._num_unaccepted = self._num_running = len(self._choices)

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
-from omniserve.sampling.grammar import json_grammar
+from omniserve.server.constraints import MAX_SCHEMA_CHARACTERS, CallConstraint, Constraint, FormatConstraint
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import StrictModel, UnknownFields, read_fields, validate, without_nulls
 from omniserve.server.messages import (
@@ -29,7 +29,6 @@ from omniserve.server.messages import (
     ToolChoice,
     text_of,
 )
-from omniserve.server.tool_calls import CALL_END, calls_grammar
 
 TIERS = ("auto", "default", "priority", "fast", "scale", "flex")
 """OpenAI's, beside which every class's name is one."""
@@ -69,7 +68,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 1024
 MAX_BIASED_TOKENS = 1024
-MAX_GRAMMAR_CHARACTERS = 128 << 10
 
 # For /openapi.json: what clients may send where a validator makes one form of several.
 _Text = Annotated[str, Field(min_length=1)]
@@ -156,12 +154,12 @@ class ResponseFormat(StrictModel):
         return self
 
     @property
-    def grammar(self) -> str | None:
-        """Return ``SamplingParams.grammar`` for this format; None if it allows any text."""
+    def constraint(self) -> Constraint | None:
+        """What keeps an output to this format; None if it allows any text."""
         if self.type == "text":
             return None
         schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
-        return json_grammar({"type": "object"} if schema is None else schema)
+        return FormatConstraint({"type": "object"} if schema is None else schema)
 
 
 class StreamOptions(StrictModel):
@@ -297,14 +295,9 @@ class GenerationRequest(StrictModel):
         return False
 
     @property
-    def grammar(self) -> str | None:
-        """The format to which the output is constrained."""
-        return None if self.response_format is None else self.response_format.grammar
-
-    @property
-    def stop_strings(self) -> list[str]:
-        """Strings that end the text."""
-        return self.stop
+    def constraint(self) -> Constraint | None:
+        """What the output is constrained to; None: it is not."""
+        return None if self.response_format is None else self.response_format.constraint
 
     @property
     def offered_tools(self) -> list[Tool]:
@@ -439,18 +432,14 @@ class ChatRequest(TemplateFields, GenerationRequest):
         )
 
     @property
-    def grammar(self) -> str | None:
+    def constraint(self) -> Constraint | None:
         tools, choice = self.offered_tools, self.tool_choice
         if isinstance(choice, NamedTool):
             named = [tool for tool in tools if tool.function.name == choice.function.name]
-            return calls_grammar(named, free_text=False, several=False)
+            return CallConstraint(named, free_text=False, several=False)
         if self.must_call or any(tool.function.strict for tool in tools):
-            return calls_grammar(tools, free_text=not self.must_call, several=self.parallel_tool_calls)
-        return super().grammar
-
-    @property
-    def stop_strings(self) -> list[str]:
-        return [*self.stop, CALL_END] if self.offered_tools and not self.parallel_tool_calls else self.stop
+            return CallConstraint(tools, free_text=not self.must_call, several=self.parallel_tool_calls)
+        return super().constraint
 
     @property
     def num_logprobs(self) -> int | None:
@@ -511,13 +500,14 @@ def _check_combinations(request: GenerationRequest) -> None:
         )
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
-    if request.grammar is not None and len(request.grammar) > MAX_GRAMMAR_CHARACTERS:
+    constraint = request.constraint
+    if constraint is not None and constraint.num_characters > MAX_SCHEMA_CHARACTERS:
         raise ApiError(
-            f"the JSON schemas that the answer has to keep come to {len(request.grammar)} characters, of at most "
-            f"{MAX_GRAMMAR_CHARACTERS}; make them smaller",
-            param="response_format" if request.response_format is not None else "tools",
+            f"the JSON schemas that the answer has to keep come to {constraint.num_characters} characters, of at most "
+            f"{MAX_SCHEMA_CHARACTERS}; make them smaller",
+            param=constraint.param,
         )
-    if request.grammar is not None and request.ignore_eos:
+    if constraint is not None and request.ignore_eos:
         raise ApiError("ignore_eos contradicts a format that the answer has to keep; drop one", param="ignore_eos")
     if request.num_samples < request.n:
         raise ApiError(f"best_of must be at least n, which is {request.n}", param="best_of")

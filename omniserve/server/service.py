@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Collection, Sequence
 
 from omniserve.core.request import SamplingParams, ServiceClass
+from omniserve.server.constraints import GrammarWriter
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_messages import EngineInfo
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
@@ -40,6 +41,7 @@ class Service:
         self.limits = limits
         self._private_callers = private_callers
         self.unknown_fields = unknown_fields or UnknownFields()
+        self._grammars = GrammarWriter(codec)
         self.bodies = BodyReader(int(limits.max_body_mib * MIB), limits.stall_timeout_s)
         self._backlog = Backlog([spec.name for spec in info.classes], limits.max_queued_requests)
         self.metrics.show_backlog(self._backlog.num_waiting)
@@ -139,6 +141,8 @@ class Service:
             raise ApiError(
                 f"prompts times {field} is more than {_MAX_CHOICES_PER_CALL}; send several requests", param=field
             )
+        constraint = request.constraint
+        grammar = None if constraint is None else await self._grammars.grammar(constraint)
         prompts = await self.prompts(request)
         max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
         if request.min_tokens > max_tokens:
@@ -159,8 +163,8 @@ class Service:
                 call_id=call_id,
                 arrival_s=arrival_s,
                 prompts=prompts,
-                samplings=_samplings(request, max_tokens),
-                stop=request.stop_strings,
+                samplings=_samplings(request, max_tokens, grammar),
+                stop=request.stop,
                 service_class=spec.name,
                 slo=slo,
                 brings_slo=own_slo is not None,
@@ -170,7 +174,8 @@ class Service:
                 cache_salt=self._salt(request.cache_salt or "", caller or ""),
                 num_kept=request.n,
                 at_once=not request.stream,
-                calls_tools=bool(request.offered_tools),
+                tools=frozenset(tool.function.name for tool in request.offered_tools),
+                several_calls=not isinstance(request, ChatRequest) or request.parallel_tool_calls,
                 include_stop=request.include_stop_str_in_output,
                 skip_special_tokens=request.skip_special_tokens,
                 with_token_ids=request.return_token_ids,
@@ -239,9 +244,8 @@ def _prompt_field(request: GenerationRequest) -> str:
     return "messages" if isinstance(request, ChatRequest) else "prompt"
 
 
-def _samplings(request: GenerationRequest, max_tokens: int) -> Sequence[SamplingParams]:
+def _samplings(request: GenerationRequest, max_tokens: int, grammar: str | None) -> Sequence[SamplingParams]:
     """Return the sampling of each of the n choices; they differ in their seeds."""
-    grammar = request.grammar  # made anew each time it is asked for
     return [
         SamplingParams(
             max_tokens=max_tokens,

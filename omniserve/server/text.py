@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 
-from omniserve.sampling.detokenizer import Detokenizer
+from omniserve.sampling.detokenizer import Detokenizer, special_token_ids
 from omniserve.server.errors import ApiError
-from omniserve.server.tool_calls import CALL_BEGIN
+from omniserve.server.tool_calls import CALL_BEGIN, CALL_END, SpecialTokens
 
 T = TypeVar("T")
 
@@ -100,12 +100,24 @@ class TextCodec:
         return await self._run(len(token_ids), lambda: [self._token_text(i) for i in token_ids])
 
     def detokenizer(
-        self, stop: Sequence[str], *, skip_special_tokens: bool = True, min_tokens: int = 0, include_stop: bool = False
-    ) -> Detokenizer:
-        """Return a detokenizer for one output."""
+        self, stop: Sequence[str], *, skip_special_tokens: bool = True, min_tokens: int = 0, include_stop: bool = False,
+        shown: Collection[int] = (),
+    ) -> Detokenizer:  # fmt: skip
+        """Return a detokenizer for one output; see ``Detokenizer``."""
         return Detokenizer(
-            self._tokenizer, tuple(stop), skip_special_tokens, min_tokens=min_tokens, include_stop=include_stop
+            self._tokenizer, tuple(stop), skip_special_tokens, min_tokens=min_tokens, include_stop=include_stop,
+            shown=shown,
+        )  # fmt: skip
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """The tokenizer's special tokens."""
+        ids = special_token_ids(self._tokenizer)
+        begin, end = (
+            next((i for i in ids if self._tokenizer.convert_ids_to_tokens(i) == tag), None)
+            for tag in (CALL_BEGIN, CALL_END)
         )
+        return SpecialTokens(begin, end, tuple(sorted(ids - {begin, end})))
 
     async def _run(self, size: int, work: Callable[..., T], *args: Any) -> T:
         """Do ``work`` on ``size`` characters or tokens: in this thread if they are few, else in the tokenizer's."""

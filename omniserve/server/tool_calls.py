@@ -9,41 +9,73 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from omniserve.sampling.grammar import json_value
 from omniserve.server.messages import Tool
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_SPACE = re.compile(r"[ \t\n\r]*")
 
 
-def calls_grammar(tools: Sequence[Tool], *, free_text: bool, several: bool) -> str:
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """A tokenizer's special tokens, which are not part of a text, as grammars need them.
+
+    Most tokenizers have no special tokens for tags. There a tag is text, be it one token (Qwen's) or several.
+    """
+
+    begin: int | None = None
+    """The one that is CALL_BEGIN; None: that is text."""
+    end: int | None = None
+    """The one that is CALL_END; None: that is text."""
+    others: tuple[int, ...] = ()
+    """All others. They may be anywhere in free text."""
+
+    @property
+    def tags(self) -> frozenset[int]:
+        """Those that are tags."""
+        return frozenset(token_id for token_id in (self.begin, self.end) if token_id is not None)
+
+
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    """Return the schema that a tool's arguments have to keep."""
+    return {"type": "object", **(tool.function.parameters or {"properties": {}, "additionalProperties": False})}
+
+
+def calls_grammar(
+    schemas: Mapping[str, Mapping[str, Any]], *, free_text: bool, several: bool, special: SpecialTokens
+) -> str:  # fmt: skip
     """Return the grammar of an answer that calls tools, each with arguments of its schema.
 
     Args:
-        tools: Those that may be called, with different names.
+        schemas: Schemas of the arguments, by the names of the tools that may be called.
         free_text: There may be text around the calls, and no call at all; else there is at least one, and nothing else.
         several: There may be more than one call; with free text there may in any case.
+        special: The tokenizer's special tokens.
     """
-    # One rule a tool, because references inside a schema are relative to its own root.
-    calls = " | ".join(f"call_{i}" for i in range(len(tools)))
+    begin, end = (
+        json.dumps(tag) if token_id is None else f"<[{token_id}]>"
+        for tag, token_id in ((CALL_BEGIN, special.begin), (CALL_END, special.end))
+    )
     if free_text:
+        rules = ["start: (skipped* begin call)* skipped* TEXT" if special.others else "start: (begin call)* TEXT"]
         # Lazy, so that the first CALL_BEGIN is one, and no text.
-        rules = ["start: (head call)* TEXT", f'head[lazy]: TEXT "{CALL_BEGIN}"', r"TEXT: /(.|\n)*/"]
-        begin = "\n"
+        rules.append(f"begin[lazy]: TEXT {begin}" if special.begin is None else f"begin: TEXT {begin}")
+        rules.append(r"TEXT: /(.|\n)*/")
+        if special.others:
+            rules.append(f"skipped: TEXT <[{','.join(map(str, special.others))}]>")
     else:
-        rules = [r'start: call ("\n" call)*' if several else "start: call"]
-        begin = f"{CALL_BEGIN}\n"
-    rules.append(f"call: {calls}")
-    for i, tool in enumerate(tools):
-        head = json.dumps(f'{begin}{{"name": "{tool.function.name}", "arguments": ')
-        tail = json.dumps(f"}}\n{CALL_END}")
-        must_keep = not free_text or tool.function.strict
-        schema = (tool.function.parameters or {"properties": {}, "additionalProperties": False}) if must_keep else {}
-        rules.append(f"call_{i}: {head} args_{i} {tail}")
-        rules.append(f"args_{i}: {json_value({'type': 'object', **schema})}")
+        rules = [r'start: begin call ("\n" begin call)*' if several else "start: begin call", f"begin: {begin}"]
+    # One rule a tool, because references inside a schema are relative to its own root.
+    rules.append(f"call: {' | '.join(f'call_{i}' for i in range(len(schemas)))}")
+    for i, (name, schema) in enumerate(schemas.items()):
+        head = json.dumps(f'\n{{"name": {json.dumps(name)}, "arguments": ')
+        rules.append(f'call_{i}: {head} args_{i} "}}\\n" {end}')
+        rules.append(f"args_{i}: {json_value(schema)}")
     return "\n".join(rules)
 
 
@@ -56,17 +88,23 @@ class ParsedCall:
     call_id: str
     name: str
     arguments: str
-    """JSON text."""
+    """The text of a JSON object, as the model wrote it."""
 
 
 class ToolCallParser:
     """Separates the calls in one text from the rest of it.
 
-    What looks like a call and is none stays text. White space before a call, and at the end after one, belongs to
-    neither.
+    What looks like a call and is none stays text: what is no JSON, or calls a tool that is not offered. White space
+    before a call, and at the end after one, belongs to neither.
+
+    Args:
+        names: The tools that are offered.
+        several: There may be more than one call; else the text ends with the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str], *, several: bool = True) -> None:
+        self._names = names
+        self._several = several
         self._held = ""
         self._space = ""
         """White space before the call that is being read."""
@@ -75,8 +113,15 @@ class ToolCallParser:
         """Characters of what is held in which there is no end of a call."""
         self.num_calls = 0
 
+    @property
+    def is_over(self) -> bool:
+        """True once there can be no further call and no text; what is pushed afterwards is ignored."""
+        return self.num_calls > 0 and not self._several
+
     def push(self, text: str) -> tuple[str, list[ParsedCall]]:
         """Add text; return what is certain by now to be text, and the calls that are complete."""
+        if self.is_over:
+            return "", []
         self._held += text
         texts: list[str] = []
         calls: list[ParsedCall] = []
@@ -92,6 +137,8 @@ class ToolCallParser:
                 self._space = before[len(texts[-1]) :]
             elif (call := self._call(before)) is not None:
                 calls.append(call)
+                if self.is_over:
+                    self._held = ""
             else:
                 texts.append(f"{self._space}{CALL_BEGIN}{before}{CALL_END}")
             self._is_inside = not self._is_inside
@@ -112,22 +159,57 @@ class ToolCallParser:
 
     def _call(self, body: str) -> ParsedCall | None:
         try:
-            fields = json.loads(body, parse_constant=_refuse_constant)
+            members = _members(body)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
+        name, _ = members.get("name", (None, ""))
+        if not isinstance(name, str) or name not in self._names:
             return None
-        arguments = fields.get("arguments", {})
-        if not isinstance(arguments, dict):
+        # Llama 3 was taught the second word, and writes it in other forms, too. A call with both is not understood.
+        given = [members[word] for word in ("arguments", "parameters") if word in members] or [({}, "{}")]
+        if len(given) > 1 or not isinstance(given[0][0], dict):
             return None
         index, self.num_calls = self.num_calls, self.num_calls + 1
-        return ParsedCall(
-            index, f"call_{uuid.uuid4().hex[:24]}", fields["name"], json.dumps(arguments, ensure_ascii=False)
-        )  # fmt: skip
+        return ParsedCall(index, f"call_{uuid.uuid4().hex[:24]}", name, given[0][1])
+
+
+def _members(text: str) -> dict[str, tuple[Any, str]]:
+    """Return the members of a JSON object: each value, and its own text.
+
+    Raises:
+        ValueError: The text is no JSON object, or a member is there twice.
+    """
+    members: dict[str, tuple[Any, str]] = {}
+    at, expected = _after_space(text, 0), "{"
+    while text[at : at + 1] == expected:
+        at = _after_space(text, at + 1)
+        if not members and text[at : at + 1] == "}":
+            break
+        key, at = _DECODER.raw_decode(text, at)
+        at = _after_space(text, at)
+        if not isinstance(key, str) or key in members or text[at : at + 1] != ":":
+            raise ValueError("no JSON object, or one that says a thing twice")
+        begin = _after_space(text, at + 1)
+        value, at = _DECODER.raw_decode(text, begin)
+        members[key] = value, text[begin:at]
+        at, expected = _after_space(text, at), ","
+    if text[at : at + 1] != "}" or _after_space(text, at + 1) != len(text):
+        raise ValueError("no JSON object")
+    return members
+
+
+def _after_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    assert match is not None
+    return match.end()
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
+
+
+# Numbers are only passed on, and one of Python's has a largest length.
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=str, parse_float=str)
 
 
 def _ends_in_string(body: str) -> bool:

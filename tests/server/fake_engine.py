@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,12 @@ class FakeEngine:
     def has_unfinished(self) -> bool:
         return bool(self._running)
 
-    def add(self, request: Request, *, arrival_s: float | None = None) -> str:
+    def compile_grammar(self, grammar: str) -> Future[Any]:
+        compiled: Future[Any] = Future()
+        compiled.set_result(None)
+        return compiled
+
+    def add(self, request: Request, *, arrival_s: float | None = None, grammar: Any = None) -> str:
         first = self._cause(request)
         if first == REJECT:
             raise RequestRejected(

@@ -48,7 +48,7 @@ class RecordingClient:
         self.aborted.append(request_id)
 
 
-def started(num_choices=1, *, max_unread_tokens=None, stop=(), calls_tools=False, at_once=False, interval_s=0.0):
+def started(num_choices=1, *, max_unread_tokens=None, stop=(), tools=(), at_once=False, interval_s=0.0):
     """Return a stream of outputs, its client and its backlog."""
     client, backlog = RecordingClient(), Backlog(["LS"], 100)
     job = Job(
@@ -59,7 +59,7 @@ def started(num_choices=1, *, max_unread_tokens=None, stop=(), calls_tools=False
         stop=stop,
         service_class="LS",
         slo=SLO(),
-        calls_tools=calls_tools,
+        tools=tools,
         at_once=at_once,
         max_unread_tokens=max_unread_tokens,
         interval_s=interval_s,
@@ -218,7 +218,7 @@ def test_a_stop_string_ends_an_answer_that_is_read_at_once():
 
 def test_what_a_parser_holds_back_is_not_left_unread():
     async def scenario():
-        outputs, client, _ = started(max_unread_tokens=10, calls_tools=True)
+        outputs, client, _ = started(max_unread_tokens=10, tools=("f",))
         await outputs.start()
         task = asyncio.create_task(read(outputs))
         ids = byte_level_tokenizer()('<tool_call>\n{"name": "f", "arguments": {"text": "' + "a" * 100).input_ids
@@ -279,7 +279,7 @@ def test_stop_string_ends_a_request_that_nobody_reads():
 
 def test_text_that_is_held_back_is_not_left_unread():
     async def scenario():
-        outputs, client, _ = started(max_unread_tokens=10, calls_tools=True)
+        outputs, client, _ = started(max_unread_tokens=10, tools=("f",))
         await outputs.start()
         reading = asyncio.create_task(read(outputs))
         for letter in '<tool_call>{"name": "f", "arguments": {"x": "' + "a" * 100:

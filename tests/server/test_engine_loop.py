@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
+import zmq
 from fake_engine import FakeEngine
 
 from omniserve.core.config import EngineConfig
@@ -31,17 +35,24 @@ class Link:
     def __init__(self, commands, done: Callable[[], bool]) -> None:
         self._commands = iter(commands)
         self._done = done
-        self.num_taken = 0
+        self.num_taken = self.num_waits = self.num_rings = 0
         self.sent: list[engine_messages.Report] = []
 
-    def receive(self, *, block: bool):
+    def receive(self):
         if self._done():
             return engine_messages.Close()
         assert self.num_taken < 2_000_000, "commands are taken and nothing else is done"
         command = next(self._commands, None)
-        assert command is not None or not block, "it would wait for ever"
         self.num_taken += command is not None
         return command
+
+    def wait(self, timeout_s: float | None) -> bool:
+        self.num_waits += 1
+        assert self.num_waits < 100_000, "it would wait for ever"
+        return True
+
+    def ring(self) -> None:
+        self.num_rings += 1
 
     def look_ahead(self) -> list:
         return []
@@ -60,8 +71,8 @@ class Counting(FakeEngine):
         return super().step()
 
 
-def add(number: int, max_tokens: int = 3) -> engine_messages.Add:
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+def add(number: int, max_tokens: int = 3, grammar: str | None = None) -> engine_messages.Add:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=grammar is None, grammar=grammar)
     request = Request(request_id=f"r{number}", prompt_token_ids=[5, 6], sampling=sampling, service_class="LS")
     return engine_messages.Add(request, 0.0, None)
 
@@ -101,11 +112,11 @@ class Script(Link):
         self.waiting: list[engine_messages.Command] = []
         self.sent: list[engine_messages.Report] = []
 
-    def receive(self, *, block: bool):
-        assert self.waiting or not block, "it would wait for ever"
+    def receive(self):
         return self.waiting.pop(0) if self.waiting else None
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float | None) -> bool:
+        assert self.waiting or timeout_s is not None, "it would wait for ever"
         return bool(self.waiting)
 
 
@@ -204,3 +215,72 @@ def test_an_engine_that_fails_in_the_middle_of_upkeep_fails_as_ever(
     upkeep.run = tolerant  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="the step failed"):
         serve(engine, link)
+
+
+class Compiling(Counting):
+    """Compiles grammars when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 2, EngineConfig(device_kv_bytes=1 << 20))
+        self.compiling: dict[str, Future[Any]] = {}
+
+    def compile_grammar(self, grammar: str) -> Future[Any]:
+        return self.compiling.setdefault(grammar, Future())
+
+
+def test_steps_go_on_while_grammars_are_compiled() -> None:
+    """Requests that share a grammar wait for one compilation, an aborted one not at all, and a refused one is told."""
+    engine = Compiling()
+    commands = [
+        add(0, 8), add(1, grammar="good"), add(2, grammar="good"), add(3, grammar="bad"), add(4, grammar="good"),
+        engine_messages.Abort("r4"),
+    ]  # fmt: skip
+
+    def done() -> bool:
+        if engine.num_steps == 8 and not engine.compiling["good"].done():
+            assert set(engine.compiling) == {"good", "bad"}
+            engine.compiling["bad"].set_exception(ValueError("it is bad"))
+            engine.compiling["good"].set_result("compiled")
+        return len(accepted()) >= 3 and not engine.has_unfinished
+
+    def accepted() -> list[str]:
+        steps = [report for report in link.sent if isinstance(report, engine_messages.Step)]
+        return [name for step in steps for name, _ in step.accepted]
+
+    link = Link(commands, done)
+    serve(engine, link)
+    assert accepted() == ["r0", "r1", "r2"]
+    [refused] = [report for report in link.sent if isinstance(report, engine_messages.Refused)]
+    assert (refused.request_id, refused.message) == ("r3", "it is bad")
+    assert link.num_rings == 4
+
+
+def test_request_whose_grammar_takes_too_long_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(engine_process, "_GRAMMAR_S", -1.0)
+    engine = Compiling()
+    link = Link([add(0, grammar="endless")], lambda: bool(link.sent))
+    serve(engine, link)
+    [refused] = link.sent
+    assert isinstance(refused, engine_messages.Refused)
+    assert refused.load is None and "make it smaller" in refused.message
+    engine.compiling["endless"].set_result("too late")
+    assert not engine.has_unfinished
+
+
+def test_bell_ends_a_wait_and_is_no_command() -> None:
+    context = zmq.Context()
+    commands, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    commands.bind("inproc://commands")
+    sender = context.socket(zmq.PUSH)
+    sender.connect("inproc://commands")
+    link = engine_process._Link(commands, outputs)
+    assert not link.wait(0.0)
+    thread = threading.Thread(target=link.ring)
+    thread.start()
+    assert link.wait(None)
+    thread.join()
+    assert link.receive() is None and not link.wait(0.0)
+    sender.send(engine_messages.encode(engine_messages.Close()))
+    assert link.wait(None)
+    assert isinstance(link.receive(), engine_messages.Close)
+    context.destroy(linger=0)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import random
 
 import pytest
 from openai import pydantic_function_tool
 from pydantic import BaseModel
+from tokenizers import AddedToken
 from tokenizers_for_tests import TOOL_CHAT_TEMPLATE, byte_level_tokenizer
 
+from omniserve.sampling.detokenizer import Detokenizer
 from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed
 from omniserve.server.messages import Tool
-from omniserve.server.tool_calls import ToolCallParser, calls_grammar
+from omniserve.server.text import TextCodec
+from omniserve.server.tool_calls import ToolCallParser, arguments_schema, calls_grammar
 
 TOKENIZER = byte_level_tokenizer()
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -27,9 +32,12 @@ WEATHER = {
 TIME = {"type": "function", "function": {"name": "time"}}
 
 
-def parsed(text: str, size: int) -> tuple[str, list[tuple[int, str, str]]]:
+NAMES = {"weather", "time", "f"}
+
+
+def parsed(text: str, size: int, *, several: bool = True) -> tuple[str, list[tuple[int, str, str]]]:
     """Return what the parser makes of a text that comes in pieces of a size."""
-    parser = ToolCallParser()
+    parser = ToolCallParser(NAMES, several=several)
     results = [parser.push(text[i : i + size]) for i in range(0, len(text), size)] + [parser.flush()]
     calls = [call for _, some in results for call in some]
     assert len({call.call_id for call in calls}) == len(calls) == parser.num_calls
@@ -66,8 +74,66 @@ def test_calls_are_told_from_text_whatever_the_pieces(text, content, calls, size
     assert parsed(text, size) == (content, calls)
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"x": 1e400, "y": 1.10, "z": 0.1e-7}',
+        '{"x": 1, "x": 2}',
+        '{ "x":\n"\\u00e9\\/é" }',
+        '{"x": -0, "y": 123456789012345678901234567890}',
+        '{"x": %s}' % ("1" * 5000),
+        '{"x": "\\ud800"}',
+        "{}",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("word", ["arguments", "parameters"])
+def test_arguments_are_the_text_that_the_model_wrote(word, arguments, size):
+    text = f'<tool_call>{{"name": "f", "{word}": {arguments}}}</tool_call>'
+    assert parsed(text, size) == ("", [(0, "f", arguments)])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "g", "arguments": {}}',  # not offered
+        '{"name": "", "arguments": {}}',
+        '{"name": "F", "arguments": {}}',
+        '{"name": ["f"], "arguments": {}}',
+        '{"arguments": {}}',
+        '{"name": "f", "arguments": {"x": Infinity}}',
+        '{"name": "f", "arguments": {"x": 01}}',
+        '{"name": "f", "arguments": {"x": 1,}}',
+        '{"name": "f", "arguments": "{}"}',
+        '{"name": "f", "arguments": null}',
+        '{"name": "f", "arguments": {}, "parameters": {}}',
+        '{"name": "f", "arguments": {}, "arguments": {}}',
+        '{"name": "f", "name": "time", "arguments": {}}',
+        '{"name": "f", "arguments": {}} and more',
+        '{"name": "f", "arguments": %s}' % ('{"x":' * 100_000),
+        '[{"name": "f", "arguments": {}}]',
+        "{}",
+    ],
+)
+def test_what_cannot_be_a_call_of_an_offered_tool_stays_text(body):
+    text = f"<tool_call>\n{body}\n</tool_call>"
+    assert parsed(text, len(text)) == (text, [])
+    assert parsed(text, max(1, len(text) // 50)) == (text, [])
+
+
+def test_text_ends_with_the_first_call_if_there_is_one_only():
+    """The mark of a call's end in its arguments is none, and what was no call ends nothing."""
+    call = '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>'
+    no_call = "<tool_call>none</tool_call>"
+    for size in (1, 5, 1000):
+        assert parsed(f"a{no_call}{call} b {call}", size, several=False) == (
+            f"a{no_call}",
+            [(0, "f", '{"x": "</tool_call>"}')],
+        )
+
+
 def test_text_is_held_back_no_longer_than_needed():
-    parser = ToolCallParser()
+    parser = ToolCallParser(NAMES)
     assert parser.push("hello <tool")[0] == "hello"
     assert parser.push("box> world")[0] == " <toolbox> world"
 
@@ -83,6 +149,7 @@ def client(start_module_server, tmp_path_factory):
 [ASSISTANT] = TOKENIZER("<|assistant|>").input_ids
 # A tool costs the fake engine's small context a token a letter.
 SMALL = {"type": "function", "function": {"name": "f"}}
+F_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1e400}}\n</tool_call>'
 
 
 def say(client, text, **kwargs):
@@ -94,35 +161,36 @@ def say(client, text, **kwargs):
 
 
 def test_calls_are_told_apart_in_answers(client):
-    [choice] = say(client, f"{CALL}\n{OTHER_CALL}").choices
+    [choice] = say(client, f"{F_CALL}\n{CALL}\n{F_CALL}").choices
     assert choice.finish_reason == "tool_calls"
-    assert choice.message.content == json.dumps(SMALL), "the tool, as the template writes it"
-    assert [(call.type, call.function.name) for call in choice.message.tool_calls] == [
-        ("function", "weather"),
-        ("function", "time"),
+    # The tool, as the template writes it, and a call of a tool that was not offered.
+    assert choice.message.content == f"{json.dumps(SMALL)}\n{CALL}"
+    assert [(call.type, call.function.name, call.function.arguments) for call in choice.message.tool_calls] == [
+        ("function", "f", '{"x": 1e400}'),
+        ("function", "f", '{"x": 1e400}'),
     ]
-    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Köln"}
     assert len({call.id for call in choice.message.tool_calls}) == 2
 
 
 def test_streamed_calls_are_those_of_the_answer(client):
     text, calls, reasons = "", [], []
-    for chunk in say(client, f"{CALL}\n{OTHER_CALL}", stream=True):
+    for chunk in say(client, f"{F_CALL}\n{CALL}\n{F_CALL}", stream=True):
         [choice] = chunk.choices
         text += choice.delta.content or ""
         calls += choice.delta.tool_calls or []
         reasons.append(choice.finish_reason)
-    assert text == json.dumps(SMALL)
-    assert [(call.index, call.type, call.function.name) for call in calls] == [
-        (0, "function", "weather"),
-        (1, "function", "time"),
+    assert text == f"{json.dumps(SMALL)}\n{CALL}"
+    assert [(call.index, call.type, call.function.name, call.function.arguments) for call in calls] == [
+        (0, "function", "f", '{"x": 1e400}'),
+        (1, "function", "f", '{"x": 1e400}'),
     ]
     assert reasons[-1] == "tool_calls" and set(reasons[:-1]) == {None}
 
 
 def test_answer_ends_with_its_first_call_if_calls_are_not_to_be_parallel(client):
-    [choice] = say(client, f"{CALL}\n{OTHER_CALL}", parallel_tool_calls=False).choices
-    assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+    [choice] = say(client, f"{CALL}{F_CALL}\n{F_CALL}", parallel_tool_calls=False).choices
+    assert [call.function.name for call in choice.message.tool_calls] == ["f"]
+    assert choice.message.content == f"{json.dumps(SMALL)}{CALL}"
     assert choice.finish_reason == "tool_calls"
 
 
@@ -138,7 +206,7 @@ def test_tools_that_are_not_to_be_called_are_not_told(client):
 
 
 def test_calls_and_their_answers_go_back_to_the_model(client):
-    first = say(client, CALL).choices[0].message
+    first = say(client, CALL, tools=[{"type": "function", "function": {"name": "weather"}}]).choices[0].message
     [call] = first.tool_calls
     messages = [
         {"role": "user", "content": "hi"},
@@ -168,25 +236,74 @@ def test_tools_of_the_client_are_taken(client):
         )  # fmt: skip
 
 
+def tokenizer_with(*tags: str, special: bool = False):
+    """Return a tokenizer that has a token of its own for each tag."""
+    tokenizer = copy.deepcopy(byte_level_tokenizer())
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=special) for tag in tags])
+    return tokenizer
+
+
+TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+TOKENIZERS = {
+    "tags are text": TOKENIZER,
+    "tags are added tokens": tokenizer_with(*TAGS),
+    "tags are special tokens": tokenizer_with(*TAGS, special=True),
+    "the begin alone is a special token": tokenizer_with(*TAGS[:1], special=True),
+    "others than tags are special tokens": tokenizer_with(*TAGS[2:], special=True),
+}
+over_tokenizers = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+
+
+@over_tokenizers
 @pytest.mark.parametrize("free_text", [False, True])
-def test_grammar_of_calls_allows_calls_and_nothing_else(free_text):
+def test_grammar_of_calls_allows_calls_and_nothing_else(free_text, tokenizer):
     tools = [Tool.model_validate(tool) for tool in (WEATHER, TIME)]
-    tools[0].function.strict = True
-    grammar = calls_grammar(tools, free_text=free_text, several=True)
-    good = [CALL, OTHER_CALL, f"{CALL}\n{OTHER_CALL}"]
+    schemas = {tool.function.name: arguments_schema(tool) for tool in tools}
+    special = TextCodec(tokenizer).special_tokens
+    grammar = calls_grammar(schemas, free_text=free_text, several=True, special=special)
+    good = [CALL, OTHER_CALL, f"{CALL}\n{OTHER_CALL}", CALL.replace("Köln", "<think> é")]
+    if special.end is None:
+        good.append(CALL.replace("Köln", "</tool_call>"))
     bad = [CALL.replace("city", "town"), CALL.replace("weather", "wetter")]
-    (good if free_text else bad).extend(["hello", f"hello {CALL} bye"])
-    assert [text for text in good if not accepts(grammar, text)] == []
-    assert [text for text in bad if accepts(grammar, text)] == []
-    one = calls_grammar(tools, free_text=False, several=False)
-    assert accepts(one, CALL) and not accepts(one, f"{CALL}\n{OTHER_CALL}")
+    free = ["hello", f"hello {CALL} bye", f"<think>which?</think>{CALL}<think>{CALL}</think>", "<think>none</think>"]
+    (good if free_text else bad).extend(free)
+    assert [text for text in good if not accepts(grammar, text, tokenizer)] == []
+    assert [text for text in bad if accepts(grammar, text, tokenizer)] == []
+    one = calls_grammar(schemas, free_text=False, several=False, special=special)
+    assert accepts(one, CALL, tokenizer) and not accepts(one, f"{CALL}\n{OTHER_CALL}", tokenizer)
 
 
-def accepts(grammar: str, text: str) -> bool:
-    compiler = GrammarCompiler(TOKENIZER, vocab_size=len(TOKENIZER), eos_token_ids=(TOKENIZER.eos_token_id,))
-    state = compiler.start(grammar)
+@over_tokenizers
+def test_calls_that_a_grammar_forces_are_read_from_the_tokens(tokenizer):
+    """Of a model that may write any token that the mask allows, whatever stands for the tags."""
+    codec = TextCodec(tokenizer)
+    schemas = {"f": {"type": "object", "properties": {"x": {"enum": ["<think>", "</tool_call>", "<|end|>"]}},
+                     "required": ["x"], "additionalProperties": False}}  # fmt: skip
+    grammar = calls_grammar(schemas, free_text=False, several=False, special=codec.special_tokens)
+    compiled = compiler_of(tokenizer).compile(grammar).result()
+    values = set()
+    for seed in range(20):
+        rng, state, token_ids = random.Random(seed), compiled.start(), []
+        while not token_ids or token_ids[-1] != tokenizer.eos_token_id:
+            bits = state.allowed()
+            token_ids.append(rng.choice([i for i in range(len(tokenizer)) if bits[i // 8] >> i % 8 & 1]))
+            state.accept(token_ids[-1])
+        shown = Detokenizer(tokenizer, shown=codec.special_tokens.tags)
+        parser = ToolCallParser({"f"})
+        text, [call] = parser.push(shown.push(token_ids) + shown.flush())
+        assert text == ""
+        values.add(json.loads(call.arguments)["x"])
+    assert values == {"<think>", "</tool_call>", "<|end|>"}
+
+
+def compiler_of(tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, vocab_size=len(tokenizer) + 8, eos_token_ids=(tokenizer.eos_token_id,))
+
+
+def accepts(grammar: str, text: str, tokenizer) -> bool:
+    state = compiler_of(tokenizer).compile(grammar).result().start()
     try:
-        for token in [*TOKENIZER(text).input_ids, TOKENIZER.eos_token_id]:
+        for token in [*tokenizer(text).input_ids, tokenizer.eos_token_id]:
             state.accept(token)
     except GrammarFailed:
         return False

@@ -1,0 +1,120 @@
+"""What answers are constrained to, from the fields of a request to a grammar for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from omniserve.sampling.grammar import json_value
+from omniserve.sampling.json_schema import UnsupportedSchema, check, enforceable
+from omniserve.server.errors import ApiError
+from omniserve.server.messages import Tool
+from omniserve.server.text import TextCodec
+from omniserve.server.tool_calls import arguments_schema, calls_grammar
+
+MAX_SCHEMA_CHARACTERS = 128 << 10
+"""Of all schemas of a request. What is kept of requests that wait is small, whatever the size of bodies."""
+# Results that are kept, in case the next request has the same schemas.
+_MAX_KEPT, _MAX_KEPT_CHARACTERS = 256, 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FormatConstraint:
+    """The answer is JSON of a schema."""
+
+    schema: Mapping[str, Any]
+
+    param = "response_format"
+
+    @property
+    def num_characters(self) -> int:
+        """Length of its schema as JSON."""
+        return len(json.dumps(self.schema))
+
+
+@dataclass(frozen=True, slots=True)
+class CallConstraint:
+    """The answer calls tools; see ``calls_grammar``."""
+
+    tools: Sequence[Tool]
+    free_text: bool
+    several: bool
+
+    param = "tools"
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Schemas of the arguments, by tool; of a tool that is not strict and may be called, any object."""
+        return {
+            tool.function.name: arguments_schema(tool)
+            if tool.function.strict or not self.free_text
+            else {"type": "object"}
+            for tool in self.tools
+        }
+
+    @property
+    def num_characters(self) -> int:
+        """Length of its schemas as JSON."""
+        return len(json.dumps(self.schemas))
+
+
+Constraint = FormatConstraint | CallConstraint
+
+
+class GrammarWriter:
+    """Writes grammars for one tokenizer, beside the event loop; those that were asked for last are kept."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        # One thread: what it does takes some ms, and the engine's process compiles beside it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="schemas")
+        self._kept: OrderedDict[str, str | ApiError] = OrderedDict()
+
+    async def grammar(self, constraint: Constraint) -> str:
+        """Return the grammar of a constraint.
+
+        Raises:
+            ApiError: A schema cannot be enforced; the message says where in it, and what to write instead.
+        """
+        key = _key(constraint)
+        if key not in self._kept:
+            work = asyncio.get_running_loop().run_in_executor(self._thread, self._write, constraint)
+            self._kept[key] = await work
+            while len(self._kept) > 1 and (
+                len(self._kept) > _MAX_KEPT or sum(map(len, self._kept)) > _MAX_KEPT_CHARACTERS
+            ):
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        if isinstance(result := self._kept[key], ApiError):
+            raise ApiError(result.message, param=result.param, code=result.code)
+        return result
+
+    def _write(self, constraint: Constraint) -> str | ApiError:
+        if isinstance(constraint, FormatConstraint):
+            try:
+                schema = enforceable(constraint.schema)
+                check(schema)
+            except UnsupportedSchema as error:
+                return ApiError(f"response_format: {error}", param=constraint.param, code="invalid_schema")
+            return f"start: {json_value(schema)}"
+        schemas = {}
+        for name, given in constraint.schemas.items():
+            try:
+                schemas[name] = enforceable(given)
+                check(schemas[name])
+            except UnsupportedSchema as error:
+                return ApiError(f"tools: of the tool {name!r}, {error}", param=constraint.param, code="invalid_schema")
+        return calls_grammar(
+            schemas, free_text=constraint.free_text, several=constraint.several, special=self._codec.special_tokens
+        )
+
+
+def _key(constraint: Constraint) -> str:
+    if isinstance(constraint, FormatConstraint):
+        return json.dumps(constraint.schema)
+    return json.dumps([constraint.free_text, constraint.several, constraint.schemas])
