@@ -31,6 +31,7 @@ from omniserve.server.limits import Gate, is_free, take_body
 from omniserve.server.messages import MAX_MESSAGES, Message, StrictModel
 from omniserve.server.openapi import answers, takes
 from omniserve.server.service import Service
+from omniserve.server.text import TooManyTokens
 
 if TYPE_CHECKING:
     from omniserve.server.otlp import OtlpTraces
@@ -82,6 +83,10 @@ def create_app(
 _ERRORS = (400, 404, 408, 413, 429, 503)
 
 
+# Texts up to so many times the longest prompt are tokenized, so that a client may learn by how much one is too long.
+_MOST_CONTEXTS = 4
+
+
 class TokenizeRequest(StrictModel):
     """Body of /tokenize: a text, or messages for the chat template."""
 
@@ -123,13 +128,23 @@ def _tokenizer(service: Service) -> APIRouter:
         async with take_body(http, service.bodies) as body:
             request = validate(TokenizeRequest, read_fields(body))
             service.check_model(request.model)
-            if request.messages is not None:
-                messages = [message.for_template() for message in request.messages]
-                tokens = await service.codec.encode_chat(messages, add_generation_prompt=request.add_generation_prompt)
-            else:
-                assert request.prompt is not None
-                special = request.add_special_tokens is not False
-                tokens = await service.codec.encode(request.prompt, add_special_tokens=special)
+            most = _MOST_CONTEXTS * service.info.limits.max_tokens
+            try:
+                if request.messages is not None:
+                    messages = [message.for_template() for message in request.messages]
+                    options = {"add_generation_prompt": request.add_generation_prompt}
+                    tokens = await service.codec.encode_chat(messages, options=options, most=most)
+                else:
+                    assert request.prompt is not None
+                    special = request.add_special_tokens is not False
+                    tokens = await service.codec.encode(request.prompt, add_special_tokens=special, most=most)
+            except TooManyTokens as error:
+                raise ApiError(
+                    f"the text has more than {most} tokens, {_MOST_CONTEXTS} times what a request may have; send parts "
+                    "of it",
+                    param="prompt" if request.messages is None else "messages",
+                    code="context_length_exceeded",
+                ) from error
         pieces = await service.codec.token_texts(tokens) if request.return_token_strs else None
         answer = {
             "count": len(tokens),

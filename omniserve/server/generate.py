@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -23,6 +24,8 @@ from omniserve.server.service import Service, new_call_id
 T = TypeVar("T")
 
 _PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
+# Larger bodies may take longer than other requests should wait.
+_MAX_INLINE_BODY = 1 << 18
 # Stands for service_tier where a program cannot set that.
 _SERVICE_TIER_HEADER = "x-omniserve-service-tier"
 
@@ -55,7 +58,9 @@ async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -
     arrival_s = time.monotonic()
     service.check_open()
     async with take_body(http, service.bodies) as body:
-        request = parse(endpoint.request_kind, body, default_tier=http.headers.get(_SERVICE_TIER_HEADER))
+        tier = http.headers.get(_SERVICE_TIER_HEADER)
+        read = functools.partial(parse, endpoint.request_kind, body, default_tier=tier)
+        request = read() if len(body) <= _MAX_INLINE_BODY else await asyncio.to_thread(read)
         request = caller_of(http).limited(request, service.info.classes)
         service.check_model(request.model)
         call_id = new_call_id(endpoint.id_prefix)
