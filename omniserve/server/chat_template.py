@@ -118,17 +118,16 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> str:
         """Return the field without which the chat could have been written; the messages if it is none of the others."""
+        fewer: list[tuple[str, Sequence[Mapping[str, Any]], Mapping[str, Any]]] = []
         own = {name: value for name, value in options.items() if name in _OWN_OPTIONS}
-        fewer = [
-            ("chat_template_kwargs", tools, own),
-            *((name, tools, {**options, name: None}) for name in ("documents", "continue_final_message")),
-            ("tools", (), options),
-        ]
+        if len(own) < len(options):
+            fewer.append(("chat_template_kwargs", tools, own))
+        for name in ("documents", "continue_final_message"):
+            if options.get(name):
+                fewer.append((name, tools, {**options, name: None}))
+        if tools:
+            fewer.append(("tools", (), options))
         for field, fewer_tools, fewer_options in fewer:
-            if (len(fewer_tools), {k: v for k, v in fewer_options.items() if v}) == (
-                len(tools), {k: v for k, v in options.items() if v}
-            ):  # fmt: skip
-                continue
             try:
                 self._write(messages, fewer_tools, fewer_options)
             except Exception:  # as above

@@ -20,6 +20,8 @@ from omniserve.server.text import TextCodec, TooManyTokens
 # As many tokens as /v1/completions of OpenAI gives when the request does not say.
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_CHOICES_PER_CALL = MAX_PROMPTS
+# Prompts that are looked at before others have their turn.
+_PROMPTS_AT_ONCE = 64
 # What clients get to take the news that their request was ended.
 _GOODBYE_S = 2.0
 
@@ -98,8 +100,10 @@ class Service:
         except TooManyTokens as error:
             raise self._too_long(request, error.num_tokens, is_exact=error.is_exact) from None
         _check_none_empty(request, prompts)
-        for prompt in prompts:
-            self._max_tokens(request, len(prompt))  # first: to look at millions of ids takes a while
+        for i, prompt in enumerate(prompts):
+            if i % _PROMPTS_AT_ONCE == _PROMPTS_AT_ONCE - 1:
+                await asyncio.sleep(0)  # millions of ids must not hold up others
+            self._max_tokens(request, len(prompt))  # first: it takes less time than to look at all ids
             self.check_token_ids(prompt, "the prompt has the token id {}, but", param=_prompt_field(request))
         return prompts
 
@@ -140,7 +144,7 @@ class Service:
         is_sensitive = spec.kind is ServiceClass.LS
         prompts = await self.prompts(request, is_urgent=is_sensitive)
         max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
-        echoes = await self._echoes(request, prompts) if request.echoes else None
+        echoes = await self._echoes(request, prompts, is_sensitive) if request.echoes else None
         predicted = request.prediction.text if request.prediction is not None else ""
         prediction = await self._encoded_prediction(predicted, is_sensitive) if predicted else ()
         self.check_open()  # again: encoding a long prompt takes a while
@@ -185,11 +189,11 @@ class Service:
                 param="prediction",
             ) from None
 
-    async def _echoes(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> list[str]:
+    async def _echoes(self, request: GenerationRequest, prompts: Sequence[list[int]], is_urgent: bool) -> list[str]:
         """Return the prompts as answers repeat them: what was sent, and the text of what was sent as token ids."""
         assert isinstance(request, CompletionRequest)
         return [
-            sent if isinstance(sent, str) else await self.codec.decode(ids)
+            sent if isinstance(sent, str) else await self.codec.decode(ids, is_urgent=is_urgent)
             for sent, ids in zip(request.prompt, prompts, strict=True)
         ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -64,11 +63,10 @@ class TextCodec:
             self._backend.no_truncation()
             self._backend.no_padding()
             self._backend.encode_special_tokens = tokenizer.split_special_tokens
-        self._python_lock = threading.Lock()
-        """Held by the one thread that runs a tokenizer without such a part."""
         self._bound = TokenBound(tokenizer)
-        self._short_lane, self._long_lane = Lane("text-ls"), Lane("long-text-ls")
-        self._best_effort_lane = Lane("text-be")
+        self._short_lane = self._long_lane = self._best_effort_lane = Lane("text-be")
+        if self._backend is not None:  # other tokenizers may keep something from call to call: one thread has them all
+            self._short_lane, self._long_lane = Lane("text-ls"), Lane("long-text-ls")
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
         self.token_bytes = lru_cache(maxsize=65536)(self._token_bytes)
         sources = _template_sources(tokenizer, chat_template)
@@ -124,7 +122,8 @@ class TextCodec:
         Raises:
             TooManyTokens: A text has more than ``most``. If that is certain before it is encoded, it is not.
         """
-        self._check_bound(texts, most)
+        if len(texts) == 1:  # at once, whatever waits; of many texts, each takes less time than to look at all
+            self._check_bound(texts[0], most)
         size = sum(map(len, texts))
         if size <= _MAX_INLINE:
             return self._encode_all(texts, add_special_tokens, most)
@@ -168,11 +167,11 @@ class TextCodec:
             ) from None
         return await self.encode(text, add_special_tokens=add_special_tokens, is_urgent=is_urgent, most=most)
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included."""
+    async def decode(self, token_ids: Sequence[int], *, is_urgent: bool = False) -> str:
+        """Return the text of token ids, special tokens included; ``is_urgent`` as in ``encode_all``."""
         if len(token_ids) <= _MAX_INLINE:
             return self._decode(token_ids)
-        return await self._best_effort_lane.run(self._decode, token_ids)
+        return await self._lane(len(token_ids), is_urgent).run(self._decode, token_ids)
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return ``token_text`` of each."""
@@ -189,32 +188,32 @@ class TextCodec:
             return self._best_effort_lane
         return self._short_lane if size <= _MAX_SHORT else self._long_lane
 
-    def _check_bound(self, texts: Sequence[str], most: int | None) -> None:
-        for text in texts:
-            if most is not None and self._bound.exceeds(text, most):
-                raise TooManyTokens(most + 1, is_exact=False)
+    def _check_bound(self, text: str, most: int | None) -> None:
+        if most is not None and self._bound.exceeds(text, most):
+            raise TooManyTokens(most + 1, is_exact=False)
 
     def _encode_all(self, texts: Sequence[str], add_special_tokens: bool, most: int | None) -> list[list[int]]:
+        return [self._encode(text, add_special_tokens, most) for text in texts]
+
+    def _encode(self, text: str, add_special_tokens: bool, most: int | None) -> list[int]:
+        self._check_bound(text, most)
+        found: Any
         if self._backend is None:
-            with self._python_lock:
-                found = [
-                    self._tokenizer(t, add_special_tokens=add_special_tokens, verbose=False).input_ids for t in texts
-                ]
+            found = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
         else:
-            # The batch's call lets other threads run, the single text's does not. Fast: without positions in the text.
-            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        for encoding in found:
-            if most is not None and len(encoding) > most:
-                raise TooManyTokens(len(encoding), is_exact=True)
-        return found if self._backend is None else [encoding.ids for encoding in found]
+            # The call for a batch lets other threads run, that for a text does not. Fast: without places in the text.
+            (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if most is not None and len(found) > most:
+            raise TooManyTokens(len(found), is_exact=True)
+        ids: list[int] = found if self._backend is None else found.ids
+        return ids
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         ids = list(token_ids)
         if self._backend is not None:
             # As above.
             return str(self._backend.decode_batch([ids], skip_special_tokens=False)[0])
-        with self._python_lock:
-            return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for in the middle of a text."""
@@ -280,7 +279,7 @@ class TextCodec:
 
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:
-        (ids,) = self._encode_all(["a"], False, None)
+        ids = self._encode("a", False, None)
         return ids, self._tokenizer.decode(ids, skip_special_tokens=False)
 
 

@@ -34,7 +34,7 @@ class TokenBound:
 
     def exceeds(self, text: str, most: int) -> bool:
         """Return whether the text certainly has more than ``most`` tokens. False says nothing."""
-        if self._weights is None:
+        if self._weights is None or len(text) * 4 <= most:  # no character is more bytes than that
             return False
         total = 0.0
         for first in range(0, len(text), _PIECE):

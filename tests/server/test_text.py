@@ -44,7 +44,7 @@ STYLES = {
     ),
     "only the first part": (_EACH % "{{ m.content[0]['text'] + ';' }}", PARTS, PARTS, PARTS, PARTS),
     "characters apart": (
-        _EACH % "{% for p in m.content %}{{ p.text or p }},{% endfor %}", PARTS, PARTS, PARTS, PARTS
+        _EACH % "{% for p in m.content %}{{ p.text if p is mapping else p }},{% endfor %}", PARTS, PARTS, PARTS, PARTS
     ),
     "both": (
         "{% macro c(x) %}{% if x is string %}{{ x }}{% else %}{% for p in x %}{{ p.text }}{% endfor %}{% endif %}"
