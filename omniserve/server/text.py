@@ -63,7 +63,7 @@ class TextCodec:
             self._backend.no_truncation()
             self._backend.no_padding()
             self._backend.encode_special_tokens = tokenizer.split_special_tokens
-        self._bound = TokenBound(tokenizer)
+        self._bound = TokenBound(self._backend)
         self._short_lane = self._long_lane = self._best_effort_lane = Lane("text-be")
         if self._backend is not None:  # other tokenizers may keep something from call to call: one thread has them all
             self._short_lane, self._long_lane = Lane("text-ls"), Lane("long-text-ls")
@@ -76,8 +76,9 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        """True if the model takes chats."""
-        return bool(self._templates)
+        """True if the model takes chats without tools."""
+        template = self._templates.get("default")
+        return template is not None and template.problem is None
 
     async def look_at_templates(self) -> None:
         """Find out how the chat templates read messages; tell of what they cannot write."""

@@ -25,11 +25,10 @@ class TokenBound:
     """Counts what a text has at least; of most kinds of tokenizers it knows how.
 
     Args:
-        tokenizer: Of ``transformers``.
+        backend: A ``tokenizers.Tokenizer``; None: a tokenizer of which nothing is known.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
+    def __init__(self, backend: Any) -> None:
         self._weights = None if backend is None else _weights(json.loads(backend.to_str()))
 
     def exceeds(self, text: str, most: int) -> bool:
@@ -41,7 +40,8 @@ class TokenBound:
             data = np.frombuffer(text[first : first + _PIECE].encode(), dtype=np.uint8)
             # The sum of a piece may be below 0 where other characters may swallow ASCII; the text's never falls by it.
             total += max(0.0, float(np.bincount(data, minlength=256) @ self._weights))
-            if total > most + 1:  # 1 for what is rounded off
+            # 1 for what is rounded off, and 1 for each border of pieces that a character may swallow another one over.
+            if total > most + 1 + first // _PIECE:
                 return True
         return False
 
