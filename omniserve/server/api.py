@@ -83,8 +83,10 @@ def create_app(
 _ERRORS = (400, 404, 408, 413, 429, 503)
 
 
-# Texts up to so many times the longest prompt are tokenized, so that a client may learn by how much one is too long.
+# Texts are tokenized up to so many times the longest prompt, or so many tokens if that is more: a client may learn by
+# how much one is too long.
 _MOST_CONTEXTS = 4
+_MOST_TOKENS = 1 << 17
 
 
 class TokenizeRequest(StrictModel):
@@ -128,7 +130,7 @@ def _tokenizer(service: Service) -> APIRouter:
         async with take_body(http, service.bodies) as body:
             request = validate(TokenizeRequest, read_fields(body))
             service.check_model(request.model)
-            most = _MOST_CONTEXTS * service.info.limits.max_tokens
+            most = max(_MOST_CONTEXTS * service.info.limits.max_tokens, _MOST_TOKENS)
             try:
                 if request.messages is not None:
                     messages = [message.for_template() for message in request.messages]
@@ -140,8 +142,7 @@ def _tokenizer(service: Service) -> APIRouter:
                     tokens = await service.codec.encode(request.prompt, add_special_tokens=special, most=most)
             except TooManyTokens as error:
                 raise ApiError(
-                    f"the text has more than {most} tokens, {_MOST_CONTEXTS} times what a request may have; send parts "
-                    "of it",
+                    f"the text has more than {most} tokens, far more than a request may have; send parts of it",
                     param="prompt" if request.messages is None else "messages",
                     code="context_length_exceeded",
                 ) from error

@@ -212,8 +212,8 @@ def test_a_lane_survives_interrupted_work_of_any_length():
             "prediction",
         ),
         ("/v1/chat/completions", {"messages": [USER | {"content": "hello world " * 100_000}]}, "messages"),
-        ("/tokenize", {"prompt": "hello world " * 100_000}, "prompt"),
-        ("/tokenize", {"messages": [USER | {"content": "hello world " * 100_000}]}, "messages"),
+        ("/tokenize", {"prompt": "hello world " * 700_000}, "prompt"),
+        ("/tokenize", {"messages": [USER | {"content": "hello world " * 700_000}]}, "messages"),
     ],
 )
 @pytest.mark.parametrize("tier", ["priority", "flex"])
