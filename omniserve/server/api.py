@@ -34,6 +34,7 @@ from omniserve.server.openapi import answers, takes
 from omniserve.server.origins import PageGuard, is_loopback
 from omniserve.server.protocol import MAX_TOOLS, TemplateFields
 from omniserve.server.service import Service
+from omniserve.server.text import TooManyTokens
 
 if TYPE_CHECKING:
     from omniserve.server.otlp import OtlpTraces
@@ -96,6 +97,12 @@ def create_app(
 _ERRORS = (400, 404, 408, 413, 429, 503)
 
 
+# Texts are tokenized up to so many times the longest prompt, or so many tokens if that is more: a client may learn by
+# how much one is too long.
+_MOST_CONTEXTS = 4
+_MOST_TOKENS = 1 << 17
+
+
 class TokenizeRequest(TemplateFields):
     """Body of /tokenize: a text, or messages for the chat template."""
 
@@ -135,18 +142,27 @@ def _tokenizer(service: Service) -> APIRouter:
         async with take_body(http, service.bodies) as body:
             request = validate(TokenizeRequest, read_fields(body), service.unknown_fields)
             service.check_model(request.model)
-            if request.messages is not None:
-                messages = [message.for_template() for message in request.messages]
-                tokens = await service.codec.encode_chat(
-                    messages,
-                    tools=[tool.for_template() for tool in request.tools],
-                    options=request.template_options,
-                    add_special_tokens=request.add_special_tokens is True,
-                )
-            else:
-                assert request.prompt is not None
-                special = request.add_special_tokens is not False
-                tokens = await service.codec.encode(request.prompt, add_special_tokens=special)
+            most = max(_MOST_CONTEXTS * service.info.limits.max_tokens, _MOST_TOKENS)
+            try:
+                if request.messages is not None:
+                    messages = [message.for_template() for message in request.messages]
+                    tokens = await service.codec.encode_chat(
+                        messages,
+                        tools=[tool.for_template() for tool in request.tools],
+                        options=request.template_options,
+                        add_special_tokens=request.add_special_tokens is True,
+                        most=most,
+                    )
+                else:
+                    assert request.prompt is not None
+                    special = request.add_special_tokens is not False
+                    tokens = await service.codec.encode(request.prompt, add_special_tokens=special, most=most)
+            except TooManyTokens as error:
+                raise ApiError(
+                    f"the text has more than {most} tokens, far more than a request may have; send parts of it",
+                    param="prompt" if request.messages is None else "messages",
+                    code="context_length_exceeded",
+                ) from error
         pieces = await service.codec.token_texts(tokens) if request.return_token_strs else None
         answer = {
             "count": len(tokens),

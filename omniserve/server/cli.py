@@ -59,6 +59,8 @@ class ServerOptions:
     """Run code that comes with it."""
     model_name: str
     """The name that the model is served under."""
+    chat_template: str | None = None
+    """Write chats with this template: the name of one of the model's, or a Jinja file (default: the model's own)."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
@@ -93,7 +95,7 @@ class ServerOptions:
             checked_endpoint(self.otlp_endpoint)
 
 
-_FIELDS = ("host", "port", "guard_all", "unknown_fields", "otlp_endpoint", "log_level", "log_format")
+_FIELDS = ("chat_template", "host", "port", "guard_all", "unknown_fields", "otlp_endpoint", "log_level", "log_format")
 _BATCH_FIELDS = ("data_dir", "database_url")
 
 FORMER_FLAGS = {

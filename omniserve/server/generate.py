@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -25,6 +26,8 @@ T = TypeVar("T")
 _COMMENT = b": waiting\n\n"
 _PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
 _SCALED_TTFT_HEADER, _SCALED_TPOT_HEADER = "x-omniserve-scaled-ttft-slo-ms", "x-omniserve-scaled-tpot-slo-ms"
+# Larger bodies may take longer than other requests should wait.
+_MAX_INLINE_BODY = 1 << 18
 # Stands for service_tier where a program cannot set that.
 _SERVICE_TIER_HEADER = "x-omniserve-service-tier"
 
@@ -58,7 +61,8 @@ async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -
     service.check_open()
     async with take_body(http, service.bodies) as body:
         default_tier = http.headers.get(_SERVICE_TIER_HEADER)
-        request = parse(endpoint.request_kind, body, service.unknown_fields, default_tier=default_tier)
+        read = functools.partial(parse, endpoint.request_kind, body, service.unknown_fields, default_tier=default_tier)
+        request = read() if len(body) <= _MAX_INLINE_BODY else await asyncio.to_thread(read)
         request = caller_of(http).limited(request, service.info.classes)
         service.check_model(request.model)
         call_id = new_call_id(endpoint.id_prefix)

@@ -71,9 +71,14 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
         # If the engine failed, so did this, probably; the engine's message is the one to show.
         await asyncio.gather(tokenizer, return_exceptions=True)
     try:
-        codec = TextCodec(tokenizer.result())
+        loaded = tokenizer.result()
     except (OSError, ValueError, ImportError) as error:
         raise EngineStopped(f"no tokenizer in {options.tokenizer}: {error}") from None
+    try:
+        codec = TextCodec(loaded, options.chat_template)
+    except ValueError as error:
+        raise EngineStopped(str(error)) from None
+    await codec.look_at_templates()
     logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
     keys = options.keys.keys if options.keys is not None else ()
     return Service(

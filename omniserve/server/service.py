@@ -17,11 +17,13 @@ from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Job, OutputStream
 from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, class_of_tier
 from omniserve.server.supervisor import EngineSupervisor
-from omniserve.server.text import TextCodec
+from omniserve.server.text import TextCodec, TooManyTokens
 
 # As many tokens as /v1/completions of OpenAI gives when the request does not say.
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_CHOICES_PER_CALL = MAX_PROMPTS
+# Prompts that are looked at before others have their turn.
+_PROMPTS_AT_ONCE = 64
 # What clients get to take the news that their request was ended.
 _GOODBYE_S = 2.0
 
@@ -91,36 +93,41 @@ class Service:
             known = f"this model's ids are 0 to {self.info.limits.vocab_size - 1}"
             raise ApiError(f"{complaint.format(unknown)} {known}", param=param)
 
-    async def prompts(self, request: GenerationRequest) -> list[list[int]]:
-        """Return the token ids of each prompt.
+    async def prompts(self, request: GenerationRequest, *, is_urgent: bool = False) -> list[list[int]]:
+        """Return the token ids of each prompt; those of urgent requests go before others.
 
         Raises:
-            ApiError: A prompt is empty or has ids that the model does not know.
+            ApiError: A prompt is empty or too long, or has ids that the model does not know.
         """
+        try:
+            prompts = await self._encoded(request, is_urgent)
+        except TooManyTokens as error:
+            raise self._too_long(request, error.num_tokens, is_exact=error.is_exact) from None
+        _check_none_empty(request, prompts)
+        for i, prompt in enumerate(prompts):
+            if i % _PROMPTS_AT_ONCE == _PROMPTS_AT_ONCE - 1:
+                await asyncio.sleep(0)  # millions of ids must not hold up others
+            self._max_tokens(request, len(prompt))  # first: it takes less time than to look at all ids
+            self.check_token_ids(prompt, "the prompt has the token id {}, but", param=_prompt_field(request))
+        return prompts
+
+    async def _encoded(self, request: GenerationRequest, is_urgent: bool) -> list[list[int]]:
+        most = self.info.limits.max_tokens
         if isinstance(request, ChatRequest):
             messages = [message.for_template() for message in request.messages]
             tools = [tool.for_template() for tool in request.offered_tools]
-            prompts = [
-                await self.codec.encode_chat(
-                    messages,
-                    tools=tools,
-                    options=request.template_options,
-                    add_special_tokens=request.add_special_tokens,
-                )
-            ]
-        else:
-            assert isinstance(request, CompletionRequest)
-            prompts = []
-            for prompt in request.prompt:
-                if isinstance(prompt, str) and prompt:
-                    prompt = await self.codec.encode(prompt, add_special_tokens=request.add_special_tokens)
-                    await asyncio.sleep(0)  # short texts are encoded here: many of them must not hold up others
-                prompts.append(prompt)
-        for prompt in prompts:
-            if not prompt:
-                raise ApiError("the prompt is empty; give it at least one token", param=_prompt_field(request))
-            self.check_token_ids(prompt, "the prompt has the token id {}, but", param=_prompt_field(request))
-        return prompts
+            prompt = await self.codec.encode_chat(
+                messages, tools=tools, options=request.template_options,
+                add_special_tokens=request.add_special_tokens, is_urgent=is_urgent, most=most,
+            )  # fmt: skip
+            return [prompt]
+        assert isinstance(request, CompletionRequest)
+        _check_none_empty(request, request.prompt)
+        if not isinstance(request.prompt[0], str):
+            return request.prompt
+        return await self.codec.encode_all(
+            request.prompt, add_special_tokens=request.add_special_tokens, is_urgent=is_urgent, most=most
+        )
 
     async def begin(
         self, request: GenerationRequest, call_id: str, arrival_s: float, *, caller: str | None = None
@@ -143,7 +150,8 @@ class Service:
             )
         constraint = request.constraint
         grammar = None if constraint is None else await self._grammars.grammar(constraint)
-        prompts = await self.prompts(request)
+        is_sensitive = spec.kind is ServiceClass.LS
+        prompts = await self.prompts(request, is_urgent=is_sensitive)
         max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
         if request.min_tokens > max_tokens:
             raise ApiError(
@@ -151,13 +159,13 @@ class Service:
                 "what the context has room for); lower it",
                 param="min_tokens",
             )
-        echoes = await self._echoes(request, prompts) if request.echoes else None
+        echoes = await self._echoes(request, prompts, is_sensitive) if request.echoes else None
         predicted = request.prediction.text if request.prediction is not None else ""
-        prediction = await self.codec.encode(predicted, add_special_tokens=False) if predicted else ()
+        prediction = await self._encoded_prediction(predicted, is_sensitive) if predicted else ()
         self.check_open()  # again: encoding a long prompt takes a while
         own_slo = request.slo_or_none
         slo = own_slo or spec.slo
-        is_urgent = spec.kind is ServiceClass.LS or slo.tpot_s is not None or not request.stream
+        is_urgent = is_sensitive or slo.tpot_s is not None or not request.stream
         outputs = OutputStream(
             Job(
                 call_id=call_id,
@@ -191,11 +199,22 @@ class Service:
         self._idle.clear()
         return outputs
 
-    async def _echoes(self, request: GenerationRequest, prompts: Sequence[list[int]]) -> list[str]:
+    async def _encoded_prediction(self, text: str, is_urgent: bool) -> list[int]:
+        most = self.info.limits.max_tokens
+        try:
+            return await self.codec.encode(text, add_special_tokens=False, is_urgent=is_urgent, most=most)
+        except TooManyTokens as error:
+            number = error.num_tokens if error.is_exact else f"at least {error.num_tokens}"
+            raise ApiError(
+                f"the prediction has {number} tokens, but no output has more than {most}; shorten it",
+                param="prediction",
+            ) from None
+
+    async def _echoes(self, request: GenerationRequest, prompts: Sequence[list[int]], is_urgent: bool) -> list[str]:
         """Return the prompts as answers repeat them: what was sent, and the text of what was sent as token ids."""
         assert isinstance(request, CompletionRequest)
         return [
-            sent if isinstance(sent, str) else await self.codec.decode(ids)
+            sent if isinstance(sent, str) else await self.codec.decode(ids, is_urgent=is_urgent)
             for sent, ids in zip(request.prompt, prompts, strict=True)
         ]
 
@@ -218,21 +237,37 @@ class Service:
             await asyncio.wait([asyncio.ensure_future(self._idle.wait())], timeout=_GOODBYE_S)
 
     def _max_tokens(self, request: GenerationRequest, num_prompt: int) -> int:
-        limits, limit = self.info.limits, self.info.limits.max_tokens
-        holder = "the model's context" if limit == limits.max_model_len else "the server's KV pool (--device-kv-gib)"
+        limit = self.info.limits.max_tokens
         room, wanted = limit - num_prompt, request.output_limit
         if room >= 1 and wanted is None:
             return room if isinstance(request, ChatRequest) else min(room, _DEFAULT_COMPLETION_TOKENS)
         if wanted is None or room < min(wanted, 1):
-            message = f"the prompt has {num_prompt} tokens, but {holder} holds {limit}, output included; shorten it"
-        elif wanted > room:
-            message = (
-                f"the prompt has {num_prompt} tokens and max_tokens asks for {wanted}, but {holder} holds {limit} "
-                f"in all; shorten the prompt or set max_tokens to at most {room}"
+            raise self._too_long(request, num_prompt)
+        if wanted > room:
+            raise self._context_exceeded(
+                request,
+                f"the prompt has {num_prompt} tokens and max_tokens asks for {wanted}, but {self._holder} holds "
+                f"{limit} in all; shorten the prompt or set max_tokens to at most {room}",
             )
-        else:
-            return wanted
-        raise ApiError(message, param=_prompt_field(request), code="context_length_exceeded")
+        return wanted
+
+    def _too_long(self, request: GenerationRequest, num_prompt: int, *, is_exact: bool = True) -> ApiError:
+        number = num_prompt if is_exact else f"at least {num_prompt}"
+        limit = self.info.limits.max_tokens
+        return self._context_exceeded(
+            request, f"the prompt has {number} tokens, but {self._holder} holds {limit}, output included; shorten it"
+        )
+
+    @staticmethod
+    def _context_exceeded(request: GenerationRequest, message: str) -> ApiError:
+        return ApiError(message, param=_prompt_field(request), code="context_length_exceeded")
+
+    @property
+    def _holder(self) -> str:
+        """What bounds a prompt and its output."""
+        limits = self.info.limits
+        is_context = limits.max_tokens == limits.max_model_len
+        return "the model's context" if is_context else "the server's KV pool (--device-kv-gib)"
 
 
 def new_call_id(prefix: str) -> str:
@@ -242,6 +277,11 @@ def new_call_id(prefix: str) -> str:
 
 def _prompt_field(request: GenerationRequest) -> str:
     return "messages" if isinstance(request, ChatRequest) else "prompt"
+
+
+def _check_none_empty(request: GenerationRequest, prompts: Sequence[str | list[int]]) -> None:
+    if not all(prompts):
+        raise ApiError("the prompt is empty; give it at least one token", param=_prompt_field(request))
 
 
 def _samplings(request: GenerationRequest, max_tokens: int, grammar: str | None) -> Sequence[SamplingParams]:

@@ -2,67 +2,153 @@
 
 from __future__ import annotations
 
-import asyncio
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, TypeVar
-
-from jinja2 import TemplateError
+from pathlib import Path
+from typing import Any
 
 from omniserve.sampling.detokenizer import Detokenizer, special_token_ids
+from omniserve.server.byte_alphabet import BYTE_OF, BYTE_TOKEN
+from omniserve.server.chat_template import ChatTemplate
 from omniserve.server.errors import ApiError
+from omniserve.server.lanes import Lane
+from omniserve.server.token_bound import TokenBound
 from omniserve.server.tool_calls import CALL_BEGIN, CALL_END, SpecialTokens
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # So many characters or tokens take under a millisecond; longer texts must not hold up the tokens of other requests.
-_MAX_INLINE = 4096
+_MAX_INLINE = 1024
+# Longer texts of latency-sensitive requests must not hold up the shorter ones.
+_MAX_SHORT = 1 << 16
+# Seconds that a template may take for a chat. Most take under a millisecond.
+_TEMPLATE_LIMIT_S = 10.0
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than it may have.
+
+    Args:
+        num_tokens: So many.
+        is_exact: False: at least so many; the text was not encoded.
+    """
+
+    def __init__(self, num_tokens: int, *, is_exact: bool) -> None:
+        super().__init__(num_tokens)
+        self.num_tokens = num_tokens
+        self.is_exact = is_exact
 
 
 class TextCodec:
-    """A tokenizer of ``transformers``, wrapped."""
+    """A tokenizer of ``transformers``, wrapped.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Threads beside the event loop do what may take long: one for texts of best-effort requests, so that those of
+    latency-sensitive ones never wait for these, and two for the latter, so that short texts do not wait for long ones.
+
+    Args:
+        tokenizer: Of ``transformers``; nothing else uses it.
+        chat_template: The name of one of its chat templates, or a file with another one; None: its own.
+
+    Raises:
+        ValueError: There is no such template.
+    """
+
+    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
         self._tokenizer = tokenizer
-        # One thread, because the tokenizer may change its padding settings while it encodes.
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._backend = _backend_of(tokenizer)
+        """The tokenizer's part that is not Python, whose calls let other threads run. Several threads use it, so its
+        settings are made here, once. None: it has no such part, or adds something to it."""
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            self._backend.encode_special_tokens = tokenizer.split_special_tokens
+        self._bound = TokenBound(self._backend)
+        self._short_lane = self._long_lane = self._best_effort_lane = Lane("text-be")
+        if self._backend is not None:  # other tokenizers may keep something from call to call: one thread has them all
+            self._short_lane, self._long_lane = Lane("text-ls"), Lane("long-text-ls")
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
         self.token_bytes = lru_cache(maxsize=65536)(self._token_bytes)
+        sources = _template_sources(tokenizer, chat_template)
+        templates = {source: ChatTemplate(tokenizer, source) for source in sources.values()}
+        self._templates = {name: templates[source] for name, source in sources.items()}
+        """By name: ``default``, and for chats with tools ``tool_use``, if there is one; others are not used."""
 
     @property
     def has_chat_template(self) -> bool:
-        """True if the model takes chats."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        """True if the model takes chats without tools."""
+        template = self._templates.get("default")
+        return template is not None and template.problem is None
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return a text's token ids."""
-        return await self._run(len(text), self._encode, text, add_special_tokens)
+    async def look_at_templates(self) -> None:
+        """Find out how the chat templates read messages; tell of what they cannot write."""
+        for name, template in self._templates.items():
+            if name not in ("default", "tool_use"):
+                continue
+            try:
+                await self._best_effort_lane.run(template.look, limit_s=_TEMPLATE_LIMIT_S)
+            except TimeoutError:
+                template.problem = (
+                    f"this model's chat template took more than {_TEMPLATE_LIMIT_S:g} s for a short chat; give another "
+                    "one with --chat-template"
+                )
+            if template.problem is not None:
+                logger.warning("chats are refused: %s", template.problem)
+            elif template.hidden_roles:
+                logger.warning(
+                    "the chat template leaves out the content of messages of the role %s: chats with such are refused",
+                    " and ".join(map(repr, template.hidden_roles)),
+                )
+        if self._templates and "default" not in self._templates:
+            logger.warning("chats%s are refused: %s", self._but_with_tools, self._no_default)
 
-    async def encode_chat(
-        self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = (), options: Mapping[str, Any],
-        add_special_tokens: bool = False,
-    ) -> list[int]:  # fmt: skip
-        """Return the token ids of a chat, whose messages and tools are as chat templates take them.
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, is_urgent: bool = False, most: int | None = None
+    ) -> list[int]:
+        """Return a text's token ids; see ``encode_all``."""
+        (ids,) = await self.encode_all([text], add_special_tokens=add_special_tokens, is_urgent=is_urgent, most=most)
+        return ids
+
+    async def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool, is_urgent: bool = False, most: int | None = None
+    ) -> list[list[int]]:
+        """Return the token ids of texts.
 
         Args:
-            messages: At least one.
-            tools: Shown to the model.
-            options: More keyword arguments of ``apply_chat_template``; see ``TemplateFields``.
-            add_special_tokens: The tokenizer adds some to what the template writes.
+            texts: Any number.
+            add_special_tokens: The tokenizer puts those of the model around each text.
+            is_urgent: Goes before all texts that are not.
+            most: Most tokens of a text.
 
         Raises:
-            ApiError: The model has no chat template, or none for tools, or the template refuses the messages.
+            TooManyTokens: A text has more than ``most``. If that is certain before it is encoded, it is not.
         """
-        if not self.has_chat_template:
-            raise ApiError(
-                "this model has no chat template, so it cannot tell messages apart; write the chat as one prompt and "
-                "send it to /v1/completions",
-                param="messages",
-                code="no_chat_template",
-            )
+        if len(texts) == 1:  # at once, whatever waits; of many texts, each takes less time than to look at all
+            self._check_bound(texts[0], most)
+        size = sum(map(len, texts))
+        if size <= _MAX_INLINE:
+            return self._encode_all(texts, add_special_tokens, most)
+        return await self._lane(size, is_urgent).run(self._encode_all, texts, add_special_tokens, most)
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any], add_special_tokens: bool = False, is_urgent: bool = False, most: int | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Return the token ids of a chat.
+
+        Args:
+            messages: At least one, as chat templates take them, with contents as strings.
+            tools: As chat templates take them.
+            options: More keyword arguments of ``apply_chat_template``, such as ``add_generation_prompt``.
+            add_special_tokens: The tokenizer adds some to what the template writes.
+            is_urgent: Goes before all texts that are not.
+            most: Most tokens.
+
+        Raises:
+            ApiError: The model has no chat template, or none for tools, or the template does not take the chat.
+            TooManyTokens: As ``encode_all``.
+        """
+        template = self._template(with_tools=bool(tools))
         if tools and not self._knows_tools:
             raise ApiError(
                 "this model's chat template has no tools in a form that is known here (Hermes' and Qwen's "
@@ -70,34 +156,29 @@ class TextCodec:
                 param="tools",
                 code="unsupported_parameter",
             )
-        if options.get("documents") and not self._reads_documents:
-            raise ApiError(
-                "this model's chat template does not read documents; put their texts into the messages",
-                param="documents",
-                code="unsupported_parameter",
-            )
-        if any(isinstance(arguments, str) for arguments in _arguments_in(messages)) and not self._takes_text_arguments:
-            messages = [_with_object_arguments(message) for message in messages]
+        lane = self._lane(sum(len(message["content"]) for message in messages), is_urgent)
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, **options
+            text = await lane.run(
+                lambda: template.write(messages, tools=tools, options=options), limit_s=_TEMPLATE_LIMIT_S
             )
-        except TemplateError as error:
-            raise ApiError(f"the model's chat template refuses the messages: {error}", param="messages") from None
-        except ValueError as error:
-            if not options.get("continue_final_message"):
-                raise
-            message = f"the model's chat template cannot write a last message that goes on: {error}"
-            raise ApiError(message, param="continue_final_message") from None
-        return await self.encode(text, add_special_tokens=add_special_tokens)
+        except TimeoutError:
+            raise ApiError(
+                f"the model's chat template took more than {_TEMPLATE_LIMIT_S:g} s for the messages; send fewer",
+                param="messages",
+            ) from None
+        return await self.encode(text, add_special_tokens=add_special_tokens, is_urgent=is_urgent, most=most)
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included."""
-        return await self._run(len(token_ids), self._decode, token_ids)
+    async def decode(self, token_ids: Sequence[int], *, is_urgent: bool = False) -> str:
+        """Return the text of token ids, special tokens included; ``is_urgent`` as in ``encode_all``."""
+        if len(token_ids) <= _MAX_INLINE:
+            return self._decode(token_ids)
+        return await self._lane(len(token_ids), is_urgent).run(self._decode, token_ids)
 
     async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return ``token_text`` of each."""
-        return await self._run(len(token_ids), lambda: [self._token_text(i) for i in token_ids])
+        if len(token_ids) <= _MAX_INLINE:
+            return [self._token_text(i) for i in token_ids]
+        return await self._best_effort_lane.run(lambda: [self._token_text(i) for i in token_ids])
 
     def detokenizer(
         self, stop: Sequence[str], *, skip_special_tokens: bool = True, min_tokens: int = 0, include_stop: bool = False,
@@ -119,29 +200,48 @@ class TextCodec:
         )
         return SpecialTokens(begin, end, tuple(sorted(ids - {begin, end})))
 
-    async def _run(self, size: int, work: Callable[..., T], *args: Any) -> T:
-        """Do ``work`` on ``size`` characters or tokens: in this thread if they are few, else in the tokenizer's."""
-        if size <= _MAX_INLINE:
-            return work(*args)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+    def _lane(self, size: int, is_urgent: bool) -> Lane:
+        if not is_urgent:
+            return self._best_effort_lane
+        return self._short_lane if size <= _MAX_SHORT else self._long_lane
+
+    def _check_bound(self, text: str, most: int | None) -> None:
+        if most is not None and self._bound.exceeds(text, most):
+            raise TooManyTokens(most + 1, is_exact=False)
+
+    def _encode_all(self, texts: Sequence[str], add_special_tokens: bool, most: int | None) -> list[list[int]]:
+        return [self._encode(text, add_special_tokens, most) for text in texts]
+
+    def _encode(self, text: str, add_special_tokens: bool, most: int | None) -> list[int]:
+        self._check_bound(text, most)
+        found: Any
+        if self._backend is None:
+            found = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
+        else:
+            # The call for a batch lets other threads run, that for a text does not. Fast: without places in the text.
+            (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if most is not None and len(found) > most:
+            raise TooManyTokens(len(found), is_exact=True)
+        ids: list[int] = found if self._backend is None else found.ids
+        return ids
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         ids = list(token_ids)
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
+        if self._backend is not None:
+            # As above.
+            return str(self._backend.decode_batch([ids], skip_special_tokens=False)[0])
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for in the middle of a text."""
         piece = self._tokenizer.convert_ids_to_tokens(token_id)
         if piece is None:  # the model's vocabulary is padded beyond the tokenizer's
             return b""
-        if match := _BYTE_TOKEN.fullmatch(piece):
+        if match := BYTE_TOKEN.fullmatch(piece):
             return bytes([int(match[1], 16)])
         text = self._decode_one(token_id)
-        if "\N{REPLACEMENT CHARACTER}" in text and all(c in _BYTE_OF for c in piece):
-            return bytes(_BYTE_OF[c] for c in piece)
+        if "\N{REPLACEMENT CHARACTER}" in text and all(c in BYTE_OF for c in piece):
+            return bytes(BYTE_OF[c] for c in piece)
         return text.encode()
 
     def _token_text(self, token_id: int) -> str:
@@ -157,59 +257,71 @@ class TextCodec:
         anchor, text = self._anchor
         return self._tokenizer.decode([*anchor, token_id], skip_special_tokens=False)[len(text) :]
 
+    def _template(self, *, with_tools: bool) -> ChatTemplate:
+        """Return the template of chats with or without tools.
+
+        Raises:
+            ApiError: There is none.
+        """
+        if not self._templates:
+            raise ApiError(
+                "this model has no chat template, so it cannot tell messages apart; write the chat as one prompt and "
+                "send it to /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+        template = self._templates.get("tool_use") if with_tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise ApiError(self._no_default, param="messages", code="no_chat_template")
+        return template
+
+    @property
+    def _no_default(self) -> str:
+        names = ", ".join(map(repr, self._templates))
+        return (
+            f"this model has chat templates by name ({names}), and none is named 'default'; the server has to be "
+            "started with the name of the one to use, or with a file, as --chat-template"
+        )
+
+    @property
+    def _but_with_tools(self) -> str:
+        return " without tools" if "tool_use" in self._templates else ""
+
     @cached_property
     def _knows_tools(self) -> bool:
-        template = self._tokenizer.chat_template
-        if isinstance(template, dict):  # several, by name; transformers takes this one for tools
-            template = template.get("tool_use", "")
+        template = self._template(with_tools=True).source
         # Some write XML between the same tags.
         return "tools" in template and CALL_BEGIN in template and "<function=" not in template
 
     @cached_property
-    def _reads_documents(self) -> bool:
-        template = self._tokenizer.chat_template
-        texts = template.values() if isinstance(template, dict) else [template]
-        return any(re.search(r"\bdocuments\b", text) for text in texts)
-
-    @cached_property
-    def _takes_text_arguments(self) -> bool:
-        """True if the arguments of a call may be a text; some templates go through the items of an object."""
-        text = "probe"
-        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": text}}
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        try:
-            return text in self._tokenizer.apply_chat_template(chat, tokenize=False)
-        except Exception:  # a template is a program, and may fail in any way
-            return False
-
-    @cached_property
     def _anchor(self) -> tuple[list[int], str]:
-        ids = self._encode("a", False)
+        ids = self._encode("a", False, None)
         return ids, self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _arguments_in(messages: Sequence[dict[str, Any]]) -> Iterator[Any]:
-    return (call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ()))
+def _backend_of(tokenizer: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    methods = ("__call__", "_encode_plus", "decode", "_decode")
+    is_plain = all(getattr(type(tokenizer), m, None) is getattr(PreTrainedTokenizerFast, m) for m in methods)
+    return tokenizer.backend_tokenizer if is_plain else None
 
 
-def _with_object_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message in which arguments of calls that are a text are an object that has it."""
-    if not any(isinstance(arguments, str) for arguments in _arguments_in([message])):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        if isinstance(function["arguments"], str):
-            function = function | {"arguments": {"arguments": function["arguments"]}}
-        calls.append(call | {"function": function})
-    return message | {"tool_calls": calls}
+def _template_sources(tokenizer: Any, chosen: str | None) -> dict[str, str]:
+    """Return the text of each chat template by its name; of one that was chosen, as ``default`` alone.
 
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's map of printable characters to bytes, which byte-level tokenizers write their pieces in."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
+    Raises:
+        ValueError: It is neither the name of one nor a file that can be read.
+    """
+    own = getattr(tokenizer, "chat_template", None) or {}
+    named: dict[str, str] = own if isinstance(own, dict) else {"default": own}
+    if chosen is None:
+        return named
+    if chosen in named:
+        return {"default": named[chosen]}
+    try:
+        return {"default": Path(chosen).read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        names = f"; the model's own are {', '.join(map(repr, named))}" if named else "; the model has none of its own"
+        raise ValueError(f"--chat-template {chosen}: it is no file that can be read ({error}){names}") from None

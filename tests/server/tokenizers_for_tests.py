@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -42,6 +43,14 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+def tokenizer_with(template: str | dict[str, str]) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer of its own with a chat template, or several by name."""
+    backend = copy.deepcopy(byte_level_tokenizer().backend_tokenizer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 @cache
