@@ -44,6 +44,9 @@ class ServerOptions:
     """Run code that comes with it."""
     model_name: str
     """The name that the model is served under."""
+    generation_config: str = "auto"
+    """Where requests that do not say have their temperature, top_p, top_k, min_p, repetition_penalty and length from:
+    auto (the model's generation_config.json), none (OpenAI's defaults), or the path of another such file."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
@@ -75,7 +78,7 @@ class ServerOptions:
             checked_endpoint(self.otlp_endpoint)
 
 
-_FIELDS = ("host", "port", "guard_all", "otlp_endpoint", "log_level", "log_format")
+_FIELDS = ("generation_config", "host", "port", "guard_all", "otlp_endpoint", "log_level", "log_format")
 _BATCH_FIELDS = ("data_dir", "database_url")
 
 FORMER_FLAGS = {

@@ -55,7 +55,10 @@ async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -
     arrival_s = time.monotonic()
     service.check_open()
     async with take_body(http, service.bodies) as body:
-        request = parse(endpoint.request_kind, body, default_tier=http.headers.get(_SERVICE_TIER_HEADER))
+        request = parse(
+            endpoint.request_kind, body, default_tier=http.headers.get(_SERVICE_TIER_HEADER),
+            defaults=service.defaults.fields,
+        )  # fmt: skip
         request = caller_of(http).limited(request, service.info.classes)
         service.check_model(request.model)
         call_id = new_call_id(endpoint.id_prefix)

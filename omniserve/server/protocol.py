@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -326,10 +327,16 @@ class ChatRequest(GenerationRequest):
 
 
 R = TypeVar("R", bound=GenerationRequest)
+_NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 
 
-def parse(kind: type[R], body: bytes, *, default_tier: str | None = None) -> R:
-    """Return what a request's body asks for; ``default_tier`` is the ``service_tier`` of one that brings none.
+def parse(
+    kind: type[R], body: bytes, *, default_tier: str | None = None, defaults: Mapping[str, Any] = _NO_DEFAULTS
+) -> R:
+    """Return what a request's body asks for.
+
+    ``default_tier`` is the ``service_tier`` of one that brings none, ``defaults`` are values of other fields that it
+    may leave out.
 
     Raises:
         ApiError: It is no JSON object, or a field is unknown, missing, ill-typed, out of range or unsupported; the
@@ -339,6 +346,7 @@ def parse(kind: type[R], body: bytes, *, default_tier: str | None = None) -> R:
     refuse_unsupported(fields)
     if default_tier is not None:
         fields.setdefault("service_tier", default_tier)
+    fields = {**defaults, **fields}
     request = validate(kind, fields)
     _check_combinations(request)
     return request

@@ -25,6 +25,7 @@ from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
+from omniserve.server.generation_defaults import find_generation_defaults
 from omniserve.server.process import GarbageCollector, set_up_logs
 from omniserve.server.service import Service
 from omniserve.server.supervisor import EngineSupervisor
@@ -72,11 +73,15 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
         codec = TextCodec(tokenizer.result())
     except (OSError, ValueError, ImportError) as error:
         raise EngineStopped(f"no tokenizer in {options.tokenizer}: {error}") from None
+    try:
+        defaults = await asyncio.to_thread(find_generation_defaults, options.generation_config, options.tokenizer)
+    except (OSError, ValueError) as error:
+        raise EngineStopped(f"--generation-config {options.generation_config}: {error}") from None
     logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
     keys = options.keys.keys if options.keys is not None else ()
     return Service(
         engine=engine, info=info, codec=codec, model_name=options.model_name, limits=options.limits,
-        private_callers=frozenset(key.name for key in keys if key.private_prefixes),
+        private_callers=frozenset(key.name for key in keys if key.private_prefixes), defaults=defaults,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from omniserve.core.request import SamplingParams, ServiceClass
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_messages import EngineInfo
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
+from omniserve.server.generation_defaults import GenerationDefaults
 from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Job, OutputStream
@@ -29,12 +30,13 @@ class Service:
 
     def __init__(
         self, *, engine: EngineSupervisor, info: EngineInfo, codec: TextCodec, model_name: str, limits: Limits,
-        private_callers: frozenset[str] = frozenset(),
+        private_callers: frozenset[str] = frozenset(), defaults: GenerationDefaults | None = None,
     ) -> None:  # fmt: skip
         self.engine = engine
         self.info = info
         self.codec = codec
         self.model_name = model_name
+        self.defaults = defaults or GenerationDefaults()
         self.metrics = ServerMetrics([spec.name for spec in info.classes], [spec.slo for spec in info.classes])
         self.limits = limits
         self._private_callers = private_callers
@@ -143,8 +145,8 @@ class Service:
                 call_id=call_id,
                 arrival_s=arrival_s,
                 prompts=prompts,
-                samplings=_samplings(request, max_tokens),
-                stop=request.stop_strings,
+                samplings=_samplings(request, max_tokens, () if request.ignore_eos else self.defaults.stop_token_ids),
+                stop=[*request.stop_strings, *(() if request.ignore_eos else self.defaults.stop)],
                 service_class=spec.name,
                 slo=slo,
                 echoes=echoes,
@@ -197,6 +199,7 @@ class Service:
         holder = "the model's context" if limit == limits.max_model_len else "the server's KV pool (--device-kv-gib)"
         room, wanted = limit - num_prompt, request.output_limit
         if room >= 1 and wanted is None:
+            room = room if self.defaults.max_tokens is None else min(room, self.defaults.max_tokens)
             return room if isinstance(request, ChatRequest) else min(room, _DEFAULT_COMPLETION_TOKENS)
         if wanted is None or room < min(wanted, 1):
             message = f"the prompt has {num_prompt} tokens, but {holder} holds {limit}, output included; shorten it"
@@ -219,7 +222,9 @@ def _prompt_field(request: GenerationRequest) -> str:
     return "messages" if isinstance(request, ChatRequest) else "prompt"
 
 
-def _samplings(request: GenerationRequest, max_tokens: int) -> Sequence[SamplingParams]:
+def _samplings(
+    request: GenerationRequest, max_tokens: int, more_stop_token_ids: Sequence[int]
+) -> Sequence[SamplingParams]:
     """Return the sampling of each of the n choices; they differ in their seeds."""
     grammar = request.grammar  # made anew each time it is asked for
     return [
@@ -233,7 +238,7 @@ def _samplings(request: GenerationRequest, max_tokens: int) -> Sequence[Sampling
             repetition_penalty=request.repetition_penalty,
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
-            stop_token_ids=tuple(request.stop_token_ids),
+            stop_token_ids=(*request.stop_token_ids, *more_stop_token_ids),
             ignore_eos=request.ignore_eos,
             logit_bias=tuple(request.logit_bias),
             grammar=grammar,

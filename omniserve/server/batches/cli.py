@@ -13,11 +13,12 @@ from typing import Any
 
 import httpx
 
-from omniserve.launch.dataclass_flags import integer
+from omniserve.launch.dataclass_flags import add_field_flags, integer
 from omniserve.launch.flags import add_engine_flags, config_from
 from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import FileFolder
+from omniserve.server.cli import ServerOptions
 from omniserve.server.limits import Limits
 
 _POLL_S = 2.0
@@ -65,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     submit.add_argument("--completion-window", default="24h", help="like 90m, 24h, 7d (default: %(default)s)")
     add_engine_flags(run)
     run.add_argument("--served-model-name", metavar="NAME", help="the model's name in the file (default: as --model)")
+    add_field_flags(run, ServerOptions, ("generation_config",))
     run.add_argument(
         "--batch-concurrency",
         type=integer(1),
@@ -121,7 +123,6 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
     from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader, builtin_model_path
     from omniserve.server.batches.offline import OfflineJob, run_offline
-    from omniserve.server.cli import ServerOptions
 
     try:
         config = config_from(args)
@@ -132,6 +133,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         tokenizer=model,
         trust_remote_code=config.execution.trust_remote_code,
         model_name=args.served_model_name or args.model or BUILTIN_MODEL_NAME,
+        generation_config=args.generation_config,
         limits=Limits(batch_concurrency=args.batch_concurrency, batch_max_lines=sys.maxsize),
         log_level="warning",
     )
