@@ -264,7 +264,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
 _OWN_SIZES = frozenset(
     {
         "attention_chunk_size", "global_head_dim", "head_dim", "index_head_dim", "kv_lora_rank",
-        "num_global_key_value_heads", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "rope_parameters",
+        "num_global_key_value_heads", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
         "rotary_dim", "sliding_window", "swa_head_dim", "swa_kv_lora_rank", "swa_q_lora_rank", "swa_qk_nope_head_dim",
         "swa_v_head_dim", "v_head_dim", "vocab_size", "window_size",
     }
@@ -303,6 +303,8 @@ def _own_sizes(usual: PreTrainedConfig, fields: Mapping[str, Any], *, is_wide: b
     ``is_wide``: the hidden size is that of all heads, as in types that have no other.
     """
     own = {name: value for name, value in fields.items() if name not in _OWN_SIZES or value is None}
+    if own.get("rope_parameters", {}).get("rope_type") == "longrope":  # has a factor for each two elements of a head
+        del own["rope_parameters"]
     heads, kv_heads, hidden = (
         next((n for each in names if isinstance(n := _value(usual, each), int)), 0)
         for names in (_HEADS, _KV_HEADS, _HIDDEN)
