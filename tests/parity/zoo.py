@@ -318,12 +318,13 @@ def _own_sizes(usual: PreTrainedConfig, fields: Mapping[str, Any], *, is_wide: b
     few = 1 if group > 1 else 2
     width = few * group * head_size if is_wide else 64
     sizes = dict.fromkeys(_HEADS, few * group) | dict.fromkeys(_KV_HEADS, few) | dict.fromkeys(_HIDDEN, width)
-    if isinstance(_value(usual, "head_dim"), int):
-        sizes["head_dim"] = head_size
     if width > _WIDEST_OF_WHOLE_VOCABULARY or "vocab_size_per_layer_input" in fields:
         sizes["vocab_size"] = VOCAB_SIZE
     known = _known(usual)
-    return own | {name: size for name, size in sizes.items() if name in known and _value(usual, name) is not None}
+    own |= {name: size for name, size in sizes.items() if name in known and _value(usual, name) is not None}
+    if "head_dim" in known and (fields.get("head_dim") or _value(usual, "head_dim")):
+        own["head_dim"] = head_size
+    return own
 
 
 def _smaller(
@@ -453,8 +454,13 @@ def _try_one(
     return Outcome(model_type, "exact", detail)
 
 
-def page(outcomes: list[Outcome], image_text: list[Outcome], compiled: Sequence[Outcome] = ()) -> str:
-    """Return the page that lists types of causal language models, and of models with an encoder of images."""
+def page(
+    outcomes: list[Outcome], image_text: list[Outcome], compiled: Sequence[Outcome] = (), own: Sequence[Outcome] = ()
+) -> str:
+    """Return the page that lists types of causal language models, and of models with an encoder of images.
+
+    ``own`` are runs with the types' own sizes.
+    """
     of_compiled = [each.model_type for each in compiled if each.result == "exact"]
     exact = [each for each in outcomes if each.result == "exact"]
     refused = [each for each in outcomes if each.result == "refused"]
@@ -468,6 +474,7 @@ def page(outcomes: list[Outcome], image_text: list[Outcome], compiled: Sequence[
         f"## Exact ({len(exact)})", "",
         ", ".join(f"`{each.model_type}`" for each in exact), "",
         f"These were run compiled, too: {', '.join(f'`{name}`' for name in of_compiled)}.", "",
+        *_own_sizes_paragraph(own),
         f"## Refused, by name ({len(refused)})", "",
         "| type | reason |", "|---|---|", *(f"| `{each.model_type}` | {each.detail} |" for each in refused), "",
         f"## Not tried ({len(untried)})", "",
@@ -482,6 +489,15 @@ def page(outcomes: list[Outcome], image_text: list[Outcome], compiled: Sequence[
         "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _own_sizes_paragraph(own: Sequence[Outcome]) -> list[str]:
+    if not own:
+        return []
+    exact = ", ".join(f"`{each.model_type}`" for each in own if each.result == "exact")
+    others = "; ".join(f"`{each.model_type}` ({each.result}: {each.detail})" for each in own if each.result != "exact")
+    text = f"With the head sizes, windows, query heads to a KV head and vocabulary of their defaults, too: {exact}."
+    return [text + (f" These were not: {others}." if others else ""), ""]
 
 
 def _one_line(error: BaseException) -> str:
