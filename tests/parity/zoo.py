@@ -269,8 +269,10 @@ _OWN_SIZES = frozenset(
         "swa_v_head_dim", "v_head_dim", "vocab_size", "window_size",
     }
 )  # fmt: skip
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_HEADS = (
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "swa_num_attention_heads",
+)  # fmt: skip
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size")
 _WIDEST, _WIDEST_OF_WHOLE_VOCABULARY = 2048, 256
 """Of a type whose hidden size is that of all its heads: the largest, and the largest with its own vocabulary."""
