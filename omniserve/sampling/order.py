@@ -21,9 +21,13 @@ def first_tokens(logits_RV: Tensor, sorted_RC: Tensor, num_R1: Tensor) -> Tensor
     ``sorted_RC`` are at least as many of the row's largest logits, in descending order; the numbers are int64, >= 1.
     """
     last_R1 = sorted_RC.gather(1, num_R1 - 1)
-    is_above_RV, is_equal_RV = logits_RV > last_R1, logits_RV == last_R1
-    num_equal_R1 = num_R1 - is_above_RV.sum(dim=1, keepdim=True)
-    return is_above_RV | (is_equal_RV & (is_equal_RV.cumsum(dim=1, dtype=torch.int32) <= num_equal_R1))
+    is_kept_RV = logits_RV >= last_R1
+    if logits_RV.device.type == "cpu" and torch.equal(is_kept_RV.count_nonzero(dim=1), num_R1[:, 0]):
+        return is_kept_RV  # nothing is equal across the border; on a GPU the host would have to wait to know
+    is_equal_RV = logits_RV == last_R1
+    num_equal_R1 = num_R1 - (sorted_RC > last_R1).sum(dim=1, keepdim=True)
+    is_late_RV = is_equal_RV & (is_equal_RV.cumsum(dim=1, dtype=torch.int32) > num_equal_R1)
+    return is_kept_RV & is_late_RV.logical_not_()
 
 
 def likeliest(logits_RV: Tensor, num: int) -> Tensor:
