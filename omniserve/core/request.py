@@ -74,13 +74,15 @@ class SamplingParams:
     max_tokens: int = 16
     """Largest number of output tokens; 0 only reads the prompt, for ``prompt_logprobs``."""
     temperature: float = 0.0
-    """0 is greedy; otherwise logits are divided by it."""
+    """0 is greedy, as is less than 1e-5; otherwise logits are divided by it. Of equal tokens greedy takes the one with
+    the lowest id."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Keep the k likeliest tokens, of equal ones those with the lowest ids; 0 keeps all, 1 is greedy."""
     top_p: float = 1.0
-    """Keep the smallest set of likeliest tokens whose probability reaches top_p, in (0, 1]."""
+    """Keep the smallest set of likeliest tokens whose probability reaches top_p, in (0, 1], of equal ones those with
+    the lowest ids; as it goes to 0, that is greedy."""
     min_p: float = 0.0
-    """Drop tokens less likely than min_p times the likeliest, in [0, 1]."""
+    """Drop tokens less likely than min_p times the likeliest, in [0, 1]; 1 is greedy."""
     seed: int | None = None
     """Seed of this request: the same one gives the same tokens, whatever else runs. None draws a fresh one."""
     repetition_penalty: float = 1.0
@@ -103,7 +105,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first, which nothing predicts."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit, in [-100, 100]); a mapping is taken, too."""
+    """(token id, what is added to its logit, in [-100, 100]); a mapping is taken, too. A token with -100 never comes.
+    While one with 100 may come, none without does."""
     grammar: str | None = None
     """What the output has to be, in llguidance's dialect of Lark; see ``omniserve.json_grammar``. Needs a tokenizer."""
 

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 HOST_KV_DTYPES = ("auto", "int8")
 """The dtypes of the host pool: the model's, or int8 with a scale per token, KV head and K or V."""
 
+HEAD_SIZE_STEP, MAX_HEAD_SIZE = 8, 512
+"""The attention kernels of both tiers take heads whose size is a multiple of the one and at most the other. Heads of
+another size are padded with zeros, up to the largest of the model's layers."""
+
 _SCALE_BYTES = 4
 
 
@@ -34,6 +38,19 @@ class AttentionSpec:
         return max(0, in_window, position - position % self.chunk if self.chunk else 0)
 
 
+def eos_token_ids(vocab_size: int, *sources: object) -> tuple[int, ...]:
+    """Return the ids that end a sequence by any of these: configs and tokenizers with an ``eos_token_id``.
+
+    They are one set, for checkpoints differ in which of them names the token that ends a turn and which the one that
+    ends a text. Ids beyond the vocabulary are left out.
+    """
+    found = (getattr(source, "eos_token_id", None) for source in sources)
+    ids = {
+        token_id for each in found if each is not None for token_id in ([each] if isinstance(each, int) else each)
+    }  # fmt: skip
+    return tuple(sorted(token_id for token_id in ids if 0 <= token_id < vocab_size))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
     """Sizes of a patched model."""
@@ -44,9 +61,11 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_size: int
+    """Elements of a head in the KV cache, where all layers have the same; a multiple of HEAD_SIZE_STEP."""
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    """Each ends a sequence; see ``eos_token_ids``."""
     dtype_bytes: int
     attention: tuple[AttentionSpec, ...]
     """The attention of each layer."""

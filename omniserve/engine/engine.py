@@ -21,7 +21,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.errors import EngineStopped, PeerLost, Stalled
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Completion, Request, RequestLimits, RequestOutput, ServiceClass
-from omniserve.core.spec import ModelSpec
+from omniserve.core.spec import ModelSpec, eos_token_ids
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
 from omniserve.engine.assembly import check_policy, check_ranks, make_host_tier, make_runner, num_late_layers
@@ -65,7 +65,8 @@ class Engine:
         config: Settings; None takes the defaults.
         profile: What a latency model is made of (see ``omniserve.profiling``). None: there is none, steps are bounded
             by ``max_num_batched_tokens`` only, and no objective is enforced.
-        tokenizer: Needed for stop strings, for grammars and for the text of completions.
+        tokenizer: Needed for stop strings, for grammars and for the text of completions. Its end-of-sequence token
+            ends an output as those of the model's configs do.
         clock: Monotonic seconds.
         group: The other ranks, with ``tensor_parallel_size``; the model is then rank 0's part, and the engine ends them
             as it is closed. ``omniserve.launch.loading.EngineLoader`` makes all that.
@@ -98,7 +99,8 @@ class Engine:
         self._ids = itertools.count()
         self._closed = False
         self._process_id = os.getpid()
-        self.spec: ModelSpec = patched.spec
+        ends = {*patched.spec.eos_token_ids, *eos_token_ids(patched.spec.vocab_size, tokenizer)}
+        self.spec: ModelSpec = dataclasses.replace(patched.spec, eos_token_ids=tuple(sorted(ends)))
         self.config = config = fit_states(config, self.spec)
         self._grammars = GrammarCompiler(
             tokenizer, vocab_size=self.spec.vocab_size, eos_token_ids=self.spec.eos_token_ids

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.core.registry import Registry
-from omniserve.core.spec import AttentionSpec, ModelSpec
+from omniserve.core.spec import HEAD_SIZE_STEP, MAX_HEAD_SIZE, AttentionSpec, ModelSpec, eos_token_ids
 from omniserve.layers.arguments import LayerArguments
 from omniserve.layers.around import check_between_layers, find_first_position, row_layout, same_tensors
 from omniserve.layers.between import BetweenLayer, number_states
@@ -162,7 +162,9 @@ class TracedFamily:
         query_heads, kv_heads, _, query_sizes, _, value_sizes = map(set, zip(*sizes, strict=True))
         halves = self.halves
         halves.num_heads, halves.num_kv_heads = max(query_heads), max(kv_heads)
-        halves.head_size = max(*query_sizes, *value_sizes)
+        halves.head_size = -(-max(*query_sizes, *value_sizes) // HEAD_SIZE_STEP) * HEAD_SIZE_STEP
+        if halves.head_size > MAX_HEAD_SIZE:
+            raise self._unsupported(f"has heads of {halves.head_size} elements; the kernels take up to {MAX_HEAD_SIZE}")
         if len(query_heads) > 1 or any(halves.num_kv_heads % number for number in kv_heads):
             raise self._unsupported(f"has layers whose numbers of heads do not fit one KV cache: {sorted(sizes)}")
         if any(size[1] != size[2] or size[3] != size[4] for size in sizes):
@@ -306,8 +308,6 @@ class TracedFamily:
         limit, why = min((length, reason) for reason, length in self.limits().items())
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ValueError(f"max_model_len must be in [1, {limit}] for this model ({why}), got {max_model_len}")
-        sources = (self.model.generation_config, self.config)
-        eos = next((e for source in sources if (e := getattr(source, "eos_token_id", None)) is not None), ())
         return ModelSpec(
             num_layers=len(self.layers),
             hidden_size=self._rows.width,
@@ -316,7 +316,9 @@ class TracedFamily:
             head_size=self.halves.head_size,
             vocab_size=self.ends.vocab_size,
             max_model_len=max_model_len or limit,
-            eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
+            eos_token_ids=eos_token_ids(
+                self.ends.vocab_size, self.model.generation_config, self.model.config, self.config
+            ),
             dtype_bytes=self.model.dtype.itemsize,
             attention=tuple(self._specs),
             state_bytes=state_bytes(self.state_forms),

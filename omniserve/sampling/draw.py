@@ -13,9 +13,10 @@ from torch import Tensor
 
 from omniserve.core.request import SamplingParams
 from omniserve.ops.streams import upload
+from omniserve.sampling.order import first_tokens
 
-# With a lower one quotients overflow float32, and all probabilities are nan. With this one sampling is greedy.
-_MIN_TEMPERATURE = 1e-6
+_GREEDY_BELOW = 1e-5
+"""A lower temperature is greedy: quotients would overflow float32, and all probabilities be nan."""
 _CPU_ROWS = 4
 """Rows at a time on a CPU; they fit memory that the allocator keeps."""
 _GPU_ROWS = 32
@@ -41,25 +42,32 @@ def draw(logits_RV: Tensor, params: Sequence[SamplingParams], numbers: Sequence[
     return torch.cat(tokens)
 
 
+def is_greedy(params: SamplingParams) -> bool:
+    """Tell whether the first token (``sampling.order``) is all that the parameters leave, whatever the logits."""
+    return params.temperature < _GREEDY_BELOW or params.top_k == 1 or params.min_p == 1.0
+
+
 def kept_probs(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Return each row's probabilities, 0 for tokens that a filter removes; float32 ``[R, V]``, not normalised again.
 
     Temperature comes first, then top-k, top-p and min-p, each on the tokens that the one before left (Hugging Face's
-    order). Of tokens with equal probability top-k keeps all or none, and top-p the first ones.
+    order). Of equal tokens, top-k and top-p keep as many as they need, the first ones (``sampling.order``); min-p keeps
+    all or none, but a single one where it is 1.
     """
-    settings = [(max(p.temperature, _MIN_TEMPERATURE), p.top_k, p.top_p, p.min_p) for p in params]
+    settings = [
+        (max(p.temperature, _GREEDY_BELOW), 1 if is_greedy(p) else p.top_k, p.top_p, p.min_p) for p in params
+    ]  # fmt: skip
     settings_R4 = upload(torch.tensor(settings, dtype=torch.float64), logits_RV.device)
     temperature_R1, top_k_R1, top_p_R1, min_p_R1 = settings_R4.split(1, dim=1)
-    logits_RV = logits_RV.float() / temperature_R1.float()
-    vocab_size = logits_RV.shape[1]
-    rows = [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size]
+    rows = [row for row, (_, top_k, _, _) in enumerate(settings) if 0 < top_k < logits_RV.shape[1]]
+    logits_RV = logits_RV.to(torch.float32, copy=bool(rows))
     if rows:
-        most = max(params[row].top_k for row in rows)
+        most = int(max(settings[row][1] for row in rows))
         logits_RV = _change(logits_RV, rows, lambda some, own: _top_k(some, own(top_k_R1), most))
-    probs_RV = logits_RV.softmax(dim=-1)
+    probs_RV = (logits_RV / temperature_R1.float()).softmax(dim=-1)
     rows = [row for row, p in enumerate(params) if p.top_p < 1.0]
     if rows:
-        probs_RV = _change(probs_RV, rows, lambda some, own: _top_p(some, own(top_p_R1)))
+        probs_RV = _change(probs_RV, rows, lambda some, own: _top_p(some, own(logits_RV), own(top_p_R1)))
     rows = [row for row, p in enumerate(params) if p.min_p > 0.0]
     if rows:
         probs_RV = _change(probs_RV, rows, lambda some, own: _min_p(some, own(min_p_R1)))
@@ -80,35 +88,38 @@ def _change(
 
 
 def _top_k(logits_RV: Tensor, top_k_R1: Tensor, most: int) -> Tensor:
-    kth_R1 = logits_RV.topk(most).values.gather(1, top_k_R1.long() - 1)
-    return logits_RV.masked_fill(logits_RV < kth_R1, -math.inf)
+    is_kept_RV = first_tokens(logits_RV, logits_RV.topk(most).values, top_k_R1.long())
+    return logits_RV.masked_fill(is_kept_RV.logical_not_(), -math.inf)
 
 
-def _top_p(probs_RV: Tensor, top_p_R1: Tensor) -> Tensor:
+def _top_p(probs_RV: Tensor, logits_RV: Tensor, top_p_R1: Tensor) -> Tensor:
     """Keep the likeliest tokens until their sum reaches top-p (float64), and at least one; ``probs_RV`` add up to 1."""
-    sorted_RC, num_needed_R1 = _likeliest(probs_RV, top_p_R1)
-    before_RC = (
-        sorted_RC.cumsum(dim=-1, dtype=torch.float64) - sorted_RC
-    )  # sums in float32 depend on the number of rows
+    (sorted_RC, ids_RC), num_needed_R1 = _likeliest(probs_RV, logits_RV, top_p_R1)
+    # Sums in float32 depend on the number of rows.
+    sorted_probs_RC = probs_RV.gather(1, ids_RC)
+    before_RC = sorted_probs_RC.cumsum(dim=-1, dtype=torch.float64) - sorted_probs_RC
     is_kept_RC = before_RC < top_p_R1
     if num_needed_R1 is not None:
         is_kept_RC &= torch.arange(sorted_RC.shape[1]) < num_needed_R1
-    is_kept_RC[:, :1].fill_(True)  # even if top-p is almost 0; an assignment would wait for a GPU
-    last_R1 = sorted_RC.gather(1, is_kept_RC.sum(dim=1, keepdim=True) - 1)
-    num_equal_R1 = (is_kept_RC & (sorted_RC == last_R1)).sum(dim=1, keepdim=True)
-    is_equal_RV = probs_RV == last_R1
-    is_kept_RV = is_equal_RV & (is_equal_RV.cumsum(dim=1, dtype=torch.int32) <= num_equal_R1)
-    return probs_RV.masked_fill((is_kept_RV | (probs_RV > last_R1)).logical_not_(), 0.0)
+    num_kept_R1 = is_kept_RC.sum(dim=1, keepdim=True).clamp_(min=1)  # even if top-p is almost 0
+    return probs_RV.masked_fill(first_tokens(logits_RV, sorted_RC, num_kept_R1).logical_not_(), 0.0)
 
 
-def _likeliest(probs_RV: Tensor, top_p_R1: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return enough of the largest probabilities for top-p, in descending order, and how many each row needs."""
+def _likeliest(
+    probs_RV: Tensor, logits_RV: Tensor, top_p_R1: Tensor
+) -> tuple[tuple[Tensor, Tensor], Tensor | None]:  # fmt: skip
+    """Return enough of the largest logits for top-p, in descending order, with their ids, and how many each row needs.
+
+    Which of the ids of equal ones is where depends on the device; their probabilities are the same.
+    """
     if probs_RV.device.type != "cpu":  # the host would have to wait for the number
-        return probs_RV.sort(dim=-1, descending=True).values, None
+        values_RV, ids_RV = logits_RV.sort(dim=-1, descending=True)
+        return (values_RV, ids_RV), None
     # The sum of all lower probabilities is less than top-p leaves out, even if float32 has a tenth of that wrong.
     enough_R1 = (0.9 * (1.0 - top_p_R1) / probs_RV.shape[1]).float()
     num_needed_R1 = (probs_RV >= enough_R1).sum(dim=1, keepdim=True)
-    return probs_RV.topk(max(1, int(num_needed_R1.max()))).values, num_needed_R1
+    values_RC, ids_RC = logits_RV.topk(max(1, int(num_needed_R1.max())))
+    return (values_RC, ids_RC), num_needed_R1
 
 
 def _min_p(probs_RV: Tensor, min_p_R1: Tensor) -> Tensor:

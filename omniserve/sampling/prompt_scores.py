@@ -14,6 +14,7 @@ from torch import Tensor
 from omniserve.core.plan import PromptScores
 from omniserve.core.request import TokenLogprob
 from omniserve.ops.streams import AsyncHostCopy, upload
+from omniserve.sampling.order import likeliest
 
 # The most rows whose logits are held at a time, in float32: 80 MB with a vocabulary of 152,000.
 _ROWS_AT_A_TIME = 128
@@ -49,11 +50,13 @@ def score_prompts(
 def logprobs_of(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return each row's log-probability of its token ``[R]``, its N likeliest tokens and theirs ``[R, N]``.
 
-    ``num_top`` is N, but there are at most V. The host does not wait for the device.
+    ``num_top`` is N, but there are at most V; equal ones are in the order of ``sampling.order``. The host does not
+    wait for the device.
     """
-    logprobs_RV = logits_RV.float().log_softmax(dim=-1)
-    top_RN = logprobs_RV.topk(min(num_top, logprobs_RV.shape[1]), dim=-1)
-    return logprobs_RV.gather(1, token_ids_R[:, None])[:, 0], top_RN.indices, top_RN.values
+    logits_RV = logits_RV.float()
+    logprobs_RV = logits_RV.log_softmax(dim=-1)
+    top_ids_RN = likeliest(logits_RV, num_top)
+    return logprobs_RV.gather(1, token_ids_R[:, None])[:, 0], top_ids_RN, logprobs_RV.gather(1, top_ids_RN)
 
 
 def told_logprobs(

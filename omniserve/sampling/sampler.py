@@ -20,12 +20,14 @@ from torch import Tensor
 from omniserve.core.plan import SampledToken
 from omniserve.core.request import SamplingParams, TokenLogprob
 from omniserve.ops.streams import AsyncHostCopy, upload
-from omniserve.sampling.draw import draw
+from omniserve.sampling.draw import draw, is_greedy
 from omniserve.sampling.grammar import GrammarFailed, GrammarState
 from omniserve.sampling.prompt_scores import logprobs_of, told_logprobs
 
 _NO_DRAFTS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 _DRAW_BITS = 52
+_BANS, _FORCES = -100.0, 100.0
+"""Biases that are absolute, however far apart the logits are."""
 # The most rows whose changed logits (by bias, penalties or a grammar) are held at a time, in float32.
 _MOST_CHANGED = 32
 
@@ -38,7 +40,9 @@ class _RequestSampling:
     penalised: tuple[Tensor, Tensor] | None
     """For penalties: how often each token is in the output ``[V]``, and which ones are in the prompt, bool ``[V]``."""
     bias: tuple[Tensor, Tensor] | None
-    """Token ids, and the values to add to their logits."""
+    """Token ids, and the values to add to their logits; -inf bans one."""
+    forced_V: Tensor | None
+    """Tokens beside which no other comes as long as one of them may, bool ``[V]``."""
     grammar: GrammarState | None
     ends: Tensor | None
     """Token ids that end the output, int64, if they may not come at first."""
@@ -99,14 +103,16 @@ class PendingSample:
     scored_rows: Sequence[Sequence[int]]
     """Rows that return log-probabilities, in groups with the same number of likeliest tokens."""
     copy: AsyncHostCopy
-    """Tokens, the largest logit of each row, and the three tensors of ``logprobs_of`` for each of ``scored_rows``."""
+    """Tokens, the largest logit of each row (-inf where no token may come), and the three tensors of ``logprobs_of``
+    for each of ``scored_rows``."""
 
     def result(self) -> tuple[dict[str, tuple[SampledToken, ...]], dict[str, str]]:
         """Wait for the tokens, once; return them and error messages by request.
 
         Of a request with drafts, a row's token counts if those before it are the drafts. A request fails if the maximum
-        of its row is not finite or if no token fits its grammar. One with drafts never fails: it has the tokens of the
-        rows before such a row, maybe none. What follows the end of a grammar does not count.
+        of its row is not finite, if its bias bans all tokens, or if no token fits its grammar. One with drafts never
+        fails: it has the tokens of the rows before such a row, maybe none. What follows the end of a grammar does not
+        count.
         """
         tokens_R, top_R, *told = self.copy.wait()
         token_ids, top = tokens_R.tolist(), top_R.tolist()
@@ -132,7 +138,9 @@ class PendingSample:
                 row = own.stop
                 continue
             # max() returns nan if any logit is nan.
-            if not math.isfinite(top[row]):
+            if top[row] == -math.inf:
+                failed[request_id] = "no token may come: logit_bias and the format that the answer has to keep ban all"
+            elif not math.isfinite(top[row]):
                 failed[request_id] = f"the model returned non-finite logits (maximum {top[row]})"
             else:
                 try:
@@ -181,10 +189,10 @@ class Sampler:
     ) -> None:  # fmt: skip
         """Begin to sample for a request; ``grammar`` is the start state of the grammar in ``params``, if any."""
         random = None
-        if params.temperature > 0:
+        if not is_greedy(params):
             seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
             random = Random(seed & (2**64 - 1))
-        penalised = bias = None
+        penalised = bias = forced_V = None
         if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
             in_prompt_V = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
             in_prompt_V.index_fill_(0, upload(torch.tensor(list(prompt_token_ids)), self._device), True)
@@ -192,7 +200,11 @@ class Sampler:
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
             added = torch.tensor(values, dtype=torch.float32)
+            added.masked_fill_(added == _BANS, -math.inf)
             bias = upload(torch.tensor(ids), self._device), upload(added, self._device)
+            if forced := [token_id for token_id, value in params.logit_bias if value == _FORCES]:
+                forced_V = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+                forced_V.index_fill_(0, upload(torch.tensor(forced), self._device), True)
         ends = None
         end_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
         if params.min_tokens and (known := sorted(i for i in end_ids if i < self._vocab_size)):
@@ -200,7 +212,7 @@ class Sampler:
         changes_logits = any(x is not None for x in (penalised, bias, grammar, ends))
         is_plain = params.logprobs is None and random is None and not changes_logits
         self._requests[request_id] = _RequestSampling(
-            params, random, penalised, bias, grammar, ends, is_plain, changes_logits
+            params, random, penalised, bias, forced_V, grammar, ends, is_plain, changes_logits
         )  # fmt: skip
 
     def remove(self, request_id: str) -> None:
@@ -226,11 +238,11 @@ class Sampler:
         """
         top_R, tokens_R = logits_RV.max(dim=-1)
         others = self._rows_of_others(request_ids, drafts)
-        told = [top_R]
         failed: dict[int, str] = {}
         scored: dict[int, list[int]] = {}
+        told = [top_R]
         if others:
-            failed = self._sample_others(logits_RV, tokens_R, others)
+            failed = self._sample_others(logits_RV, tokens_R, top_R, others)
             for each in others:
                 if each.request.params.logprobs is not None:
                     scored.setdefault(each.request.params.logprobs, []).append(each.row)
@@ -262,8 +274,13 @@ class Sampler:
             num_seen[request_id] += 1
         return rows
 
-    def _sample_others(self, logits_RV: Tensor, tokens_R: Tensor, others: Sequence[_Row]) -> dict[int, str]:
-        """Replace the likeliest tokens in the rows of requests with parameters; return error messages by row."""
+    def _sample_others(
+        self, logits_RV: Tensor, tokens_R: Tensor, top_R: Tensor, others: Sequence[_Row]
+    ) -> dict[int, str]:
+        """Replace the likeliest tokens in the rows of requests with parameters; return error messages by row.
+
+        In ``top_R`` it replaces the largest logit by -inf where none is left.
+        """
         failed: dict[int, str] = {}
         picked: list[tuple[list[int], Tensor]] = []
         unchanged = [each for each in others if each.request.random and not each.request.changes_logits]
@@ -281,6 +298,9 @@ class Sampler:
             except GrammarFailed as error:
                 failed[each.row] = str(error)
                 continue
+            if each.request.bias is not None:
+                most, top = adjusted_V.max(), top_R[each.row]
+                top.copy_(torch.where(most == -math.inf, most.to(top.dtype), top))
             if each.request.random is None:
                 picked.append(([each.row], adjusted_V.argmax()[None]))
                 continue
@@ -300,7 +320,7 @@ class Sampler:
         return failed
 
     def _adjusted(self, logits_V: Tensor, each: _Row) -> Tensor:
-        """Apply the bias, then the penalties (Hugging Face's order), then the grammar, then the least length."""
+        """Apply the bias, then the penalties (Hugging Face's order), the grammar, the least length and what is forced."""
         request, params = each.request, each.request.params
         if request.bias is not None:
             logits_V = logits_V.index_add(0, *request.bias)
@@ -325,6 +345,9 @@ class Sampler:
             going_on_V = logits_V.index_fill(0, request.ends, -math.inf)
             # Where a grammar is at its end, only an end is left.
             logits_V = torch.where(going_on_V.max() > -math.inf, going_on_V, logits_V)
+        if request.forced_V is not None:
+            forced_V = logits_V.masked_fill(~request.forced_V, -math.inf)
+            logits_V = torch.where((forced_V > -math.inf).any(), forced_V, logits_V)
         return logits_V
 
 

@@ -61,6 +61,9 @@ class ServerOptions:
     """The name that the model is served under."""
     chat_template: str | None = None
     """Write chats with this template: the name of one of the model's, or a Jinja file (default: the model's own)."""
+    generation_config: str = "auto"
+    """Where requests that do not say have their temperature, top_p, top_k, min_p, repetition_penalty and length from:
+    auto (the model's generation_config.json), none (OpenAI's defaults), or the path of another such file."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
@@ -95,7 +98,10 @@ class ServerOptions:
             checked_endpoint(self.otlp_endpoint)
 
 
-_FIELDS = ("chat_template", "host", "port", "guard_all", "unknown_fields", "otlp_endpoint", "log_level", "log_format")
+_FIELDS = (
+    "chat_template", "generation_config", "host", "port", "guard_all", "unknown_fields", "otlp_endpoint", "log_level",
+    "log_format",
+)  # fmt: skip
 _BATCH_FIELDS = ("data_dir", "database_url")
 
 FORMER_FLAGS = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -447,10 +448,17 @@ class ChatRequest(TemplateFields, GenerationRequest):
 
 
 R = TypeVar("R", bound=GenerationRequest)
+_NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 
 
-def parse(kind: type[R], body: bytes, unknown: UnknownFields, *, default_tier: str | None = None) -> R:
-    """Return what a request's body asks for; ``default_tier`` is the ``service_tier`` of one that brings none.
+def parse(
+    kind: type[R], body: bytes, unknown: UnknownFields, *, default_tier: str | None = None,
+    defaults: Mapping[str, Any] = _NO_DEFAULTS,
+) -> R:  # fmt: skip
+    """Return what a request's body asks for.
+
+    ``default_tier`` is the ``service_tier`` of one that brings none, ``defaults`` are values of other fields that it
+    may leave out.
 
     Raises:
         ApiError: It is no JSON object, or a field is missing, ill-typed, out of range, unsupported, or unknown where
@@ -459,7 +467,8 @@ def parse(kind: type[R], body: bytes, unknown: UnknownFields, *, default_tier: s
     fields = read_fields(body)
     if default_tier is not None:
         fields.setdefault("service_tier", default_tier)
-    request = validate(kind, fields, unknown)
+    said = {name: value for name, value in fields.items() if value is not None}
+    request = validate(kind, {**defaults, **said}, unknown)
     _check_combinations(request)
     return request
 

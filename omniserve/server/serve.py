@@ -26,6 +26,7 @@ from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_co
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
 from omniserve.server.fields import UnknownFields
+from omniserve.server.generation_defaults import find_generation_defaults
 from omniserve.server.origins import is_loopback
 from omniserve.server.process import GarbageCollector
 from omniserve.server.service import Service
@@ -79,12 +80,16 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
     except ValueError as error:
         raise EngineStopped(str(error)) from None
     await codec.look_at_templates()
+    try:
+        defaults = await asyncio.to_thread(find_generation_defaults, options.generation_config, options.tokenizer)
+    except (OSError, ValueError) as error:
+        raise EngineStopped(f"--generation-config {options.generation_config}: {error}") from None
     logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
     keys = options.keys.keys if options.keys is not None else ()
     return Service(
         engine=engine, info=info, codec=codec, model_name=options.model_name, limits=options.limits,
         private_callers=frozenset(key.name for key in keys if key.private_prefixes),
-        unknown_fields=UnknownFields(refuse=options.unknown_fields == "refuse"),
+        unknown_fields=UnknownFields(refuse=options.unknown_fields == "refuse"), defaults=defaults,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_messages import EngineInfo
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
 from omniserve.server.fields import UnknownFields
+from omniserve.server.generation_defaults import GenerationDefaults
 from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Job, OutputStream
@@ -34,11 +35,13 @@ class Service:
     def __init__(
         self, *, engine: EngineSupervisor, info: EngineInfo, codec: TextCodec, model_name: str, limits: Limits,
         private_callers: frozenset[str] = frozenset(), unknown_fields: UnknownFields | None = None,
+        defaults: GenerationDefaults | None = None,
     ) -> None:  # fmt: skip
         self.engine = engine
         self.info = info
         self.codec = codec
         self.model_name = model_name
+        self.defaults = defaults or GenerationDefaults()
         self.metrics = ServerMetrics([spec.name for spec in info.classes], [spec.slo for spec in info.classes])
         self.limits = limits
         self._private_callers = private_callers
@@ -163,6 +166,9 @@ class Service:
         predicted = request.prediction.text if request.prediction is not None else ""
         prediction = await self._encoded_prediction(predicted, is_sensitive) if predicted else ()
         self.check_open()  # again: encoding a long prompt takes a while
+        more_stops, more_stop_token_ids = self.defaults.stop, self.defaults.stop_token_ids
+        if request.ignore_eos:
+            more_stops, more_stop_token_ids = (), ()
         own_slo = request.slo_or_none
         slo = own_slo or spec.slo
         is_urgent = is_sensitive or slo.tpot_s is not None or not request.stream
@@ -171,8 +177,8 @@ class Service:
                 call_id=call_id,
                 arrival_s=arrival_s,
                 prompts=prompts,
-                samplings=_samplings(request, max_tokens, grammar),
-                stop=request.stop,
+                samplings=_samplings(request, max_tokens, grammar, more_stop_token_ids),
+                stop=[*request.stop, *more_stops],
                 service_class=spec.name,
                 slo=slo,
                 brings_slo=own_slo is not None,
@@ -240,6 +246,7 @@ class Service:
         limit = self.info.limits.max_tokens
         room, wanted = limit - num_prompt, request.output_limit
         if room >= 1 and wanted is None:
+            room = room if self.defaults.max_tokens is None else min(room, self.defaults.max_tokens)
             return room if isinstance(request, ChatRequest) else min(room, _DEFAULT_COMPLETION_TOKENS)
         if wanted is None or room < min(wanted, 1):
             raise self._too_long(request, num_prompt)
@@ -284,7 +291,9 @@ def _check_none_empty(request: GenerationRequest, prompts: Sequence[str | list[i
         raise ApiError("the prompt is empty; give it at least one token", param=_prompt_field(request))
 
 
-def _samplings(request: GenerationRequest, max_tokens: int, grammar: str | None) -> Sequence[SamplingParams]:
+def _samplings(
+    request: GenerationRequest, max_tokens: int, grammar: str | None, more_stop_token_ids: Sequence[int]
+) -> Sequence[SamplingParams]:
     """Return the sampling of each of the n choices; they differ in their seeds."""
     return [
         SamplingParams(
@@ -297,7 +306,7 @@ def _samplings(request: GenerationRequest, max_tokens: int, grammar: str | None)
             repetition_penalty=request.repetition_penalty,
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
-            stop_token_ids=tuple(request.stop_token_ids),
+            stop_token_ids=(*request.stop_token_ids, *more_stop_token_ids),
             ignore_eos=request.ignore_eos,
             min_tokens=request.min_tokens,
             logit_bias=tuple(request.logit_bias),

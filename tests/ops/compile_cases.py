@@ -75,6 +75,11 @@ def _attention() -> Iterator[tuple[str, Launch]]:
     shapes += [("bf16", 128, 8, 64, "prompt", ()), ("fp16", 96, 7, 16, "prompt", ALL)]
     shapes += [("bf16", 64, 8, 64, kind, KINDS) for kind in ("decode", "chunk", "prompt")]
     shapes += [("bf16", 128, 7, 16, "prompt", KINDS)]
+    shapes += [
+        ("bf16", 512, 8, 64, "decode", ()),
+        ("bf16", 512, 7, 16, "prompt", ALL),
+        ("fp32", 512, 4, 64, "decode", ()),
+    ]
     # fp32 has one tile, whatever the rows.
     shapes += [("fp32", 64, 4, 64, "decode", ()), ("fp32", 128, 4, 64, "decode", ())]
     shapes += [("fp32", 128, 7, 16, "prompt", ALL), ("fp32", 256, 7, 16, "prompt", ALL)]

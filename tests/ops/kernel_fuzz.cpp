@@ -109,7 +109,7 @@ Case make_case(Rng& rng) {
   Case c;
   c.kv_heads = between(rng, 1, 3);
   c.group = one_of<int64_t>(rng, {1, 1, 2, 3, 4, 4, 5, 7, 8, 12, 16, 17});
-  c.head_size = one_of<int64_t>(rng, {64, 80, 96, 128, 128, 256, 8 * between(rng, 1, 32)});
+  c.head_size = one_of<int64_t>(rng, {64, 80, 96, 128, 128, 256, 512, 8 * between(rng, 1, 64)});
   c.block_size = one_of<int64_t>(rng, {1, 2, 3, 8, 16, 32, 64, 128});
   c.length = between(rng, 1, one_of<int64_t>(rng, {3, 70, 400}));
   c.host = rng() % 2 != 0;

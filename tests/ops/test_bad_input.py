@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from omniserve.core.spec import HEAD_SIZE_STEP, MAX_HEAD_SIZE
 from tests.ops.checks import op_named
 
 
@@ -164,11 +165,11 @@ def test_raises(name: str, index: int, value: Any, message: str) -> None:
         op_named(name)(*args)
 
 
-@pytest.mark.parametrize("head_size", [4, 12, 264])
+@pytest.mark.parametrize("head_size", [4, 12, 520])
 def test_an_unsupported_head_size_is_named(head_size: int) -> None:
     pool = torch.zeros(1, 1, 2, 4, head_size)
     args = (torch.zeros(1, 1, head_size), pool, None, ints([0]), ints(1), 1.0, 0, 0.0, 1)
-    with pytest.raises(RuntimeError, match=rf"multiple of 8 in \[8, 256\], got {head_size}"):
+    with pytest.raises(RuntimeError, match=rf"multiple of {HEAD_SIZE_STEP} in \[8, {MAX_HEAD_SIZE}\], got {head_size}"):
         op_named("cpu_attention")(*args)
 
 

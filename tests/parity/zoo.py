@@ -2,10 +2,13 @@
 
     python -m tests.parity.zoo [MODEL_TYPE ...]      --write also writes docs/models.md
     python -m tests.parity.zoo --image-text [MODEL_TYPE ...]
+    python -m tests.parity.zoo --own-sizes [MODEL_TYPE ...]
 
-With ``--image-text`` it is the whole of models with an encoder of images, of which no prompt here has any. Each type
-gets random histories on the real engine: mixed, chunked, preempted, offloaded and piggybacked requests, whose fp32
-greedy tokens must be those of ``generate()``. A type that is refused is listed with the reason.
+With ``--image-text`` it is the whole of models with an encoder of images, of which no prompt here has any. With
+``--own-sizes`` what kernels and caches depend on is as the type has it by default: head sizes, windows, query heads to
+a KV head, vocabulary. Each type gets random histories on the real engine: mixed, chunked, preempted, offloaded and
+piggybacked requests, whose fp32 greedy tokens must be those of ``generate()``. A type that is refused is listed with
+the reason.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from omniserve import UnsupportedModelError, patch
+from omniserve import UnsupportedModelError
+from omniserve.layers.patching import patched_model
 from tests.parity.engine_histories import Reference, Tally, run_history
 from tests.parity.image_text import IMAGE_TEXT_FIELDS
 from tests.parity.models import VOCAB_SIZE
@@ -256,6 +260,22 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_next": _DELTA_RULE,
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
 }  # fmt: skip
+# What a run with a type's own sizes leaves as it is by default: sizes of heads, ranks of MLA, windows, vocabularies.
+_OWN_SIZES = frozenset(
+    {
+        "attention_chunk_size", "global_head_dim", "head_dim", "index_head_dim", "kv_lora_rank",
+        "num_global_key_value_heads", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+        "rotary_dim", "sliding_window", "swa_head_dim", "swa_kv_lora_rank", "swa_q_lora_rank", "swa_qk_nope_head_dim",
+        "swa_v_head_dim", "v_head_dim", "vocab_size", "window_size",
+    }
+)  # fmt: skip
+_HEADS = (
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "swa_num_attention_heads",
+)  # fmt: skip
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size")
+_WIDEST, _WIDEST_OF_WHOLE_VOCABULARY = 2048, 256
+"""Of a type whose hidden size is that of all its heads: the largest, and the largest with its own vocabulary."""
 # Models that number their positions from the padding token's number on.
 _COUNT_FROM_PADDING = frozenset(
     {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
@@ -272,14 +292,54 @@ COMPILED = (
     "qwen3_moe",
 )  # fmt: skip
 """Types that ``--write`` also runs compiled."""
-_MOST_PARAMETERS = 20_000_000
+_MOST_PARAMETERS, _MOST_OF_OWN_SIZES = 20_000_000, 100_000_000
 
 
-def _smaller(usual: PreTrainedConfig, fields: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return a config with the table's sizes, its layers of as many kinds as by default; so for each config in it."""
+def _known(config: PreTrainedConfig) -> set[str]:
+    return set(inspect.signature(type(config).__init__).parameters) | set(vars(config)) | set(config.attribute_map)
+
+
+def _own_sizes(usual: PreTrainedConfig, fields: Mapping[str, Any], *, is_wide: bool) -> dict[str, Any]:
+    """Return fields for a run with a type's own sizes, of few heads, as many to a KV head as by default.
+
+    ``is_wide``: the hidden size is that of all heads, as in types that have no other.
+    """
+    own = {name: value for name, value in fields.items() if name not in _OWN_SIZES or value is None}
+    if own.get("rope_parameters", {}).get("rope_type") == "longrope":  # has a factor for each two elements of a head
+        del own["rope_parameters"]
+    heads, kv_heads, hidden = (
+        next((n for each in names if isinstance(n := _value(usual, each), int)), 0)
+        for names in (_HEADS, _KV_HEADS, _HIDDEN)
+    )
+    if not heads or not hidden:
+        return own
+    head_size = _value(usual, "head_dim") or hidden // heads
+    group = heads // kv_heads if kv_heads and heads % kv_heads == 0 else 1
+    if is_wide:
+        group = max(1, min(group, _WIDEST // head_size))
+    few = 1 if group > 1 else 2
+    width = few * group * head_size if is_wide else 64
+    sizes = dict.fromkeys(_HEADS, few * group) | dict.fromkeys(_KV_HEADS, few) | dict.fromkeys(_HIDDEN, width)
+    if width > _WIDEST_OF_WHOLE_VOCABULARY or "vocab_size_per_layer_input" in fields:
+        sizes["vocab_size"] = VOCAB_SIZE
+    known = _known(usual)
+    own |= {name: size for name, size in sizes.items() if name in known and _value(usual, name) is not None}
+    if "head_dim" in known and (fields.get("head_dim") or _value(usual, "head_dim")):
+        own["head_dim"] = head_size
+    return own
+
+
+def _smaller(
+    usual: PreTrainedConfig, fields: Mapping[str, Any], kept: frozenset[str] = frozenset()
+) -> PreTrainedConfig:
+    """Return a config with the table's sizes, its layers of as many kinds as by default; so for each config in it.
+
+    Fields that are ``kept`` are as by default, if ``fields`` does not say otherwise.
+    """
     parameters = inspect.signature(type(usual).__init__).parameters
-    known = set(parameters) | set(vars(usual)) | set(usual.attribute_map)
-    small = {name: value for name, value in _SIZES.items() if name in known and _value(usual, name) is not None}
+    known = _known(usual)
+    sizes = {name: value for name, value in _SIZES.items() if name not in kept}
+    small = {name: value for name, value in sizes.items() if name in known and _value(usual, name) is not None}
     kinds = {name: list(dict.fromkeys(_value(usual, name) or ())) for name in _PATTERNS if name in parameters}
     num_layers = max(3, *map(len, kinds.values())) if kinds else 3
     small |= {name: num_layers for name in _NUM_LAYERS if name in small}
@@ -307,23 +367,31 @@ class Outcome(NamedTuple):
     detail: str
 
 
-def tiny(model_type: str, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
+def tiny(
+    model_type: str, auto: Any = AutoModelForCausalLM, *, own_sizes: bool = False, is_wide: bool = False
+) -> PreTrainedModel:
     """Build a small random model of a type whose greedy outputs are varied.
 
-    ``AutoModelForImageTextToText`` builds the whole of a model with an encoder of images.
+    ``AutoModelForImageTextToText`` builds the whole of a model with an encoder of images. With ``own_sizes`` its heads,
+    windows and vocabulary are as by default, and with ``is_wide`` its hidden size is that of its heads.
     """
     whole = AutoConfig.for_model(model_type, **_WHOLE.get(model_type, {}))
     if auto is AutoModelForCausalLM:
         text = whole.get_text_config(decoder=True)
         usual = text if type(text) in auto._model_mapping and model_type not in _WHOLE_ALONE else whole
-        config = _smaller(usual, _FIELDS.get(model_type, {}))
+        fields = _FIELDS.get(model_type, {})
+        if own_sizes:
+            config = _smaller(usual, _own_sizes(usual, fields, is_wide=is_wide), _OWN_SIZES)
+        else:
+            config = _smaller(usual, fields)
     else:
         config = _smaller(whole, IMAGE_TEXT_FIELDS.get(model_type, {}))
     if getattr(config, "_experts_implementation", None) == "eager":
         config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         shell = auto.from_config(config)
-    if (num_parameters := sum(parameter.numel() for parameter in shell.parameters())) > _MOST_PARAMETERS:
+    most = _MOST_OF_OWN_SIZES if own_sizes else _MOST_PARAMETERS
+    if (num_parameters := sum(parameter.numel() for parameter in shell.parameters())) > most:
         raise ValueError(
             f"{num_parameters / 1e6:.0f} million parameters: the type has sizes that the table does not know"
         )
@@ -347,11 +415,21 @@ def tiny(model_type: str, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
 
 
 def try_type(
-    model_type: str, num_histories: int, auto: Any = AutoModelForCausalLM, *, compile: bool = False
+    model_type: str, num_histories: int, auto: Any = AutoModelForCausalLM, *, compile: bool = False,
+    own_sizes: bool = False,
+) -> Outcome:  # fmt: skip
+    """Run histories of a type, with the table's sizes or its own."""
+    outcome = _try_one(model_type, num_histories, lambda: tiny(model_type, auto, own_sizes=own_sizes), compile=compile)
+    if not own_sizes or outcome.result != "no model":
+        return outcome
+    return _try_one(model_type, num_histories, lambda: tiny(model_type, auto, own_sizes=True, is_wide=True))
+
+
+def _try_one(
+    model_type: str, num_histories: int, make: Callable[[], PreTrainedModel], *, compile: bool = False
 ) -> Outcome:
-    """Run histories of a type."""
     try:
-        model = tiny(model_type, auto)
+        model = make()
     except Exception as error:  # whatever its config or its module refuses; reported, not swallowed
         return Outcome(model_type, "no model", f"{type(error).__name__}: {_one_line(error)}")
     try:
@@ -361,7 +439,7 @@ def try_type(
     except Exception as error:
         return Outcome(model_type, "no model", f"its own code fails: {type(error).__name__}: {_one_line(error)}")
     try:
-        patch(model, compile=compile)
+        head_size = patched_model(model, compile=compile).spec.head_size
     except UnsupportedModelError as error:
         return Outcome(model_type, "refused", _one_line(error).removeprefix(type(model).__name__).lstrip(": "))
     except Exception as error:
@@ -374,11 +452,17 @@ def try_type(
         return Outcome(model_type, "wrong", f"{type(error).__name__}: {_one_line(error)}")
     distinct = len({token for tokens in reference.tokens for token in tokens})
     detail = f"{tally.finished} requests, {tally.host_tokens} tokens on the host tier, {distinct} distinct tokens"
+    detail += f", heads of {head_size}"
     return Outcome(model_type, "exact", detail)
 
 
-def page(outcomes: list[Outcome], image_text: list[Outcome], compiled: Sequence[Outcome] = ()) -> str:
-    """Return the page that lists types of causal language models, and of models with an encoder of images."""
+def page(
+    outcomes: list[Outcome], image_text: list[Outcome], compiled: Sequence[Outcome] = (), own: Sequence[Outcome] = ()
+) -> str:
+    """Return the page that lists types of causal language models, and of models with an encoder of images.
+
+    ``own`` are runs with the types' own sizes.
+    """
     of_compiled = [each.model_type for each in compiled if each.result == "exact"]
     exact = [each for each in outcomes if each.result == "exact"]
     refused = [each for each in outcomes if each.result == "refused"]
@@ -392,6 +476,7 @@ def page(outcomes: list[Outcome], image_text: list[Outcome], compiled: Sequence[
         f"## Exact ({len(exact)})", "",
         ", ".join(f"`{each.model_type}`" for each in exact), "",
         f"These were run compiled, too: {', '.join(f'`{name}`' for name in of_compiled)}.", "",
+        *_own_sizes_paragraph(own),
         f"## Refused, by name ({len(refused)})", "",
         "| type | reason |", "|---|---|", *(f"| `{each.model_type}` | {each.detail} |" for each in refused), "",
         f"## Not tried ({len(untried)})", "",
@@ -406,6 +491,15 @@ def page(outcomes: list[Outcome], image_text: list[Outcome], compiled: Sequence[
         "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _own_sizes_paragraph(own: Sequence[Outcome]) -> list[str]:
+    if not own:
+        return []
+    exact = ", ".join(f"`{each.model_type}`" for each in own if each.result == "exact")
+    others = "; ".join(f"`{each.model_type}` ({each.result}: {each.detail})" for each in own if each.result != "exact")
+    text = f"With the head sizes, windows, query heads to a KV head and vocabulary of their defaults, too: {exact}."
+    return [text + (f" These were not: {others}." if others else ""), ""]
 
 
 def _one_line(error: BaseException) -> str:
@@ -428,28 +522,36 @@ def main(write: Callable[[str], object] = PAGE.write_text) -> int:
     parser.add_argument("--histories", type=int, default=3, help="of each type")
     parser.add_argument("--image-text", action="store_true", help="models with an encoder of images")
     parser.add_argument("--compile", action="store_true", help="compile the halves: minutes a type")
+    parser.add_argument("--own-sizes", action="store_true", help="with the head sizes and more of each type's defaults")
     parser.add_argument("--write", action="store_true", help="write docs/models.md")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the layers are tiny; the cores are for the host tier
-    if args.write and (args.types or args.image_text or args.compile):
+    if args.write and (args.types or args.image_text or args.compile or args.own_sizes):
         parser.error("--write tries all types of both lists; name none")
     lists = (
         (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
     )
     chosen = lists if args.write else lists[args.image_text :][:1]
-    found = [_try_types(args.types or [*names], args.histories, auto, compile=args.compile) for auto, names in chosen]
+    found = [
+        _try_types(args.types or [*names], args.histories, auto, compile=args.compile, own_sizes=args.own_sizes)
+        for auto, names in chosen
+    ]
     if args.write:
         found.append(_try_types(COMPILED, 2, AutoModelForCausalLM, compile=True))
+        exact = [each.model_type for each in found[0] if each.result == "exact"]
+        found.append(_try_types(exact, 2, AutoModelForCausalLM, own_sizes=True))
         write(page(*found))
     return int(any(each.result == "wrong" for outcomes in found for each in outcomes))
 
 
-def _try_types(types: Sequence[str], num_histories: int, auto: Any, *, compile: bool) -> list[Outcome]:
+def _try_types(
+    types: Sequence[str], num_histories: int, auto: Any, *, compile: bool = False, own_sizes: bool = False
+) -> list[Outcome]:
     outcomes, started_s = [], time.monotonic()
     with _quiet(), tqdm(types, unit="type") as progress:
         for model_type in progress:
-            outcome = try_type(model_type, num_histories, auto, compile=compile)
+            outcome = try_type(model_type, num_histories, auto, compile=compile, own_sizes=own_sizes)
             outcomes.append(outcome)
             progress.write(f"{outcome.result:8} {outcome.model_type}: {outcome.detail}")
     counts = {result: sum(each.result == result for each in outcomes) for result in ("exact", "refused", "wrong")}

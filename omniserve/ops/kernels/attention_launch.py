@@ -52,6 +52,11 @@ class Tuning:
     fp32_tiles: tuple[Tile, ...] = (Tile(block_m=16, num_warps=8),)
     """The tiles for fp32, which is multiplied without tensor cores, for exactness. With more rows or fewer warps the
     operands do not fit the registers."""
+    wide_head_tile: Tile = Tile(block_m=16, num_warps=8, max_head_size=512)
+    """The tile for heads that are wider than any other takes: 16 rows and as many keys nearly fill the shared memory of
+    the smallest device."""
+    wide_fp32_head_tile: Tile = Tile(block_m=16, num_warps=16, max_head_size=512)
+    """The same for fp32."""
     max_block_n: int = 64
     """Most keys of a tile, however small the heads: scores are BLOCK_M x BLOCK_N registers."""
     programs_per_multiprocessor: int = 2
@@ -161,7 +166,11 @@ def choose_launch(
     group = num_heads // kv_heads
     padded_head = max(16, triton.next_power_of_2(head_size))
     mean_rows = -(-num_tokens // max(1, num_requests)) * group
-    tile = _tile(tuning.tiles if itemsize < 4 else tuning.fp32_tiles, mean_rows, group, padded_head)
+    tiles, wide = (
+        (tuning.tiles, tuning.wide_head_tile) if itemsize < 4 else (tuning.fp32_tiles, tuning.wide_fp32_head_tile)
+    )  # fmt: skip
+    tiles = tuple(tile for tile in tiles if tile.max_head_size >= padded_head) or (wide,)
+    tile = _tile(tiles, mean_rows, group)
     block_n = max(16, min(tuning.max_block_n, tile.key_tile_bytes // (padded_head * itemsize)))
     if block_size >= 64 and block_size & (block_size - 1) == 0:
         block_n = min(block_n, block_size)  # a tile of keys lies in one block
@@ -186,9 +195,8 @@ def choose_launch(
     )  # fmt: skip
 
 
-def _tile(tiles: tuple[Tile, ...], mean_rows: int, group: int, padded_head: int) -> Tile:
+def _tile(tiles: tuple[Tile, ...], mean_rows: int, group: int) -> Tile:
     """Return the smallest tile that holds the mean number of rows, or a larger one for a group larger than any tile."""
-    tiles = tuple(tile for tile in tiles if tile.max_head_size >= padded_head) or tiles[-1:]
     tile = next((tile for tile in tiles if tile.block_m >= mean_rows), tiles[-1])
     return tile if tile.block_m >= group else replace(tile, block_m=triton.next_power_of_2(group), num_warps=8)
 

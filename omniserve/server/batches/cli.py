@@ -15,11 +15,12 @@ import httpx
 
 from omniserve.core.arguments import ArgumentParser
 from omniserve.core.logs import set_up_logs
-from omniserve.launch.dataclass_flags import integer
+from omniserve.launch.dataclass_flags import add_field_flags, integer
 from omniserve.launch.flags import add_engine_flags, config_from, model_from
 from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import FileFolder
+from omniserve.server.cli import ServerOptions
 from omniserve.server.fields import other_encoding, read_json, without_marks
 from omniserve.server.limits import Limits
 
@@ -68,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     submit.add_argument("--completion-window", default="24h", help="like 90m, 24h, 7d (default: %(default)s)")
     add_engine_flags(run)
     run.add_argument("--served-model-name", metavar="NAME", help="the model's name in the file (default: as --model)")
+    add_field_flags(run, ServerOptions, ("generation_config",))
     run.add_argument(
         "--batch-concurrency",
         type=integer(1),
@@ -128,7 +130,6 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
     from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader
     from omniserve.server.batches.offline import OfflineJob, run_offline
-    from omniserve.server.cli import ServerOptions
 
     try:
         config = config_from(args)
@@ -139,6 +140,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         tokenizer=model,
         trust_remote_code=config.execution.trust_remote_code,
         model_name=args.served_model_name or args.model or BUILTIN_MODEL_NAME,
+        generation_config=args.generation_config,
         limits=Limits(batch_concurrency=args.batch_concurrency, batch_max_lines=sys.maxsize),
         log_level="warning",
     )

@@ -239,7 +239,8 @@ async def run_line(service: Service, line: PendingLine, raw: bytes, *, escalated
     endpoint = ENDPOINTS[line.endpoint]
     call_id = new_call_id(endpoint.id_prefix)
     try:
-        request = _classed(service, parse(endpoint.request_kind, body_of(raw), service.unknown_fields), escalated)
+        request = parse(endpoint.request_kind, body_of(raw), service.unknown_fields, defaults=service.defaults.fields)
+        request = _classed(service, request, escalated)
         service.check_open()
         service.check_model(request.model)
         outputs = await service.begin(request, call_id, time.monotonic(), caller=line.caller)
