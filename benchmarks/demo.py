@@ -68,7 +68,7 @@ def stages_of(settings: argparse.Namespace, *, is_first_run: bool) -> list[Stage
         settings: The command line's.
         is_first_run: The server's first start compiles the model's layers and measures the latency profile.
     """
-    stages = []
+    stages: list[Stage] = []
     for scheduler in settings.schedulers:
         start_s = FIRST_START_S if is_first_run and not stages else START_S
         stages += [

@@ -123,7 +123,7 @@ export class Chart {
       height: HEIGHT,
       legend: { show: false },
       cursor: { sync: { key: this.syncKey }, drag: { x: false, y: false }, points: { size: 5 }, y: false },
-      padding: [8, 22, 0, 0],
+      padding: [8, 30, 0, 0],
       scales: {
         x: { time: true, range: () => this.range },
         y: { distr: log ? 3 : 1, range: (_, low, high) => this.#yRange(low, high) },
