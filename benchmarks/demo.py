@@ -15,9 +15,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tqdm import tqdm
-
 from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecord, drive, text_request, warm_server
+from benchmarks.common.progress import Stage, StageProgress
 from benchmarks.common.record import write_record
 from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, ServerFailed, ServerProcess
 from benchmarks.common.summary import LatencySummary, summarize
@@ -25,10 +24,18 @@ from benchmarks.common.terminal import argument_parser, table_of
 from omniserve.sched.policy import known_options
 from omniserve.simulate.load import poisson
 
+ALONE, BESIDE = "LS alone", "LS + BE"
+FIRST_START_S, START_S, STOP_S = 75.0, 15.0, 3.0
+"""About how long the server takes to start when its model was never compiled and measured here, else, and to stop."""
+
 NOTES = """
-TTFT, TPOT: time to first token, time per output token after it; milliseconds, of LS requests, at the client.
-> : some LS requests had no first token when the phase ended; they count with the time they had waited.
-on host: BE output tokens whose attention the host tier computed."""
+LS: latency-sensitive requests, {rate:g} a second. BE: best-effort ones, a pile of {pile} from the start of "LS + BE".
+LS done: how many LS requests had their whole answer when the phase ended, of those sent.
+TTFT, TPOT: time to first token, and time per output token after it; milliseconds, of LS requests, at the client.
+p50, p99: half of the requests had less than that, and 99 of 100.
+>: some LS requests had no first token when the phase ended; they count with the time they had waited.
+BE tok/s: output tokens of BE requests a second. On host: those whose attention CPU threads computed from CPU memory.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,25 +61,41 @@ def make_load(settings: argparse.Namespace, duration_s: float, *, with_be: bool)
     return load + [text_request(be_rng, 0.0, *be, BE_TIER) for _ in range(settings.be_requests if with_be else 0)]
 
 
+def stages_of(settings: argparse.Namespace, *, is_first_run: bool) -> list[Stage]:
+    """Return what the demo does, in its order.
+
+    Args:
+        settings: The command line's.
+        is_first_run: The server's first start compiles the model's layers and measures the latency profile.
+    """
+    stages: list[Stage] = []
+    for scheduler in settings.schedulers:
+        start_s = FIRST_START_S if is_first_run and not stages else START_S
+        stages += [
+            Stage(name=f"{scheduler}: the server starts", expected_s=start_s),
+            Stage(name=f"{scheduler}: {ALONE}", expected_s=settings.alone_s),
+            Stage(name=f"{scheduler}: {BESIDE}", expected_s=settings.beside_s + settings.drain_s),
+            Stage(name=f"{scheduler}: the server stops", expected_s=STOP_S),
+        ]
+    return stages
+
+
 def run_phase(
-    server: ServerProcess, settings: argparse.Namespace, scheduler: str, *, with_be: bool, progress: tqdm
+    server: ServerProcess, settings: argparse.Namespace, scheduler: str, *, with_be: bool, progress: StageProgress
 ) -> Phase:
     """Send one phase's load and return what came of it."""
-    duration_s, name = (settings.beside_s, "LS + BE") if with_be else (settings.alone_s, "LS alone")
-    before, shown_s = server.metrics(), 0.0
+    duration_s, name = (settings.beside_s, BESIDE) if with_be else (settings.alone_s, ALONE)
+    progress.begin(f"{scheduler}: {name}")
+    before = server.metrics()
 
     def show(now_s: float, records: Sequence[RequestRecord]) -> None:
-        nonlocal shown_s
-        progress.update(round(min(now_s, duration_s) - shown_s, 3))
-        shown_s = min(now_s, duration_s)
         done = {tier: sum(r.finished for r in records if r.service_tier == tier) for tier in (LS_TIER, BE_TIER)}
-        progress.set_postfix_str(f"{scheduler}, {name}: {done[LS_TIER]} LS and {done[BE_TIER]} BE finished")
+        progress.tell(f"{done[LS_TIER]} LS and {done[BE_TIER]} BE finished")
 
     records, end_s = drive(
         server, make_load(settings, duration_s, with_be=with_be), cutoff_s=duration_s + settings.drain_s,
         may_be_cut_off=True, must_finish=lambda request: request.service_tier == LS_TIER, show=show,
     )  # fmt: skip
-    progress.update(round(duration_s - shown_s, 3))
     after = server.metrics()
     return Phase(
         scheduler=scheduler, name=name, duration_s=end_s, records=records,
@@ -82,7 +105,7 @@ def run_phase(
     )  # fmt: skip
 
 
-def run_scheduler(settings: argparse.Namespace, scheduler: str, progress: tqdm) -> list[Phase]:
+def run_scheduler(settings: argparse.Namespace, scheduler: str, progress: StageProgress) -> list[Phase]:
     """Start a server with ``scheduler``, let it compile and allocate, and measure both phases."""
     options = known_options(scheduler, {"admission": False})  # every request is to be measured
     arguments = [
@@ -91,25 +114,51 @@ def run_scheduler(settings: argparse.Namespace, scheduler: str, progress: tqdm) 
         "--ls-tpot-slo", str(settings.ls_tpot_slo),
         *(f"--scheduler-option={name}={value}" for name, value in options.items()), *settings.server_args,
     ]  # fmt: skip
-    progress.set_postfix_str(f"{scheduler}: the server starts")
+    progress.begin(f"{scheduler}: the server starts")
     load = make_load(settings, settings.beside_s, with_be=True)
     few = [dataclasses.replace(request, send_at_s=0.0, max_tokens=8) for request in (*load[:2], *load[-2:])]
     with warm_server("demo", arguments, few) as server:
-        return [run_phase(server, settings, scheduler, with_be=with_be, progress=progress) for with_be in (False, True)]
+        phases = [
+            run_phase(server, settings, scheduler, with_be=with_be, progress=progress) for with_be in (False, True)
+        ]
+        progress.begin(f"{scheduler}: the server stops")
+    return phases
+
+
+def _time(phase: Phase, name: str) -> str:
+    """Return a quantile in milliseconds; ``>`` stands before one that counts requests which still waited."""
+    time_s = getattr(phase.ls, f"{name}_s")
+    waited = name.startswith("ttft") and phase.ls.num_started < phase.ls.num_requests
+    return "-" if math.isnan(time_s) else f"{'>' if waited else ''}{1e3 * time_s:.1f}"
 
 
 def cells(phase: Phase) -> dict[str, str]:
     """Return a phase's line of the table."""
-    ls, found = phase.ls, {"scheduler": phase.scheduler, "phase": phase.name}
-    bound = ">" if ls.num_started < ls.num_requests else ""
-    found["LS done"] = f"{ls.num_finished}/{ls.num_requests}"
+    ls, found = phase.ls, {"scheduler": phase.scheduler, "load": phase.name}
+    found["LS done"] = f"{ls.num_finished} of {ls.num_requests}"
     for name in ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99"):
-        time_s, mark = getattr(ls, f"{name}_s"), bound if name.startswith("ttft") else ""
-        found[name.upper().replace("_P", " p")] = "-" if math.isnan(time_s) else f"{mark}{1e3 * time_s:.1f}"
+        found[name.upper().replace("_P", " p")] = _time(phase, name)
     return found | {
         "BE tok/s": f"{phase.be_tokens / phase.duration_s:.0f}", "BE tokens": f"{phase.be_tokens:.0f}",
         "on host": f"{phase.be_host_tokens:.0f}",
     }  # fmt: skip
+
+
+def cost(alone: Phase, beside: Phase) -> str:
+    """Return what best-effort work costs the LS requests under one scheduler, in a line."""
+    ttft, tpot = (f"{_time(alone, name)} -> {_time(beside, name)}" for name in ("ttft_p50", "tpot_p50"))
+    done = f"{beside.ls.num_finished} of {beside.ls.num_requests} done"
+    be_rate = beside.be_tokens / beside.duration_s
+    return f"{beside.scheduler}: TTFT {ttft} ms, TPOT {tpot} ms, {done}; BE work got {be_rate:.0f} tokens/s"
+
+
+def report(phases: Sequence[Phase], settings: argparse.Namespace) -> str:
+    """Return the table, what it says in words, and what its words mean."""
+    pairs = zip(phases[::2], phases[1::2], strict=True)  # of each scheduler, alone and beside
+    costs = "\n".join(f"  {cost(alone, beside)}" for alone, beside in pairs)
+    notes = NOTES.format(rate=settings.ls_rate, pile=settings.be_requests)
+    head = "What BE work costs the LS requests, p50 alone -> beside it:"
+    return f"{table_of([cells(phase) for phase in phases])}\n\n{head}\n{costs}\n{notes}"
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -128,19 +177,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-def main() -> int:
-    settings = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> int:
+    settings = parse_arguments(arguments)
     phases: list[Phase] = []
-    total_s = len(settings.schedulers) * (settings.alone_s + settings.beside_s)
-    with tqdm(total=total_s, bar_format="{l_bar}{bar}| {n:.0f}/{total:.0f} s{postfix}", leave=False) as progress:
+    with StageProgress(stages_of(settings, is_first_run=not settings.record.exists())) as progress:
         for scheduler in settings.schedulers:
             try:
                 phases += run_scheduler(settings, scheduler, progress)
             except ServerFailed as error:
-                progress.close()
-                print(f"demo: scheduler {scheduler}: {error}", file=sys.stderr)
-                return 1
-    print(f"{table_of([cells(phase) for phase in phases])}\n{NOTES}")
+                failure = f"demo: scheduler {scheduler}: {error}"
+                break
+        else:
+            failure = None
+    if failure is not None:
+        print(failure, file=sys.stderr)
+        return 1
+    print(report(phases, settings))
     write_record(settings.record, name="demo", config=vars(settings), seed=settings.seed, results={"phases": phases})
     print(f"record: {settings.record}")
     return 0

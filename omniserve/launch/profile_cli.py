@@ -95,11 +95,17 @@ def _measure(loader: EngineLoader, time_limit_s: float) -> Profile:
     else:
         model = loader.load_model(tell)
     layout = "{percentage:3.0f}% |{bar:30}| {elapsed} {desc}"
-    with tqdm(total=1.0, bar_format=layout, mininterval=0.5, file=sys.stderr) as bar:
+    told = ""
+    with tqdm(total=1.0, bar_format=layout, mininterval=0.5, file=sys.stderr, disable=None) as bar:
 
         def show(what: str, spent: float) -> None:
+            nonlocal told
+            share = min(spent, 1.0)
+            if bar.disable and what != told:  # no terminal: a line for each thing that is measured
+                tell(f"{share:4.0%} of the time limit: {what}")
+                told = what
             bar.set_description_str(what, refresh=False)
-            bar.update(min(spent, 1.0) - bar.n)
+            bar.update(share - bar.n)
 
         try:
             profile = profile_model(model, loader.config, time_limit_s=time_limit_s, progress=show, group=group)

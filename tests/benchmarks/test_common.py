@@ -7,9 +7,11 @@ import json
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from benchmarks import demo
 from benchmarks.common.client import LoadRequest, RequestRecord, Wire, body_of, drive
 from benchmarks.common.record import ROOT, environment, portable, write_record
 from benchmarks.common.server import Server, ServerFailed, ServerProcess
-from benchmarks.common.summary import summarize
+from benchmarks.common.summary import LatencySummary, summarize
 from benchmarks.latency_model import trace_load
 from omniserve.simulate.results import percentile
 from tests.stub_server import TOKEN_GAP_S
@@ -171,6 +173,47 @@ def test_demo_sends_the_same_ls_stream_with_and_without_be() -> None:
     assert beside[: len(alone)] == alone and len(beside) == len(alone) + 5
     assert {request.service_tier for request in alone} == {"priority"}
     assert {request.service_tier for request in beside[len(alone) :]} == {"flex"}
+
+
+def test_demo_tells_every_stage_and_the_time_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = demo.parse_arguments([])
+    first, again = (demo.stages_of(settings, is_first_run=is_first) for is_first in (True, False))
+    assert [stage.name for stage in first] == [
+        f"{scheduler}: {part}"
+        for scheduler in ("omniserve", "fcfs")
+        for part in ("the server starts", "LS alone", "LS + BE", "the server stops")
+    ]
+    assert [stage.name for stage in again] == [stage.name for stage in first]
+    assert sum(s.expected_s for s in first) - sum(s.expected_s for s in again) == demo.FIRST_START_S - demo.START_S
+    begun: list[str] = []
+
+    @contextmanager
+    def no_server(*_: object) -> Iterator[object]:
+        yield SimpleNamespace(metrics=lambda: {demo.HOST_TOKENS: 0.0})
+
+    monkeypatch.setattr(demo, "warm_server", no_server)
+    monkeypatch.setattr(demo, "drive", lambda *_, **__: ([], 1.0))
+    progress = SimpleNamespace(begin=begun.append)
+    for scheduler in settings.schedulers:
+        demo.run_scheduler(settings, scheduler, progress)  # type: ignore[arg-type]
+    assert begun == [stage.name for stage in first]
+
+
+def test_demo_says_what_best_effort_work_costs() -> None:
+    settings = demo.parse_arguments(["--be-requests", "5"])
+
+    def phase(name: str, ttft_s: float, **counts: int) -> demo.Phase:
+        ls = LatencySummary(
+            **{"num_requests": 4, "num_started": 4, "num_finished": 4} | counts, ttft_p50_s=ttft_s, ttft_p99_s=ttft_s,
+            tpot_p50_s=math.nan if counts else 0.008, tpot_p99_s=0.02,
+        )  # fmt: skip
+        return demo.Phase(
+            scheduler="fcfs", name=name, duration_s=10.0, ls=ls, be_tokens=500.0, be_host_tokens=0.0, records=[]
+        )
+
+    text = demo.report([phase(demo.ALONE, 0.03), phase(demo.BESIDE, 9.0, num_started=1, num_finished=0)], settings)
+    assert "fcfs: TTFT 30.0 -> >9000.0 ms, TPOT 8.0 -> - ms, 0 of 4 done; BE work got 50 tokens/s" in text
+    assert "0 of 4 |  >9000.0" in text and "a pile of 5 from the start" in text
 
 
 def test_a_trace_becomes_a_load_in_steps(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from fake_engine import SLOW
 from tokenizers_for_tests import byte_level_tokenizer
 
 from omniserve.server.batches import cli
+from omniserve.server.batches import offline as offline_run
 from omniserve.server.batches.cli import RemoteBatches, RemoteError, main
 from tests.quick import slow_except
 
@@ -70,10 +72,27 @@ def test_run_writes_answers_and_errors_in_order(tmp_path, offline):
     (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
     run = offline()
     log = run.communicate(timeout=60)[1]
-    assert run.returncode == 1 and "1 of 20 lines have an error" in log and "20/20" in log
+    assert run.returncode == 1 and "1 of 20 lines have an error" in log and "19 lines in out.jsonl" in log
+    assert "\r" not in log, "a bar is for terminals"
     assert ids(tmp_path / "out.jsonl") == [entry["custom_id"] for entry in lines if entry["custom_id"] != "wrong"]
     assert ids(tmp_path / "out.errors.jsonl") == ["wrong"]
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.errors.jsonl", "out.jsonl", "work"], "no journal is left"
+
+
+def test_without_a_terminal_the_log_says_how_far_a_run_is(monkeypatch, caplog):
+    monkeypatch.setattr(offline_run, "_SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(offline_run, "_POLL_S", 0.0)
+    caplog.set_level("INFO", logger="omniserve.batch")
+    states = iter([(0, 0, "in_progress"), (5, 2, "in_progress"), (8, 2, "completed")])
+
+    def batch(_):
+        completed, failed, status = next(states)
+        return {"completed": completed, "failed": failed, "total": 10, "status": status}
+
+    store, engine = SimpleNamespace(batch=batch), SimpleNamespace(stopped=asyncio.Event())
+    last = asyncio.run(offline_run._follow(store, "batch", engine, asyncio.Event()))
+    assert last["status"] == "completed"
+    assert caplog.messages == [f"{done} of 10 lines are done" for done in (0, 7, 10)]
 
 
 @pytest.mark.parametrize("how", slow_except((signal.SIGKILL,), [signal.SIGINT, signal.SIGKILL]))

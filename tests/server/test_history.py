@@ -125,6 +125,15 @@ def test_rates_and_gauges(metrics):
     assert chart_values(CLASSES, look(metrics, 3.0), now, now)["rejected:LS"] == 1
 
 
+def test_errors_of_predictions_are_of_steps_that_were_made_lately(metrics):
+    stats = {"latency_error": 0.39, "latency_drift": 1.7}
+    idle, later = look(metrics, steps=7, **stats), look(metrics, 5.0, steps=7, **stats)
+    values = chart_values(CLASSES, later, idle, idle)
+    assert values["step_error"] is values["step_drift"] is values["step_time"] is None
+    values = chart_values(CLASSES, look(metrics, 6.0, steps=8, **stats), later, idle)
+    assert (values["step_error"], values["step_drift"]) == (0.39, 1.7)
+
+
 def test_counters_of_a_new_engine_begin_again(metrics):
     before = look(metrics, piggyback_rows=1000)
     values = chart_values(CLASSES, look(metrics, 2.0, piggyback_rows=10), before, before)

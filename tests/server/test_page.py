@@ -71,6 +71,75 @@ def test_chart_moves_and_shows_latencies_under_load(start_server, open_page):
     page.wait_for_function("([canvas, before]) => canvas.toDataURL() !== before", arg=[canvas, before])
 
 
+def test_every_number_and_chart_says_what_it_means(server, open_page):
+    page = live(open_page(server.url))
+    tiles = page.locator(".tile").all()
+    assert len(tiles) == 10
+    for each in tiles:
+        title = each.get_attribute("title")
+        assert title and "undefined" not in title, each.inner_text()
+    for figure in page.locator("figure.chart").all():
+        meaning = figure.locator(".meaning").inner_text()
+        assert meaning.endswith(".") and "undefined" not in meaning, figure.inner_text()
+    words = page.locator("#words")
+    expect(words).to_be_hidden()
+    page.get_by_text("What the words mean").click()
+    for word in ("TTFT", "TPOT", "Attainment", "Piggyback row", "Device, host tier", "KV"):
+        expect(words.locator("dt").get_by_text(word, exact=True)).to_be_visible()
+
+
+def test_lines_of_a_chart_differ_in_more_than_color(server, open_page):
+    page = live(open_page(server.url))
+    num_lines = []
+    for figure in page.locator("figure.chart").all():
+        if "BE output" in figure.inner_text():  # stacked: no line can hide another
+            continue
+        lines = figure.locator(".legend line").all()
+        dashes = [line.get_attribute("stroke-dasharray") for line in lines]
+        assert len(set(dashes)) == len(dashes), figure.inner_text()
+        num_lines.append(len(lines))
+    assert num_lines == [3, 3, 2, 2, 4, 2, 1, 1]
+
+
+def test_time_axis_has_several_times_at_any_width(server, open_page):
+    page = live(open_page(server.url))
+    steps = page.evaluate(
+        """async () => {
+          const { timeSteps } = await import("/dashboard/static/chart.js");
+          const found = [];
+          for (let width = 190; width < 700; width += 7) {
+            for (const rangeS of [120, 300, 900]) found.push([width, rangeS, ...timeSteps(null, 0, 0, rangeS, width)]);
+          }
+          return found;
+        }"""
+    )
+    for width, range_s, step_s in steps:
+        assert range_s / step_s >= 2, (width, range_s, step_s)
+        # "12:34:56" and "12:34" at 11 pixels.
+        assert step_s * width / range_s >= (45 if step_s % 60 == 0 else 60), (width, range_s, step_s)
+    assert all(range_s / step_s >= 4 for width, range_s, step_s in steps if width > 280)
+
+
+def test_an_idle_server_shows_no_error_of_predictions(start_server, open_page):
+    page = live(open_page(start_server().wait_until_ready().url))
+    errors = chart(page, "Step times")
+    expect(errors.locator(".nothing")).to_contain_text("the engine had nothing to do")
+    expect(errors.locator(".nothing")).to_be_visible()
+    expect(errors.locator(".entry", has_text="error")).to_have_text("error\u2013")
+    expect(page.locator(".tile", has_text="none lately")).to_have_count(1)
+
+
+def test_prompt_box_is_at_hand_on_a_phone(server, open_page):
+    page = live(open_page(server.url, viewport={"width": 390, "height": 844}))
+    box = page.locator("#prompt-send").bounding_box()
+    assert box is not None and box["y"] + box["height"] < 844
+    page.fill("#prompt", "abc")
+    page.click("#prompt-send")
+    expect(page.locator("#prompt-result")).to_contain_text("TPOT")
+    expect(page.locator("#prompt-output")).to_be_in_viewport()
+    assert page.evaluate("scrollY") == 0
+
+
 def test_history_is_there_at_load(server, open_page):
     deadline = time.monotonic() + 20
     while len((data := httpx.get(f"{server.url}/dashboard/data").json())["times"]) < 5:
@@ -148,7 +217,7 @@ ENDLESS_LINES = [completion_line(i, prompt=[SILENT, 100 + i]) for i in range(60)
 def test_batches_show_progress_and_cancel_after_a_second_press(start_server, open_page):
     server = start_server().wait_until_ready()
     page = live(open_page(server.url))
-    expect(page.locator("#batches-empty")).to_contain_text("No batch jobs. Upload a JSONL file to /v1/files")
+    expect(page.locator("#batches-empty")).to_contain_text("upload a JSONL file of requests to /v1/files")
     quick = submit(server.client(), [completion_line(1, prompt=[100, 101])])
     wait_for(server.client(), quick.id)
     endless = submit(server.client(), ENDLESS_LINES, metadata={ATTACK[:64]: ATTACK})

@@ -8,6 +8,7 @@ import json
 import logging
 import shutil
 import signal
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from omniserve.server.supervisor import EngineSupervisor
 logger = logging.getLogger("omniserve.batch")
 
 _POLL_S = 0.25
+_SAY_EVERY_S = 60.0
+"""How often the log says how many lines are done where no terminal shows a bar."""
 _NO_WINDOW_S = 10 * 365 * 86400.0
 _INTERRUPTED = 130
 
@@ -142,9 +145,13 @@ async def _work(
 
 
 async def _follow(store: Store, batch_id: str, engine: EngineSupervisor, stop: asyncio.Event) -> Row:
-    with tqdm(unit="line", dynamic_ncols=True) as bar:
+    said_s = time.monotonic()
+    with tqdm(unit="line", dynamic_ncols=True, disable=None) as bar:
         while True:
             batch = await asyncio.to_thread(store.batch, batch_id)
+            if bar.disable and time.monotonic() - said_s >= _SAY_EVERY_S:
+                logger.info("%d of %d lines are done", batch["completed"] + batch["failed"], batch["total"])
+                said_s = time.monotonic()
             if bar.total != batch["total"]:
                 bar.reset(batch["total"])
                 # So that only this run's lines make the rate.

@@ -99,8 +99,9 @@ def _of_engine(classes: Sequence[ClassSpec], now: Reading, lately: _Span) -> Ite
     yield "piggyback_rate", lately.rate(("omniserve_piggyback_rows_total",))
     steps, seconds = (lately.delta((f"omniserve_{what}_total",)) for what in ("steps", "step_seconds"))
     yield "step_time", None if not steps or seconds is None else seconds / steps
-    yield "step_error", now.values.get(("omniserve_latency_error",))
-    yield "step_drift", now.values.get(("omniserve_latency_drift",))
+    # The engine keeps its last means while it is idle; shown then, an old error would look like one of this moment.
+    for what in ("error", "drift"):
+        yield f"step_{what}", now.values.get((f"omniserve_latency_{what}",)) if steps else None
 
 
 class _Span:

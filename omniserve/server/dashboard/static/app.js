@@ -9,6 +9,7 @@ import { PromptBox } from "./prompt.js";
 import { Samples } from "./samples.js";
 import { getJson, key } from "./server.js";
 import { Tiles } from "./tiles.js";
+import { fillWords } from "./words.js";
 
 const LONGEST_PAUSE_MS = 5000;
 const themes = globalThis.omniserveThemes;
@@ -171,5 +172,6 @@ themes.system.addEventListener("change", () => {
   showTheme();
 });
 document.addEventListener("visibilitychange", wake);
+fillWords(find("words"));
 showTheme();
 wake();

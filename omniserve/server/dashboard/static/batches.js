@@ -122,7 +122,7 @@ export class Batches {
     }
     this.table.hidden = batches.length === 0;
     this.empty.hidden = batches.length > 0;
-    setText(this.empty, "No batch jobs. Upload a JSONL file to /v1/files, then POST /v1/batches with its id: it runs as best-effort work in the gaps.");
+    setText(this.empty, "No batch jobs yet. Each would be a line here, with its status, progress, and when it is due. To start one, upload a JSONL file of requests to /v1/files, then POST /v1/batches with its id: it runs as best-effort work in the gaps.");
   }
 
   async #cancel(id) {

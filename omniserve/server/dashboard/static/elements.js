@@ -20,3 +20,15 @@ export function make(tag, attributes = {}, ...children) {
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
+
+const SVG = "http://www.w3.org/2000/svg";
+
+// A short piece of a chart's line: its color by name, and its dashes in pixels.
+export function sample(color, dash) {
+  const line = document.createElementNS(SVG, "line");
+  for (const [name, value] of Object.entries({ x1: 0, x2: 24, y1: 3, y2: 3, "stroke-dasharray": dash.join(" ") || "none" })) line.setAttribute(name, value);
+  const picture = document.createElementNS(SVG, "svg");
+  for (const [name, value] of Object.entries({ class: `sample ${color}`, width: 24, height: 6, "aria-hidden": "true" })) picture.setAttribute(name, value);
+  picture.append(line);
+  return picture;
+}

@@ -4,6 +4,7 @@ import { find, make, setText } from "./elements.js";
 import { seconds } from "./format.js";
 import { call } from "./server.js";
 
+const KINDS = { LS: "latency-sensitive", BE: "best-effort" };
 const PREDICTED = "x-omniserve-predicted-ttft-ms";
 
 export class PromptBox {
@@ -27,7 +28,7 @@ export class PromptBox {
 
   // about: what the server says of itself.
   offer(about) {
-    this.classes.replaceChildren(...about.classes.map((each) => make("option", { value: each.name }, each.name)));
+    this.classes.replaceChildren(...about.classes.map((each) => make("option", { value: each.name }, `${each.name} (${KINDS[each.kind]})`)));
     this.classes.disabled = false;
     this.model = about.model;
     const chat = this.api.querySelector("[value=chat]");

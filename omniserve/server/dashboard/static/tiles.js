@@ -2,6 +2,7 @@
 
 import { make, setText } from "./elements.js";
 import { number, percent, rate, seconds } from "./format.js";
+import { WORDS } from "./words.js";
 
 const tokens = rate("tok/s");
 
@@ -20,24 +21,26 @@ function values(samples, latest, spec, classes) {
     const [value, limit] = [of(`${what}_p99`), spec[`${what}_slo`]];
     const over = value !== null && limit !== null && value > limit;
     const word = limit === null ? "no objective" : `${over ? "over" : "within"} ${seconds(limit)}`;
-    return { label: `${spec.name} ${what.toUpperCase()} p99`, value: seconds(value), note: value === null && limit !== null ? `SLO ${seconds(limit)}` : word, bad: over };
+    const name = what.toUpperCase();
+    return { words: [name, "p50, p99", "SLO"], label: `${spec.name} ${name} p99`, value: seconds(value), note: value === null && limit !== null ? `SLO ${seconds(limit)}` : word, bad: over };
   };
   return [
     latencyTile("ttft"),
     latencyTile("tpot"),
     {
+      words: ["SLO", "Attainment"],
       label: `${spec.name} SLO kept`,
       value: percent(kept.length === 0 ? null : Math.min(...kept)),
       note: kept.length === 0 ? "no request lately" : `TTFT ${percent(of("ttft_met"))}, TPOT ${percent(of("tpot_met"))}`,
       bad: kept.length > 0 && Math.min(...kept) < 0.9,
     },
-    { label: "Rejected, 60 s", value: number(sum("rejected")), note: `${number(latest.rejected, 6)} since start` },
-    { label: "LS output", value: tokens(sum("output_rate", "LS")), note: `prompts ${tokens(sum("prompt_rate", "LS"))}` },
-    { label: "BE output", value: tokens(output), note: output ? `${percent(host / output)} by host attention` : `prompts ${tokens(samples.latest("be_prompt_rate"))}` },
-    { label: "Device KV", value: percent(samples.latest("kv_device")), note: blocks("device") },
-    { label: "Host KV", value: percent(samples.latest("kv_host")), note: latest.host_healthy ? `${number(latest.host_requests)} requests there` : "host tier has failed", bad: !latest.host_healthy },
-    { label: "Waiting", value: number(sum("waiting")), note: `${number(sum("running"))} running` },
-    { label: "Step", value: seconds(samples.latest("step_time")), note: `prediction off ${percent(samples.latest("step_error"))}` },
+    { words: ["Rejected"], label: "Rejected, 60 s", value: number(sum("rejected")), note: `${number(latest.rejected, 6)} since start` },
+    { words: ["LS"], label: "LS output", value: tokens(sum("output_rate", "LS")), note: `prompts ${tokens(sum("prompt_rate", "LS"))}` },
+    { words: ["BE", "Device, host tier"], label: "BE output", value: tokens(output), note: output ? `${percent(host / output)} by host attention` : `prompts ${tokens(samples.latest("be_prompt_rate"))}` },
+    { words: ["KV", "Device, host tier"], label: "Device KV", value: percent(samples.latest("kv_device")), note: blocks("device") },
+    { words: ["KV", "Device, host tier"], label: "Host KV", value: percent(samples.latest("kv_host")), note: latest.host_healthy ? `${number(latest.host_requests)} requests there` : "host tier has failed", bad: !latest.host_healthy },
+    { words: ["LS", "BE"], label: "Waiting", value: number(sum("waiting")), note: `${number(sum("running"))} running` },
+    { words: ["Step", "Prediction"], label: "Step", value: seconds(samples.latest("step_time")), note: samples.latest("step_error") === null ? "none lately" : `prediction off ${percent(samples.latest("step_error"))}` },
   ];
 }
 
@@ -55,6 +58,7 @@ export class Tiles {
     for (const [i, tile] of values(samples, latest, spec, classes).entries()) {
       const cell = this.cells[i];
       for (const part of ["label", "value", "note"]) setText(cell[part], tile[part]);
+      cell.tile.title = tile.words.map((word) => `${word}: ${WORDS[word]}`).join("\n");
       cell.tile.classList.toggle("bad", Boolean(tile.bad));
     }
   }
