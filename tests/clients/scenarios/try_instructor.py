@@ -1,0 +1,101 @@
+"""Instructor, which makes models of pydantic from answers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import instructor
+import openai
+from pydantic import BaseModel
+from scripts import CITIES, CITY
+from trial import BASE_URL, MODEL, TOO_LONG, best_effort, check, main, raised
+
+raw = openai.OpenAI(base_url=BASE_URL, api_key="none", max_retries=0)
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: str
+    people: int
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+@check
+def by_tools():
+    client = instructor.from_openai(raw, mode=instructor.Mode.TOOLS)
+    city, answer = client.create_with_completion(
+        model=MODEL, messages=user("§city§"), response_model=City, max_retries=0
+    )
+    assert city == City(**CITY) and answer.usage.completion_tokens > 5
+
+
+@check
+def by_schema():
+    for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.JSON):
+        client = instructor.from_openai(raw, mode=mode)
+        assert client.create(
+            model=MODEL, messages=user("§json§"), response_model=City, max_retries=0
+        ) == City(**CITY)  # fmt: skip
+
+
+@check
+def parallel_tools():
+    client = instructor.from_openai(raw, mode=instructor.Mode.PARALLEL_TOOLS)
+    cities = client.create(model=MODEL, messages=user("§cities§"), response_model=list[City], max_retries=0)
+    assert list(cities) == [City(**CITIES[1]), City(name="Rome", people=1)]
+
+
+@check
+def stream():
+    client = instructor.from_openai(raw, mode=instructor.Mode.TOOLS)
+    parts = list(client.create_partial(model=MODEL, messages=user("§city§"), response_model=City, max_retries=0))
+    assert parts[-1].model_dump() == CITY
+
+
+@check
+def second_try():
+    class Small(BaseModel):
+        """A city."""
+
+        name: str
+        people: int
+
+        def model_post_init(self, _):
+            if self.people > 1000:
+                raise ValueError("too many: §small§")
+
+    Small.__name__ = Small.__qualname__ = "City"
+    client = instructor.from_openai(raw, mode=instructor.Mode.TOOLS)
+    assert client.create(model=MODEL, messages=user("§city§"), response_model=Small, max_retries=1).people == 7
+
+
+@check
+def flex():
+    client = instructor.from_openai(raw, mode=instructor.Mode.JSON_SCHEMA)
+    with best_effort():
+        client.create(model=MODEL, messages=user("§json§"), response_model=City, max_retries=0, service_tier="flex")
+
+
+@check
+def errors():
+    client = instructor.from_openai(raw, mode=instructor.Mode.TOOLS)
+    raised(Exception, "context_length_exceeded", client.create, model=MODEL, messages=user(TOO_LONG),
+           response_model=City, max_retries=0)  # fmt: skip
+
+
+@check
+async def concurrency():
+    async with openai.AsyncOpenAI(base_url=BASE_URL, api_key="none", max_retries=0) as some:
+        client = instructor.from_openai(some, mode=instructor.Mode.TOOLS)
+        cities = await asyncio.gather(
+            *(client.create(model=MODEL, messages=user("§city§"), response_model=City) for _ in range(8))
+        )
+    assert cities == [City(**CITY)] * 8
+
+
+if __name__ == "__main__":
+    main()
