@@ -6,11 +6,15 @@ JSON and plain texts can be forced, at any temperature, for tests of what become
 Attention and MLP add nothing to the residual stream, each scripted token has a direction of its own in it, and the
 head maps that direction to the next piece. A token so knows its successor, and nothing else: every piece of text is an
 added token that occurs once in all scripts.
+
+A grammar (``tool_choice: required``, a JSON schema) has its way all the same. Where it leaves one text alone, only that
+text's own tokenization is allowed: a script whose pieces end elsewhere is left there. For such answers give the pieces
+yourself: the text that is forced at the begin as the first one, the others ending inside of values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -46,18 +50,19 @@ _LOGIT = 100.0  # of the one token that may follow; the others have 0
 
 
 def write_scripted_model(
-    folder: Path, scripts: Mapping[str, str], *, otherwise: str = OTHERWISE, max_length: int = 2048
+    folder: Path, scripts: Mapping[str, str | Sequence[str]], *, otherwise: str = OTHERWISE, max_length: int = 2048
 ) -> None:
     """Write a model folder that ``python -m omniserve.server --model`` and transformers load.
 
     Args:
         folder: Made if it does not exist.
-        scripts: The text of each key. Texts are ASCII: the tokenizer's decoder would read other characters as bytes.
+        scripts: The text of each key, or its pieces. Texts are ASCII: the tokenizer's decoder would read other
+            characters as bytes.
         otherwise: The text after a prompt that does not end with a key. With ``ignore_eos`` it begins again.
         max_length: Positions that the model has, in tokens.
 
     Raises:
-        ValueError: A text is empty, not ASCII or the same as another.
+        ValueError: A text is empty, not ASCII or the same as another, or a piece that is given is.
     """
     texts = {f"§{key}§": text for key, text in scripts.items()}
     pieces = _split([*texts.values(), otherwise])
@@ -73,17 +78,24 @@ def write_scripted_model(
     tokenizer.save_pretrained(folder)
 
 
-def _split(texts: list[str], size: int = 5) -> list[list[str]]:
-    """Split each text in pieces of ``size`` characters, or of more where a piece would not be the only one of its kind.
+def _split(texts: Sequence[str | Sequence[str]], size: int = 5) -> list[list[str]]:
+    """Split each text that is not yet in pieces of ``size`` characters, or of more where a piece would not be new.
 
     Raises:
         ValueError: See ``write_scripted_model``.
     """
-    seen: set[str] = set()
+    given = [piece for text in texts if not isinstance(text, str) for piece in text]
+    seen = set(given)
+    if len(seen) < len(given):
+        raise ValueError(f"the pieces of scripted texts must differ, got {sorted(given)}")
     split = []
     for text in texts:
-        if not text or not text.isascii():
-            raise ValueError(f"a scripted text must be ASCII and not empty, got {text!r}")
+        for part in [text] if isinstance(text, str) else text:
+            if not part or not part.isascii():
+                raise ValueError(f"a scripted text must be ASCII and not empty, got {part!r}")
+        if not isinstance(text, str):
+            split.append(list(text))
+            continue
         pieces: list[str] = []
         rest = text
         while rest:

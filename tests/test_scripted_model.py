@@ -15,6 +15,7 @@ SCRIPTS = {
     "json": '{"city": "Rome", "tags": ["a", "a", "a"]}',
     "end": "a tuple is not.",
     "repeated": "ha " * 40,
+    "pieces": ["A list", " is a", " mutable sequence."],
 }
 
 
@@ -40,10 +41,10 @@ def test_a_key_is_followed_by_its_text(model_folder, key, temperature):
     with torch.inference_mode():
         output = model.generate(**ids, max_new_tokens=200, **sampling)
     text = tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=False)
-    assert text == (SCRIPTS[key] if key else OTHERWISE) + "<|end|>"
+    assert text == ("".join(SCRIPTS[key]) if key else OTHERWISE) + "<|end|>"
 
 
 def test_a_text_that_cannot_be_scripted_is_refused(tmp_path):
-    for scripts in ({"a": ""}, {"a": "Köln"}, {"a": "same", "b": "same"}):
+    for scripts in ({"a": ""}, {"a": "Köln"}, {"a": "same", "b": "same"}, {"a": ["x", "x"]}):
         with pytest.raises(ValueError, match="scripted text"):
             write_scripted_model(tmp_path, scripts)

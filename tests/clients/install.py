@@ -50,11 +50,11 @@ class NotInstalled(Exception):
 
 def read_clients(path: Path = _FOLDER / "clients.toml") -> dict[str, Client]:
     """Return the known clients by name."""
-    tables = tomllib.loads(path.read_text())
-    return {
-        name: Client(name=name, **{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()})
-        for name, table in tables.items()
-    }  # fmt: skip
+    clients = {}
+    for name, table in tomllib.loads(path.read_text()).items():
+        fields = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+        clients[name] = Client(name=name, **fields)
+    return clients
 
 
 def environment(client: Client, cache: Path) -> Path:

@@ -52,7 +52,8 @@ def main() -> None:
             results[function.__name__] = f"{type(error).__name__}: {error}".strip()
         else:
             results[function.__name__] = None
-    Path(os.environ.get("TRIAL_REPORT", "/dev/stdout")).write_text(json.dumps(results))
+        # Now, for a script that is stopped later.
+        Path(os.environ.get("TRIAL_REPORT", "/dev/stdout")).write_text(json.dumps(results))
 
 
 @contextmanager

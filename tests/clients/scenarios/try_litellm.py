@@ -15,7 +15,11 @@ WEATHER = {
     "type": "function",
     "function": {
         "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
     },
 }
 
@@ -40,9 +44,7 @@ def chat():
 
 @check
 def stream():
-    chunks = litellm.completion(
-        **SERVER, messages=user("§plain§"), stream=True, stream_options={"include_usage": True}
-    )
+    chunks = litellm.completion(**SERVER, messages=user("§plain§"), stream=True, stream_options={"include_usage": True})
     whole = litellm.stream_chunk_builder(list(chunks))
     assert whole.choices[0].message.content == PLAIN and whole.usage.completion_tokens > 5
 
@@ -50,15 +52,21 @@ def stream():
 @check
 def tools():
     messages = user("§weather§")
-    for choice in ("auto", "required"):
-        message = litellm.completion(**SERVER, messages=messages, tools=[WEATHER], tool_choice=choice).choices[0].message
-        assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Rome"}
-        result = {
-            "role": "tool", "tool_call_id": message.tool_calls[0].id, "name": "weather", "content": "sunny §after§",
-        }  # fmt: skip
-        for past in (message, message.model_dump()):
-            answer = litellm.completion(**SERVER, messages=[*messages, past, result], tools=[WEATHER])
-            assert answer.choices[0].message.content == AFTER
+    message = litellm.completion(**SERVER, messages=messages, tools=[WEATHER]).choices[0].message
+    assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Rome"}
+    result = {
+        "role": "tool", "tool_call_id": message.tool_calls[0].id, "name": "weather", "content": "sunny §after§",
+    }  # fmt: skip
+    for past in (message, message.model_dump()):
+        answer = litellm.completion(**SERVER, messages=[*messages, past, result], tools=[WEATHER])
+        assert answer.choices[0].message.content == AFTER
+
+
+@check
+def tools_must_be_called():
+    forecast = WEATHER | {"function": WEATHER["function"] | {"name": "forecast"}}
+    answer = litellm.completion(**SERVER, messages=user("§forecast§"), tools=[forecast], tool_choice="required")
+    assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments) == {"city": "Oslo", "days": 37}
 
 
 @check

@@ -75,11 +75,13 @@ def tools():
 
 @check
 def tools_must_be_called():
-    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+    forecast = WEATHER | {"function": WEATHER["function"] | {"name": "forecast"}}
+    for choice in ("required", {"type": "function", "function": {"name": "forecast"}}):
         answer = client.chat.completions.create(
-            model=MODEL, messages=user("§weather§"), tools=[WEATHER], tool_choice=choice
+            model=MODEL, messages=user("§forecast§"), tools=[forecast], tool_choice=choice
         )
-        assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments) == {"city": "Rome"}
+        (call,) = answer.choices[0].message.tool_calls
+        assert json.loads(call.function.arguments) == {"city": "Oslo", "days": 37}, call
 
 
 @check
