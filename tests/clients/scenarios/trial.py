@@ -67,11 +67,12 @@ def best_effort(num_requests: int = 1) -> Iterator[None]:
 
 
 def raised(kind: type[BaseException], text: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Check that a call raises one kind of exception, with a text in its message."""
+    """Check that a call raises one kind of exception, with a text in its message or body."""
     try:
         result = function(*args, **kwargs)
     except kind as error:
-        assert text in str(error), f"{text!r} is not in {type(error).__name__}: {error}"
+        told = f"{error} {getattr(error, 'body', '')}"
+        assert text in told, f"{text!r} is not in {type(error).__name__}: {told}"
     else:
         raise AssertionError(f"no {kind.__name__}, but {result!r}")
 

@@ -10,15 +10,17 @@ from trial import MODEL, MODEL_FOLDER, URL, check, main, run
 NUM_REQUESTS = 12
 
 
-def benchmark(kind: str, profile: str, *flags: str) -> dict:
-    """Return the report of a benchmark, whose requests all succeeded."""
-    path = Path(f"{kind.strip('/').replace('/', '-')}-{profile}.json").absolute()
+def benchmark(path: str, profile: str, *backend: str) -> dict:
+    """Return the report of a benchmark of a path of the API."""
+    report = Path(f"{path.replace('/', '-')}.json").absolute()
+    target = ",".join(("kind=openai_http", f"target={URL}", f"model={MODEL}", f"request_format=/v1/{path}", *backend))
     run(
-        "guidellm", "benchmark", "run", "--target", URL, "--model", MODEL, "--processor", MODEL_FOLDER,
-        "--request-type", kind, "--profile", profile, *flags, "--max-requests", str(NUM_REQUESTS),
-        "--data", "prompt_tokens=64,output_tokens=16", "--output-dir", ".", "--outputs", str(path), "--disable-console",
+        "guidellm", "run", "--backend", target, "--tokenizer", f"kind=hf_auto,model={MODEL_FOLDER}",
+        "--profile", profile, "--constraint", f"kind=max_requests,count={NUM_REQUESTS}",
+        "--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16", "--output", f"kind=json,path={report}",
+        "--disable-console",
     )  # fmt: skip
-    (found,) = json.loads(path.read_text())["benchmarks"]
+    (found,) = json.loads(report.read_text())["benchmarks"]
     return found
 
 
@@ -35,12 +37,12 @@ def judge(found: dict) -> None:
 
 @check
 def chat():
-    judge(benchmark("chat_completions", "concurrent", "--rate", "4"))
+    judge(benchmark("chat/completions", "kind=concurrent,streams=4"))
 
 
 @check
 def completions():
-    judge(benchmark("text_completions", "synchronous"))
+    judge(benchmark("completions", "kind=synchronous"))
 
 
 if __name__ == "__main__":

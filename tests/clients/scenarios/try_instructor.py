@@ -35,16 +35,15 @@ def by_tools():
     city, answer = client.create_with_completion(
         model=MODEL, messages=user("§city§"), response_model=City, max_retries=0
     )
-    assert city == City(**CITY) and answer.usage.completion_tokens > 5
+    assert city.model_dump() == CITY and answer.usage.completion_tokens > 0
 
 
 @check
 def by_schema():
     for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.JSON):
         client = instructor.from_openai(raw, mode=mode)
-        assert client.create(
-            model=MODEL, messages=user("§json§"), response_model=City, max_retries=0
-        ) == City(**CITY)  # fmt: skip
+        city = client.create(model=MODEL, messages=user("§json§"), response_model=City, max_retries=0)
+        assert city.model_dump() == CITY, mode
 
 
 @check
@@ -99,7 +98,7 @@ async def concurrency():
         cities = await asyncio.gather(
             *(client.create(model=MODEL, messages=user("§city§"), response_model=City) for _ in range(8))
         )
-    assert cities == [City(**CITY)] * 8
+    assert [city.model_dump() for city in cities] == [CITY] * 8
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def chat():
 def stream():
     chunks = list(ChatOpenAI(**SERVER, stream_usage=True).stream("§plain§"))
     assert "".join(chunk.content for chunk in chunks) == PLAIN and len(chunks) > 3
-    assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) > 5
+    assert sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) > 0
 
 
 @check
@@ -79,7 +79,7 @@ def flex():
 
 @check
 def errors():
-    raised(openai.BadRequestError, "context holds 4096", model.invoke, TOO_LONG)
+    raised(openai.BadRequestError, "context_length_exceeded", model.invoke, TOO_LONG)
 
 
 @check

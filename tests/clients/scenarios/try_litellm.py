@@ -36,7 +36,7 @@ def user(text):
 @check
 def chat():
     answer = litellm.completion(**SERVER, messages=user("§plain§"), max_tokens=50, temperature=0.7)
-    assert answer.choices[0].message.content == PLAIN and answer.usage.completion_tokens > 5
+    assert answer.choices[0].message.content == PLAIN and answer.usage.completion_tokens > 0
     assert litellm.text_completion(
         **(SERVER | {"model": f"text-completion-openai/{MODEL}"}), prompt="§plain§", max_tokens=50
     ).choices[0].text == PLAIN  # fmt: skip
@@ -46,7 +46,7 @@ def chat():
 def stream():
     chunks = litellm.completion(**SERVER, messages=user("§plain§"), stream=True, stream_options={"include_usage": True})
     whole = litellm.stream_chunk_builder(list(chunks))
-    assert whole.choices[0].message.content == PLAIN and whole.usage.completion_tokens > 5
+    assert whole.choices[0].message.content == PLAIN and whole.usage.completion_tokens > 0
 
 
 @check

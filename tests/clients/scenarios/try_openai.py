@@ -54,7 +54,7 @@ def stream():
         )
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == PLAIN
-    assert len(chunks) > 3 and chunks[-1].usage.completion_tokens > 5
+    assert len(chunks) > 3 and chunks[-1].usage.completion_tokens > 0
 
 
 @check

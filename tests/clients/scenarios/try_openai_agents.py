@@ -42,7 +42,7 @@ def agent(**options):
 @check
 async def chat():
     result = await Runner.run(agent(), "§plain§")
-    assert result.final_output == PLAIN and result.context_wrapper.usage.output_tokens > 5
+    assert result.final_output == PLAIN and result.context_wrapper.usage.output_tokens > 0
     session = SQLiteSession("one")
     await Runner.run(agent(), "§plain§", session=session)
     assert (await Runner.run(agent(), "§after§", session=session)).final_output == AFTER

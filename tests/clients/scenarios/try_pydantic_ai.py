@@ -35,7 +35,7 @@ def agent_with_weather():
 async def chat():
     result = await Agent(model, instructions="Be brief.").run("§plain§")
     usage = result.usage() if callable(result.usage) else result.usage
-    assert result.output == PLAIN and usage.output_tokens > 5
+    assert result.output == PLAIN and usage.output_tokens > 0
     again = await Agent(model).run("§after§", message_history=result.all_messages())
     assert again.output == AFTER
 
