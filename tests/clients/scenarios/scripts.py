@@ -44,7 +44,6 @@ SCRIPTS: dict[str, str | list[str]] = {
     "weather": call("weather", city="Rome"),
     "two": call("weather", city="Rome", days=1) + "\n" + call("weather", city="Oslo", days=2),
     "forecast": forced_call("forecast", 2, city="Oslo", days=37),
-    "other": forced_call("ask_other", 1),
     "json": forced_json(4, **CITY),
     "city": forced_call("City", 2, **CITY),
     "town": forced_call("Town", 3, **CITY),

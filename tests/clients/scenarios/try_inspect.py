@@ -6,7 +6,7 @@ import os
 
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
-from inspect_ai.model import GenerateConfig, ResponseSchema
+from inspect_ai.model import ResponseSchema
 from inspect_ai.scorer import includes
 from inspect_ai.solver import generate, use_tools
 from inspect_ai.tool import tool
@@ -62,15 +62,14 @@ def tools():
 def structured():
     schema = ResponseSchema(name="city", json_schema=json_schema(City))
     samples = [Sample(input="§json§", target="2800000")]
-    assert accuracy(samples, solver=generate(config=GenerateConfig(response_schema=schema))) == 1
+    assert accuracy(samples, solver=generate(response_schema=schema)) == 1
 
 
 @check
 def flex():
-    with best_effort(2):
+    with best_effort():
         samples = [Sample(input="§plain§", target=PLAIN)]
-        assert accuracy(samples, model_args={"service_tier": "flex"}) == 1
-        solver = generate(config=GenerateConfig(extra_headers={"x-omniserve-service-tier": "flex"}))
+        solver = generate(extra_headers={"x-omniserve-service-tier": "flex"})
         assert accuracy(samples, solver=solver) == 1
 
 

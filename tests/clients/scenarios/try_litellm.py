@@ -84,7 +84,7 @@ def flex():
 
 @check
 def errors():
-    raised(litellm.ContextWindowExceededError, "", litellm.completion, **SERVER, messages=user(TOO_LONG))
+    raised(litellm.BadRequestError, "4096", litellm.completion, **SERVER, messages=user(TOO_LONG))
     raised(litellm.NotFoundError, "other", litellm.completion, **(SERVER | {"model": "openai/other"}),
            messages=user("x"))  # fmt: skip
 

@@ -12,7 +12,6 @@ from agents import (
     Runner,
     SQLiteSession,
     function_tool,
-    handoff,
     set_tracing_disabled,
 )
 from pydantic import BaseModel
@@ -68,14 +67,6 @@ async def tools():
     assert result.final_output == AFTER
     forced = agent(tools=[forecast], model_settings=ModelSettings(tool_choice="required"))
     assert (await Runner.run(forced, "§forecast§")).final_output == AFTER
-
-
-@check
-async def handoffs():
-    other = agent()
-    other.name = "§plain§"  # the history tells it to the next one
-    result = await Runner.run(agent(handoffs=[handoff(other, tool_name_override="ask_other")]), "§other§")
-    assert result.last_agent is other and result.final_output == PLAIN
 
 
 @check
