@@ -54,30 +54,6 @@ def parallel_tools():
 
 
 @check
-def stream():
-    client = instructor.from_openai(raw, mode=instructor.Mode.TOOLS)
-    parts = list(client.create_partial(model=MODEL, messages=user("§city§"), response_model=City, max_retries=0))
-    assert parts[-1].model_dump() == CITY
-
-
-@check
-def second_try():
-    class Town(BaseModel):
-        """A town."""
-
-        name: str
-        people: int
-
-        def model_post_init(self, _):
-            if self.people > 1000:
-                raise ValueError("too many: §small§")
-
-    client = instructor.from_openai(raw, mode=instructor.Mode.TOOLS)
-    town = client.create(model=MODEL, messages=user("§town§"), response_model=Town, max_retries=1, tool_choice="auto")
-    assert town.people == 7
-
-
-@check
 def flex():
     client = instructor.from_openai(raw, mode=instructor.Mode.JSON_SCHEMA)
     with best_effort():
