@@ -1,0 +1,53 @@
+"""What the served model writes behind each key (``§key§`` in a prompt); the clients' scripts import this, too."""
+
+from __future__ import annotations
+
+import json
+
+
+def call(name: str, /, **arguments: object) -> str:
+    """Return a tool call as the model writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def forced_call(name: str, cut: int, /, **arguments: object) -> list[str]:
+    """Return a tool call in pieces that a grammar allows: its head, then others that end inside of values.
+
+    They end behind ``cut`` characters of a value, a number that must differ between calls with the same arguments. No
+    two calls of one tool can be scripted so.
+    """
+    head = f'<tool_call>\n{{"name": "{name}", "arguments": {{'
+    return [head, *_cut(cut, **arguments)[:-1], _cut(cut, **arguments)[-1] + "}\n</tool_call>"]
+
+
+def forced_json(cut: int, /, **values: object) -> list[str]:
+    """Return a JSON object in pieces that a grammar allows; see ``forced_call``."""
+    first, *others = _cut(cut, **values)
+    return ["{" + first, *others]
+
+
+def _cut(cut: int, /, **values: object) -> list[str]:
+    pieces, rest = [], ""
+    for name, value in values.items():
+        text = json.dumps(value)
+        pieces.append(f"{rest}{', ' if pieces else ''}{json.dumps(name)}: {text[:cut]}")
+        rest = text[cut:]
+    return [*pieces, f"{rest}}}"]
+
+
+PLAIN = "Rome is the capital of Italy, and has been one since 1871."
+AFTER = "It is sunny in Rome; take a hat."
+CITY = {"name": "Rome", "people": 2800000}
+SCRIPTS: dict[str, str | list[str]] = {
+    "plain": PLAIN,
+    "after": AFTER,
+    "weather": call("weather", city="Rome"),
+    "two": call("weather", city="Rome", days=1) + "\n" + call("weather", city="Oslo", days=2),
+    "forecast": forced_call("forecast", 2, city="Oslo", days=37),
+    "json": forced_json(4, **CITY),
+    "city": forced_call("City", 2, **CITY),
+    "town": forced_call("Town", 3, **CITY),
+    "small": call("Town", name="Rome", people=7),
+    "cities": call("Place", name="Oslo", people=720000) + "\n" + call("Place", **CITY),
+    "final": forced_call("final_result", 5, **CITY),
+}

@@ -1,0 +1,106 @@
+"""What the clients' scripts share: where the server is, and checks that are reported one by one.
+
+A script runs in its client's own environment, where neither omniserve nor the tests can be imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import traceback
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+URL = os.environ.get("TRIAL_URL", "http://127.0.0.1:8000")
+"""The server's, without ``/v1``."""
+BASE_URL = f"{URL}/v1"
+MODEL = os.environ.get("TRIAL_MODEL", "scripted")
+MODEL_FOLDER = os.environ.get("TRIAL_MODEL_FOLDER", "")
+"""Its tokenizer is for clients that count tokens themselves."""
+TOO_LONG = "word " * 20000
+"""A prompt of more tokens than the model has positions."""
+
+_checks: list[Callable[[], Any]] = []
+
+
+def check(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Register a check: a function, async or not, that raises if the client did not get what it should."""
+    _checks.append(function)
+    return function
+
+
+def main() -> None:
+    """Run all checks and write what became of each to the file that the environment names."""
+    results = {}
+    for function in _checks:
+        print(f"== {function.__name__}", flush=True)
+        try:
+            if inspect.iscoroutinefunction(function):
+                asyncio.run(function())
+            else:
+                function()
+        except Exception as error:
+            traceback.print_exc()
+            results[function.__name__] = f"{type(error).__name__}: {error}".strip()
+        else:
+            results[function.__name__] = None
+        # Now, for a script that is stopped later.
+        Path(os.environ.get("TRIAL_REPORT", "/dev/stdout")).write_text(json.dumps(results))
+
+
+@contextmanager
+def best_effort(num_requests: int = 1) -> Iterator[None]:
+    """Check that the server counts so many best-effort requests, or more, and no latency-sensitive one."""
+    before = _requests()
+    yield
+    after = _requests()
+    added = {name: after.get(name, 0) - before.get(name, 0) for name in ("LS", "BE")}
+    assert added["BE"] >= num_requests and not added["LS"], f"requests by class: {added}"
+
+
+def raised(kind: type[BaseException], text: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Check that a call raises one kind of exception, with a text in its message or body."""
+    try:
+        result = function(*args, **kwargs)
+    except kind as error:
+        told = f"{error} {getattr(error, 'body', '')}"
+        assert text in told, f"{text!r} is not in {type(error).__name__}: {told}"
+    else:
+        raise AssertionError(f"no {kind.__name__}, but {result!r}")
+
+
+def run(*command: str, **environment: str) -> str:
+    """Run a program of the client's environment and return what it printed.
+
+    Raises:
+        RuntimeError: Its exit status is not 0; the message is the last line that tells an error.
+    """
+    program = str(Path(sys.executable).parent / command[0])
+    done = subprocess.run(
+        [program, *command[1:]], env=os.environ | environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    print(done.stdout, flush=True)
+    if done.returncode:
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()] or ["it printed nothing"]
+        errors = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b", line)]
+        raise RuntimeError(f"{command[0]} ended with status {done.returncode}: {(errors or lines)[-1]}")
+    return done.stdout
+
+
+def _requests() -> dict[str, float]:
+    """Return how many requests of each class ended."""
+    with urllib.request.urlopen(f"{URL}/metrics") as answer:
+        text = answer.read().decode()
+    counts: dict[str, float] = {}
+    for name, value in re.findall(r'^omniserve_requests_total\{.*service_class="(\w+)".*\} (\S+)$', text, re.MULTILINE):
+        counts[name] = counts.get(name, 0) + float(value)
+    return counts

@@ -1,0 +1,46 @@
+"""NVIDIA's AIPerf: synthetic prompts at a concurrency."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trial import MODEL, MODEL_FOLDER, URL, best_effort, check, main, run
+
+NUM_REQUESTS = 12
+
+
+def profile(kind: str, *flags: str) -> dict:
+    """Return the figures of a run."""
+    folder = Path(kind)
+    run(
+        "aiperf", "profile", "--model", MODEL, "--url", URL, "--endpoint-type", kind, "--streaming",
+        "--tokenizer", MODEL_FOLDER, "--request-count", str(NUM_REQUESTS), "--concurrency", "4",
+        "--synthetic-input-tokens-mean", "64", "--output-tokens-mean", "16", "--extra-inputs", "ignore_eos:true",
+        "--ui", "none", "--output-artifact-dir", str(folder), *flags,
+        HF_HUB_OFFLINE="0",  # else it looks for the folder of the tokenizer in the cache of the hub
+    )  # fmt: skip
+    return json.loads(next(folder.rglob("profile_export_aiperf.json")).read_text())
+
+
+def judge(found: dict) -> None:
+    """Check a run's counts and figures."""
+    assert found["request_count"]["avg"] == NUM_REQUESTS, found["request_count"]
+    assert not found.get("error_summary") and not found.get("error_request_count", {}).get("avg"), found
+    assert found["time_to_first_token"]["avg"] > 0 and found["output_token_throughput"]["avg"] > 0
+    assert found["output_sequence_length"]["avg"] > 8, found["output_sequence_length"]
+
+
+@check
+def chat():
+    judge(profile("chat"))
+
+
+@check
+def completions_as_flex():
+    with best_effort(NUM_REQUESTS):
+        judge(profile("completions", "--header", "x-omniserve-service-tier:flex"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""LiteLLM's ``openai/`` provider."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import litellm
+from pydantic import BaseModel
+from scripts import AFTER, CITY, PLAIN
+from trial import BASE_URL, MODEL, TOO_LONG, best_effort, check, main, raised
+
+SERVER = {"model": f"openai/{MODEL}", "api_base": BASE_URL, "api_key": "none", "num_retries": 0}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+class City(BaseModel):
+    name: str
+    people: int
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+@check
+def chat():
+    answer = litellm.completion(**SERVER, messages=user("§plain§"), max_tokens=50, temperature=0.7)
+    assert answer.choices[0].message.content == PLAIN and answer.usage.completion_tokens > 0
+    assert litellm.text_completion(
+        **(SERVER | {"model": f"text-completion-openai/{MODEL}"}), prompt="§plain§", max_tokens=50
+    ).choices[0].text == PLAIN  # fmt: skip
+
+
+@check
+def stream():
+    chunks = litellm.completion(**SERVER, messages=user("§plain§"), stream=True, stream_options={"include_usage": True})
+    whole = litellm.stream_chunk_builder(list(chunks))
+    assert whole.choices[0].message.content == PLAIN and whole.usage.completion_tokens > 0
+
+
+@check
+def tools():
+    messages = user("§weather§")
+    message = litellm.completion(**SERVER, messages=messages, tools=[WEATHER]).choices[0].message
+    assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Rome"}
+    result = {
+        "role": "tool", "tool_call_id": message.tool_calls[0].id, "name": "weather", "content": "sunny §after§",
+    }  # fmt: skip
+    for past in (message, message.model_dump()):
+        answer = litellm.completion(**SERVER, messages=[*messages, past, result], tools=[WEATHER])
+        assert answer.choices[0].message.content == AFTER
+
+
+@check
+def tools_must_be_called():
+    forecast = WEATHER | {"function": WEATHER["function"] | {"name": "forecast"}}
+    answer = litellm.completion(**SERVER, messages=user("§forecast§"), tools=[forecast], tool_choice="required")
+    assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments) == {"city": "Oslo", "days": 37}
+
+
+@check
+def structured():
+    answer = litellm.completion(**SERVER, messages=user("§json§"), response_format=City)
+    assert json.loads(answer.choices[0].message.content) == CITY
+
+
+@check
+def flex():
+    with best_effort(2):
+        litellm.completion(**SERVER, messages=user("§plain§"), service_tier="flex")
+        litellm.completion(**SERVER, messages=user("§plain§"), extra_headers={"x-omniserve-service-tier": "flex"})
+
+
+@check
+def errors():
+    raised(litellm.BadRequestError, "4096", litellm.completion, **SERVER, messages=user(TOO_LONG))
+    raised(litellm.NotFoundError, "other", litellm.completion, **(SERVER | {"model": "openai/other"}),
+           messages=user("x"))  # fmt: skip
+
+
+@check
+async def concurrency():
+    answers = await asyncio.gather(*(litellm.acompletion(**SERVER, messages=user("§plain§")) for _ in range(16)))
+    assert all(answer.choices[0].message.content == PLAIN for answer in answers)
+
+
+if __name__ == "__main__":
+    main()
