@@ -45,7 +45,7 @@ CHAT = [
     {"role": "user", "content": "What is the capital of Italy?"},
 ]
 WINDOW = 512
-"""Tokens that most of the layers attend to; the longest prompts have more."""
+"""Tokens that most of the layers attend to; the longest prompt has more."""
 MAX_TOKENS = 12
 LARGEST_GAP = 0.6
 """Between two logits, where llama.cpp, which rounds the inputs of each linear to 8 bits, may take the other token."""
@@ -74,10 +74,9 @@ def hugging_face(folder: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def reference(hugging_face: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Reference:
-    """Of short prompts and of two that are longer than the window."""
-    licence = tokenizer.encode(LICENCE)
-    prompts = [tuple(licence[:length]) for length in (WINDOW + 8, WINDOW - 4)]
-    prompts += [tuple(tokenizer.encode(text)) for text in SHORT]
+    """Of short prompts and of one that is longer than the window."""
+    prompts = [tuple(tokenizer.encode(text)) for text in (*SHORT[:4], LICENCE, *SHORT[4:])]
+    prompts = [prompt[: WINDOW + 8] for prompt in prompts]
     return Reference(hugging_face, prompts=prompts, num_prompts=8, max_tokens=MAX_TOKENS)
 
 
@@ -97,7 +96,7 @@ def engine(patched: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iter
 
 def test_random_histories_equal_hugging_face(patched: PreTrainedModel, reference: Reference) -> None:
     """Mixed with each other, in chunks, preempted, and piggybacked."""
-    assert sum(len(prompt) > WINDOW - MAX_TOKENS for prompt in reference.prompts) >= 1
+    assert max(map(len, reference.prompts)) > WINDOW, "the long prompt has a near tie: take another length"
     block_bytes = patched.omniserve.spec.kv_block_bytes(8)
     run_histories(
         patched, reference, range(2), reach=("host_tokens", "piggyback_rows", "preemptions", "swaps_out"),
