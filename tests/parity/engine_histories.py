@@ -65,6 +65,7 @@ class Reference:
         self,
         model: PreTrainedModel,
         *,
+        prompts: Sequence[tuple[int, ...]] | None = None,
         num_prompts: int = 12,
         max_tokens: int = 24,
         seed: int = 0,
@@ -73,19 +74,17 @@ class Reference:
     ) -> None:
         """Make them; ``first_position`` is the model's own, of which ``generate`` knows nothing if it is not 0.
 
-        Prompts with more than ``num_shared`` tokens begin with the same ones.
+        Args:
+            prompts: The first ``num_prompts`` of these without a near tie are taken; None: random ones are made up.
+            num_shared: Random prompts with more tokens than that begin with the same ones.
         """
-        rng = random.Random(seed)
-        shared = tuple(random.Random(-1 - seed).randrange(1, VOCAB_SIZE) for _ in range(num_shared))
+        tried = prompts if prompts is not None else _random_prompts(10 * num_prompts, seed, num_shared)
         self._first_position = first_position
         self.max_tokens = max_tokens
         self.tolerance = NEAR_TIE
         """By how much logits may differ: more than usual where the model's own decode and prefill differ by more."""
         made: list[_Continuation] = []
-        for _ in range(10 * num_prompts):
-            prompt = tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 17, 40])))
-            if len(prompt) > num_shared:
-                prompt = (*shared, *prompt[num_shared:])
+        for prompt in tried:
             made.append(self._generate(model, prompt))
             self.tolerance = max(self.tolerance, min(_NOISES * made[-1].noise, _LARGEST_TOLERANCE))
             kept = [each for each in made if each.gap >= self.tolerance]
@@ -95,7 +94,7 @@ class Reference:
                 self.prompt_logprobs = [each.prompt_logprobs for each in kept]
                 """Of each prompt's rows, ``[length, vocabulary]``."""
                 return
-        raise AssertionError(f"only {len(kept)} of {10 * num_prompts} prompts have no near tie")
+        raise AssertionError(f"only {len(kept)} of {len(tried)} prompts have no near tie")
 
     def _generate(self, model: PreTrainedModel, prompt: tuple[int, ...]) -> _Continuation:
         ids = torch.tensor([prompt], device=model.device)
@@ -124,6 +123,16 @@ class Reference:
             noise=float((decoded - prefilled).abs().max()),
             prompt_logprobs=prompt_logits.float().log_softmax(-1).cpu(),
         )
+
+
+def _random_prompts(count: int, seed: int, num_shared: int) -> list[tuple[int, ...]]:
+    rng = random.Random(seed)
+    shared = tuple(random.Random(-1 - seed).randrange(1, VOCAB_SIZE) for _ in range(num_shared))
+    prompts = []
+    for _ in range(count):
+        prompt = tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 17, 40])))
+        prompts.append((*shared, *prompt[num_shared:]) if len(prompt) > num_shared else prompt)
+    return prompts
 
 
 @dataclass
