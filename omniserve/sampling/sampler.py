@@ -320,7 +320,7 @@ class Sampler:
         return failed
 
     def _adjusted(self, logits_V: Tensor, each: _Row) -> Tensor:
-        """Apply the bias, then the penalties (Hugging Face's order), the grammar, the least length and what is forced."""
+        """Apply the bias, the penalties (Hugging Face's order), the grammar, the least length and what is forced."""
         request, params = each.request, each.request.params
         if request.bias is not None:
             logits_V = logits_V.index_add(0, *request.bias)

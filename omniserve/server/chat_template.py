@@ -122,7 +122,8 @@ class ChatTemplate:
         """True if the arguments of a call may be a text; some templates go through the items of an object."""
         text = "probe"
         call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": text}}
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        chat: list[Message] = [{"role": "user", "content": "a"}, answer]
         try:
             return text in self._write([self._converted(message) for message in chat], (), {})
         except Exception:  # a template is a program, and may fail in any way

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from omniserve.server.errors import ApiError
-from omniserve.server.fields import validate
+from omniserve.server.fields import UnknownFields, validate
 from omniserve.server.protocol import CompletionRequest
 
 logger = logging.getLogger("omniserve.server")
@@ -100,7 +100,9 @@ def _read(path: Path, *, with_ends: bool) -> GenerationDefaults:
     }
     try:
         request = validate(
-            CompletionRequest, fields | {name: value for name, value in ends.items() if value} | {"prompt": "a"}
+            CompletionRequest,
+            fields | {name: value for name, value in ends.items() if value} | {"prompt": "a"},
+            UnknownFields(),
         )
     except ApiError as error:
         raise ValueError(error.message) from None

@@ -21,8 +21,8 @@ from omniserve.kv.disk_prefixes import DiskPrefixes
 from omniserve.kv.host_prefixes import PrefixPool
 from omniserve.latency import features_of
 from omniserve.sched import SCHEDULERS, Forecast, Scheduler, policy_of
+from omniserve.sched.admission import LARGEST_MARGIN
 from omniserve.sched.state import RequestState
-from omniserve.sched.ttft import LARGEST_MARGIN
 from tests.quick import slow_except
 from tests.sched import hybrid, preemptible
 from tests.sched.fake_device import VOCAB, FakeDevice, expected_tokens

@@ -204,10 +204,14 @@ def test_a_prompt_that_can_never_be_in_time_is_told_so() -> None:
 
 
 def test_waiting_for_the_engine_counts_against_the_objective() -> None:
-    bench = Clock()
-    bench.add("ls1", prompt=100, ttft=0.2)
-    with pytest.raises(RequestRejected):
-        Clock().add("ls2", prompt=100, ttft=0.2, waited=0.1)
+    for waited, is_admitted in ((0.0, True), (0.2, False)):
+        bench = Clock()
+        bench.add("ls1", prompt=50, ttft=5.0)
+        if is_admitted:
+            bench.add("ls2", prompt=50, ttft=0.3, waited=waited)
+        else:
+            with pytest.raises(RequestRejected):
+                bench.add("ls2", prompt=50, ttft=0.3, waited=waited)
 
 
 @pytest.mark.parametrize("tpot", [None, 0.3])

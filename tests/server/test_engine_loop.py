@@ -99,7 +99,9 @@ def test_every_command_is_obeyed_in_its_order() -> None:
     commands = [add(i) for i in range(3000)]
     link = Link(commands, lambda: link.num_taken == len(commands) and not engine.has_unfinished)
     collector = serve(engine, link)
-    accepted = [name for report in link.sent if isinstance(report, engine_messages.Step) for name, _ in report.accepted]
+    accepted = [
+        name for report in link.sent if isinstance(report, engine_messages.Step) for name, *_ in report.accepted
+    ]
     assert accepted == [f"r{i}" for i in range(3000)]
     assert len(collector.asked) == engine.num_steps + 1
     assert collector.asked[0] and collector.asked[-1] and not any(collector.asked[1:-1])
@@ -245,7 +247,7 @@ def test_steps_go_on_while_grammars_are_compiled() -> None:
 
     def accepted() -> list[str]:
         steps = [report for report in link.sent if isinstance(report, engine_messages.Step)]
-        return [name for step in steps for name, _ in step.accepted]
+        return [name for step in steps for name, *_ in step.accepted]
 
     link = Link(commands, done)
     serve(engine, link)

@@ -227,13 +227,14 @@ def test_requests_that_are_too_long_are_left_out_and_counted() -> None:
 
 
 def test_rejected_requests_miss_their_objectives() -> None:
-    # A prompt of 640 tokens is ten steps of 200 ms; its first token is wanted after one second.
-    load = Load(latency_sensitive=[TraceRequest(0.0, 640, 2)], duration_s=1.0)
+    # A prompt of 320 tokens is five steps of 100 ms; its first token is wanted after one second, and so is that of the
+    # second one, which waits for the first.
+    load = Load(latency_sensitive=[TraceRequest(0.0, 320, 2), TraceRequest(0.0, 320, 2)], duration_s=1.0)
     result = simulate(
-        SimulationConfig(machine=constant(0.2), engine=engine(scheduler="omniserve"), load=load)
+        SimulationConfig(machine=constant(0.1), engine=engine(scheduler="omniserve"), load=load)
     )  # fmt: skip
     ls = result.classes["LS"]
-    assert (ls.num_rejected, ls.ttft_attainment, ls.attainment) == (1, 0.0, 0.0)
+    assert (ls.num_rejected, ls.ttft_attainment, ls.attainment) == (1, 0.5, 0.5)
 
 
 @pytest.mark.parametrize("keep_halted", [True, False])
