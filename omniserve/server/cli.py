@@ -258,7 +258,8 @@ def _settings_parser(*, prog: str, description: str) -> argparse.ArgumentParser:
     ``--block-size 16`` is ``OMNISERVE_BLOCK_SIZE=16`` and the line ``block-size: 16`` of the file. A flag without value
     is ``true`` there, and one that may be repeated a list (in the environment as JSON).
     """
-    parser = _SettingsParser(
+    make: Callable[..., _SettingsParser] = _SettingsParser  # its base has no types
+    parser = make(
         prog=prog,
         description=description,
         epilog=f"Every flag can be set in the environment, too ({ENVIRONMENT_PREFIX}BLOCK_SIZE for --block-size), and "
