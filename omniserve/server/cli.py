@@ -211,7 +211,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
     return options, loader
 
 
-class _SettingsParser(ArgumentParser, configargparse.ArgumentParser):  # type: ignore[misc]  # it has no types
+class _SettingsParser(ArgumentParser, configargparse.ArgumentParser):
     """A parser of settings from flags, environment and files that says where a wrong one stands."""
 
     def check_parsed(self, parsed: argparse.Namespace) -> None:
