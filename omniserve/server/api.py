@@ -266,5 +266,5 @@ def _meant_path(app: FastAPI, request: Request) -> str:
 
 
 def _exists(app: FastAPI, request: Request, path: str) -> bool:
-    scope = request.scope | {"path": path}
+    scope = {**request.scope, "path": path}
     return any(route.matches(scope)[0] is not Match.NONE for route in app.routes)

@@ -222,7 +222,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
     return options, loader
 
 
-class _SettingsParser(ArgumentParser, configargparse.ArgumentParser):  # type: ignore[misc]  # it has no types
+class _SettingsParser(ArgumentParser, configargparse.ArgumentParser):
     """A parser of settings from flags, environment and files that says where a wrong one stands."""
 
     def check_parsed(self, parsed: argparse.Namespace) -> None:
@@ -269,7 +269,8 @@ def _settings_parser(*, prog: str, description: str) -> argparse.ArgumentParser:
     ``--block-size 16`` is ``OMNISERVE_BLOCK_SIZE=16`` and the line ``block-size: 16`` of the file. A flag without value
     is ``true`` there, and one that may be repeated a list (in the environment as JSON).
     """
-    parser = _SettingsParser(
+    make: Callable[..., _SettingsParser] = _SettingsParser  # its base has no types
+    parser = make(
         prog=prog,
         description=description,
         epilog=f"Every flag can be set in the environment, too ({ENVIRONMENT_PREFIX}BLOCK_SIZE for --block-size), and "

@@ -209,7 +209,7 @@ class HeadAsGet:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope | {"method": "GET"} if scope["method"] == "HEAD" else scope, receive, send)
+        await self._app({**scope, "method": "GET"} if scope["method"] == "HEAD" else scope, receive, send)
 
 
 _REQUEST_ID_HEADER = "x-request-id"
