@@ -195,7 +195,8 @@ class OmniServePolicy(Policy):
                 unfinished.append(state)
                 continue
             within_s = bound_s
-            if state.has_scaled_ttft:  # a long prompt goes on in steps that a short one could wait for
+            if state.has_scaled_ttft and self.forecast is not None and self.forecast.predictor.has_seen(1):
+                # A long prompt goes on in steps that a short one could wait for.
                 within_s = min(within_s, self._newcomer_bound_s(batch, decoding, s_d.seconds, begin_s))
             refused_by = self._prefill_one(batch, state, within_s, min_tokens, begin_s)
             if refused_by is None:

@@ -31,7 +31,7 @@ class Accepted:
 
     predicted_ttft_s: float | None
     """The predicted TTFT in seconds from its arrival; None without prediction."""
-    scaled_slo: SLO | None
+    scaled_slo: SLO | None = None
     """The objectives that hold if admission has scaled those of the class; None: it has not."""
 
 

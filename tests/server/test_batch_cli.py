@@ -68,7 +68,7 @@ def ids(path: Path) -> list[str]:
 
 def test_run_writes_answers_and_errors_in_order(tmp_path, offline):
     lines = [completion_line(i, prompt=ABC) for i in range(20)]
-    lines[7] = line("wrong", {"prompt": "a", "colour": "red"})
+    lines[7] = line("wrong", {"prompt": "a", "max_tokens": "red"})
     (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
     run = offline()
     log = run.communicate(timeout=60)[1]

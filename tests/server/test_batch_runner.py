@@ -15,6 +15,7 @@ from omniserve.server.batches.lines import CheckedLine, LineKey, LineResult, Pen
 from omniserve.server.batches.locks import make_lock
 from omniserve.server.batches.owner import Owner
 from omniserve.server.batches.runner import BatchRunner
+from omniserve.server.fields import UnknownFields
 from omniserve.server.batches.store import NewBatch, NewFile, Store
 from omniserve.server.limits import Limits
 
@@ -37,6 +38,7 @@ class Bench:
             limits=Limits(batch_concurrency=concurrency),
             check_open=lambda: None,
             check_model=lambda model: None,
+            unknown_fields=UnknownFields(),
         )
         self.runner = BatchRunner(service, self.store)  # type: ignore[arg-type]
 
