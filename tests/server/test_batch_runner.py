@@ -15,8 +15,8 @@ from omniserve.server.batches.lines import CheckedLine, LineKey, LineResult, Pen
 from omniserve.server.batches.locks import make_lock
 from omniserve.server.batches.owner import Owner
 from omniserve.server.batches.runner import BatchRunner
-from omniserve.server.fields import UnknownFields
 from omniserve.server.batches.store import NewBatch, NewFile, Store
+from omniserve.server.fields import UnknownFields
 from omniserve.server.limits import Limits
 
 PATIENCE_S = 60
