@@ -54,7 +54,7 @@ class OpenRequest:
     predicted_ttft_s: float | None
     """The TTFT that admission predicted, in seconds from arrival."""
     scaled_slo: SLO | None = None
-    """The same objectives if admission has scaled those of the class."""
+    """The objectives that hold if admission has scaled those of the class; None: it has not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

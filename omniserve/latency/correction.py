@@ -60,7 +60,7 @@ _PACE_BOUNDS = (1 / 16, 16.0)
 _PACE_HALF_LIFE_S = 0.25
 """In so many seconds without steps the logarithm of the pace halves: after 2 s, 16 has become 1.01."""
 _FACTOR_HALF_LIFE_S = 30.0
-"""The same for the factors of the terms, which took many steps to learn."""
+"""In so many seconds without steps the logarithms of the terms' factors halve; they took many steps to learn."""
 COARSE_MARGIN = 1.2
 """Predictions by a coarse profile are so many times what it says: bounds and admission are that much tighter."""
 FEW_STEPS = 5

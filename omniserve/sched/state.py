@@ -119,7 +119,7 @@ class RequestState:
     has_scaled_tpot: bool = False
     """Its class's TPOT was scaled to what its tokens take alone."""
     is_probe: bool = False
-    """It was let in to see whether its prompt really takes longer than its own objective allows."""
+    """Admission let it in to see whether its prompt really takes longer than its own objective allows."""
     host_since_s: float | None = None
     """When it got its slot of the host tier; None: it had none when the last step was planned."""
     host_stays: list[Stay] = field(default_factory=list)

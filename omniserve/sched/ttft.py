@@ -137,7 +137,7 @@ class TTFTPrediction:
     idle_s: float
     """If no other request were there."""
     best_s: float
-    """The same on the machine as it was profiled, without what has slowed steps lately."""
+    """If no other request were there, on the machine as it was profiled, without what has slowed steps lately."""
     num_prompt_tokens: int
     """Tokens of the prompt that are to be computed."""
     step_rows: int

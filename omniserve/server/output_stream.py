@@ -40,7 +40,7 @@ class Job:
     slo: SLO
     """The call's own or its class's default."""
     brings_slo: bool = True
-    """They are the call's own: admission does not scale them."""
+    """The objectives are the call's own, so admission does not scale them."""
     echoes: Sequence[str] | None = None
     """Text of each prompt, which its answers begin with; None: they do not."""
     prediction: Sequence[int] = ()
