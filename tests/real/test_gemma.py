@@ -20,7 +20,7 @@ from tests.real.checkpoint import END_OF_TURN, CannotBeHad, model_folder
 from tests.real.llama_cpp import Answers, answers
 from tests.real.readable import LARGEST_PERPLEXITY, faults, perplexity
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.real]
 
 ROOT = Path(__file__).parents[2]
 LICENCE = (ROOT / "LICENSE").read_text()
