@@ -47,7 +47,7 @@ SCRIPTS: dict[str, str | list[str]] = {
     "json": forced_json(4, **CITY),
     "city": forced_call("City", 2, **CITY),
     "town": forced_call("Town", 3, **CITY),
-    "small": call("Town", name="Rome", people=7),
+    "other": call("ask_other"),
     "cities": call("Place", name="Oslo", people=720000) + "\n" + call("Place", **CITY),
     "final": forced_call("final_result", 5, **CITY),
 }
