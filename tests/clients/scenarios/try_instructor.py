@@ -54,6 +54,13 @@ def parallel_tools():
 
 
 @check
+def stream():
+    client = instructor.from_openai(raw, mode=instructor.Mode.TOOLS)
+    parts = list(client.create_partial(model=MODEL, messages=user("§partial§"), response_model=City, max_retries=0))
+    assert parts[-1].model_dump() == {"name": "Oslo", "people": 634000}
+
+
+@check
 def second_try():
     tries = []
 
