@@ -253,28 +253,24 @@ class Service:
         if wanted > room:
             raise self._context_exceeded(
                 request,
-                f"the prompt has {num_prompt} tokens and max_tokens asks for {wanted}, but {self._holder} holds "
-                f"{limit} in all; shorten the prompt or set max_tokens to at most {room}",
+                f"the prompt has {num_prompt} tokens and max_tokens asks for {wanted}; shorten the prompt or set "
+                f"max_tokens to at most {room}",
             )
         return wanted
 
     def _too_long(self, request: GenerationRequest, num_prompt: int, *, is_exact: bool = True) -> ApiError:
         number = num_prompt if is_exact else f"at least {num_prompt}"
-        limit = self.info.limits.max_tokens
-        return self._context_exceeded(
-            request, f"the prompt has {number} tokens, but {self._holder} holds {limit}, output included; shorten it"
-        )
+        return self._context_exceeded(request, f"the prompt has {number} tokens; shorten it")
 
-    @staticmethod
-    def _context_exceeded(request: GenerationRequest, message: str) -> ApiError:
-        return ApiError(message, param=_prompt_field(request), code="context_length_exceeded")
-
-    @property
-    def _holder(self) -> str:
-        """What bounds a prompt and its output."""
+    def _context_exceeded(self, request: GenerationRequest, problem: str) -> ApiError:
         limits = self.info.limits
         is_context = limits.max_tokens == limits.max_model_len
-        return "the model's context" if is_context else "the server's KV pool (--device-kv-gib)"
+        bound = "" if is_context else " here (the server's KV pool, --device-kv-gib, holds no more)"
+        # OpenAI's words come first: some clients know the error by them, and not by its code.
+        message = (
+            f"this model's maximum context length is {limits.max_tokens} tokens{bound}, output included; {problem}"
+        )
+        return ApiError(message, param=_prompt_field(request), code="context_length_exceeded")
 
 
 def new_call_id(prefix: str) -> str:

@@ -16,6 +16,9 @@ from benchmarks.common.terminal import table
 from tests.clients.install import read_clients
 from tests.clients.trials import scripted_server, try_client
 
+_INSTALL_TIMEOUT_S = 1800.0
+_TRIAL_TIMEOUT_S = 900.0
+
 
 def main() -> int:
     """Try the clients that the command line names."""
@@ -40,7 +43,17 @@ def main() -> int:
         with scripted_server(folder) as (server, model_folder):
             for name in args.clients or clients:
                 print(f"{name} ...", file=sys.stderr, flush=True)
-                outcomes.append(try_client(clients[name], server, model_folder, cache=args.cache, folder=folder))
+                outcomes.append(
+                    try_client(
+                        clients[name],
+                        server,
+                        model_folder,
+                        cache=args.cache,
+                        folder=folder,
+                        install_timeout_s=_INSTALL_TIMEOUT_S,
+                        trial_timeout_s=_TRIAL_TIMEOUT_S,
+                    )
+                )
     finally:
         if args.keep:
             print(f"kept: {folder}", file=sys.stderr)

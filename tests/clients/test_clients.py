@@ -10,8 +10,10 @@ from tests.clients.install import read_clients
 from tests.clients.trials import scripted_server, try_client
 
 pytestmark = pytest.mark.slow
-CLIENTS = read_clients()
+CLIENTS = {name: client for name, client in read_clients().items() if not client.heavy and not client.left_out}
 CACHE = Path(__file__).parents[2] / ".cache" / "clients"
+# A machine that PyPI takes longer to reach skips a client; one that hangs fails.
+TIMEOUTS = {"install_timeout_s": 150.0, "trial_timeout_s": 150.0}
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +25,8 @@ def served(tmp_path_factory):
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_client_gets_what_it_asks_for(name, served, tmp_path):
     server, model_folder = served
-    outcome = try_client(CLIENTS[name], server, model_folder, cache=CACHE, folder=tmp_path)
-    if reason := outcome.client.left_out or outcome.not_installed:
-        pytest.skip(f"{name}: {reason}")
+    outcome = try_client(CLIENTS[name], server, model_folder, cache=CACHE, folder=tmp_path, **TIMEOUTS)
+    if outcome.not_installed:
+        pytest.skip(f"{name}: {outcome.not_installed}")
     log = (tmp_path / f"{name}.log").read_text(errors="replace")
     assert outcome.is_as_expected, f"{outcome.row()}\n{log[-20000:]}\n{server.log_tail()}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,13 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.common.server import Server, ServerProcess
-from tests.clients.install import Client, NotInstalled, environment
+from tests.clients.install import Client, NotInstalled, environment, wait
 from tests.clients.scenarios.scripts import SCRIPTS
 from tests.scripted_model import write_scripted_model
 
 MODEL = "scripted"
 _MAX_LENGTH = 4096
-_TRIAL_TIMEOUT_S = 900.0
 # Not compiled, and no objective to speak of: a trial shows what the server understands, on a machine of any speed.
 _FLAGS = (
     "--device cpu --dtype float32 --execution compile=false --ls-ttft-slo 1000 --ls-tpot-slo 1000 "
@@ -36,12 +34,12 @@ class Outcome:
     not_installed: str = ""
     """The installer's error."""
     broken: str = ""
-    """Why the script told nothing of its checks."""
+    """Why the script did not run to its end."""
 
     @property
     def works(self) -> bool:
-        """Whether the client was tried, and all checks passed."""
-        return bool(self.errors) and not any(self.errors.values())
+        """Whether the client was tried to the end, and all checks passed."""
+        return bool(self.errors) and not self.broken and not any(self.errors.values())
 
     @property
     def is_as_expected(self) -> bool:
@@ -74,7 +72,10 @@ def scripted_server(folder: Path) -> Iterator[tuple[Server, Path]]:
         yield server, model_folder
 
 
-def try_client(client: Client, server: Server, model_folder: Path, *, cache: Path, folder: Path) -> Outcome:
+def try_client(
+    client: Client, server: Server, model_folder: Path, *, cache: Path, folder: Path, install_timeout_s: float,
+    trial_timeout_s: float,
+) -> Outcome:  # fmt: skip
     """Install a client, run its script against a server and return what became of it.
 
     What the script and the client print is ``folder/NAME.log``. The client is on its own: it gets no API key of this
@@ -83,7 +84,7 @@ def try_client(client: Client, server: Server, model_folder: Path, *, cache: Pat
     if client.left_out:
         return Outcome(client)
     try:
-        home = environment(client, cache)
+        home = environment(client, cache, timeout_s=install_timeout_s)
     except NotInstalled as error:
         return Outcome(client, not_installed=str(error))
     work = folder / client.name
@@ -111,18 +112,12 @@ def try_client(client: Client, server: Server, model_folder: Path, *, cache: Pat
             command, cwd=work, env=kept | variables, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             process_group=0,
         )  # fmt: skip
-        try:
-            process.wait(_TRIAL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            broken = f"it took more than {_TRIAL_TIMEOUT_S:g} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
-                process.wait()
-    if report.exists():
-        return Outcome(client, errors=json.loads(report.read_text()), broken=broken)
-    lines = log_path.read_text(errors="replace").strip().splitlines()
-    return Outcome(client, broken=broken or f"it ended with status {process.returncode}: {''.join(lines[-1:])}")
+        if not wait(process, trial_timeout_s):
+            broken = f"it took more than {trial_timeout_s:g} s"
+    if not broken and process.returncode:
+        last = log_path.read_text(errors="replace").strip().splitlines()[-1:]
+        broken = f"it ended with status {process.returncode}: {''.join(last)}"
+    return Outcome(client, errors=json.loads(report.read_text()) if report.exists() else {}, broken=broken)
 
 
 def _shortened(text: str, length: int = 300) -> str:

@@ -28,7 +28,7 @@ BAD_FIELDS = [
     (COMPLETIONS, {"prompt": 3}, "prompt", "must be a string"),
     (COMPLETIONS, {"prompt": [400]}, "prompt", "token id 400, but this model's ids are 0 to 399"),
     (COMPLETIONS, {"prompt": [5, -1]}, "prompt", "token id -1"),
-    (COMPLETIONS, {"prompt": [5] * 600}, "prompt", "600 tokens, but the model's context holds 512"),
+    (COMPLETIONS, {"prompt": [5] * 600}, "prompt", "this model's maximum context length is 512 tokens"),
     (COMPLETIONS, {"prompt": [5] * 500, "max_tokens": 13}, "prompt", "set max_tokens to at most 12"),
     (CHAT, {"messages": USER, "max_tokens": 1000}, "messages", "shorten the prompt or set max_tokens to at most"),
     (CHAT, {"messages": []}, "messages", "at least 1 item"),

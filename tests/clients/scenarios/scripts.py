@@ -46,8 +46,9 @@ SCRIPTS: dict[str, str | list[str]] = {
     "forecast": forced_call("forecast", 2, city="Oslo", days=37),
     "json": forced_json(4, **CITY),
     "city": forced_call("City", 2, **CITY),
+    "partial": forced_call("PartialCity", 2, name="Oslo", people=634000),
     "town": forced_call("Town", 3, **CITY),
-    "small": call("Town", name="Rome", people=7),
+    "other": call("ask_other"),
     "cities": call("Place", name="Oslo", people=720000) + "\n" + call("Place", **CITY),
     "final": forced_call("final_result", 5, **CITY),
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import instructor
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 from scripts import CITY
 from trial import BASE_URL, MODEL, TOO_LONG, best_effort, check, main, raised
 
@@ -51,6 +51,33 @@ def parallel_tools():
     client = instructor.from_openai(raw, mode=instructor.Mode.PARALLEL_TOOLS)
     places = client.create(model=MODEL, messages=user("§cities§"), response_model=Iterable[Place], max_retries=0)
     assert list(places) == [Place(name="Oslo", people=720000), Place(**CITY)]
+
+
+@check
+def stream():
+    client = instructor.from_openai(raw, mode=instructor.Mode.TOOLS)
+    parts = list(client.create_partial(model=MODEL, messages=user("§partial§"), response_model=City, max_retries=0))
+    assert parts[-1].model_dump() == {"name": "Oslo", "people": 634000}
+
+
+@check
+def second_try():
+    tries = []
+
+    class Town(City):
+        """A town."""
+
+        @field_validator("people")
+        @classmethod
+        def _is_well_only_later(cls, people: int) -> int:
+            tries.append(people)
+            if len(tries) == 1:
+                raise ValueError("think again")
+            return people
+
+    client = instructor.from_openai(raw, mode=instructor.Mode.TOOLS)
+    town = client.create(model=MODEL, messages=user("§town§"), response_model=Town, max_retries=1)
+    assert len(tries) == 2 and town.model_dump() == CITY
 
 
 @check

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it fetches a list of prices first
 
 import litellm
 from pydantic import BaseModel
@@ -84,7 +87,7 @@ def flex():
 
 @check
 def errors():
-    raised(litellm.BadRequestError, "4096", litellm.completion, **SERVER, messages=user(TOO_LONG))
+    raised(litellm.ContextWindowExceededError, "4096", litellm.completion, **SERVER, messages=user(TOO_LONG))
     raised(litellm.NotFoundError, "other", litellm.completion, **(SERVER | {"model": "openai/other"}),
            messages=user("x"))  # fmt: skip
 

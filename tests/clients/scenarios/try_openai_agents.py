@@ -12,6 +12,7 @@ from agents import (
     Runner,
     SQLiteSession,
     function_tool,
+    handoff,
     set_tracing_disabled,
 )
 from pydantic import BaseModel
@@ -67,6 +68,18 @@ async def tools():
     assert result.final_output == AFTER
     forced = agent(tools=[forecast], model_settings=ModelSettings(tool_choice="required"))
     assert (await Runner.run(forced, "§forecast§")).final_output == AFTER
+
+
+@check
+async def handoffs():
+    other = agent()
+
+    def with_key(data):  # the history, in which the second agent finds what to say
+        return data.clone(input_history=f"{data.input_history} §plain§")
+
+    first = agent(handoffs=[handoff(other, tool_name_override="ask_other", input_filter=with_key)])
+    result = await Runner.run(first, "§other§", max_turns=3)
+    assert result.last_agent is other and result.final_output == PLAIN
 
 
 @check
