@@ -149,7 +149,7 @@ def test_structure_looks_into_dicts_and_lists(one: object, other: object) -> Non
 @pytest.mark.parametrize("family", ["llama", "smollm3"])
 @pytest.mark.parametrize(
     ("of_generation", "of_config", "expected"),
-    [(7, 3, (7,)), ([7, 9], None, (7, 9)), (None, [4, 5], (4, 5)), ([], 3, ()), (None, None, ())],
+    [(7, 3, (3, 7)), ([7, 9], None, (7, 9)), (None, [4, 5], (4, 5)), ([], 3, (3,)), (None, None, ())],
 )
 def test_ends_of_a_sequence_are_one_several_or_none(
     family: str, of_generation: Any, of_config: Any, expected: tuple[int, ...]

@@ -61,7 +61,7 @@ def test_a_first_start_measures_its_profile(model_folder, tmp_path):  # noqa: F8
     flags = ("--dtype", "float32", "--disk-kv-gib", "0.01", "--limit", "profile_start_s=0.5")
     server = start(model_folder, tmp_path, *flags).wait_until_ready()  # the cache folder has no profile yet
     assert [ask(server, last)[1] for last in (7, 8)] == [0, 160]
-    assert metric(server, "latency_profile_coarse") == 1
+    assert any("measuring latencies" in line for line in server.log)
     assert server.stop() == 0, "".join(server.log)
 
 

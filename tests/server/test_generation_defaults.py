@@ -11,6 +11,7 @@ import pytest
 from tokenizers_for_tests import byte_level_tokenizer
 
 from omniserve.server.errors import ApiError
+from omniserve.server.fields import UnknownFields
 from omniserve.server.generation_defaults import GenerationDefaults, find_generation_defaults
 from omniserve.server.protocol import ChatRequest, CompletionRequest, parse
 
@@ -53,7 +54,7 @@ def test_a_path_is_another_file_whose_ends_count_too(tmp_path: Path) -> None:
     [
         ('{"temperature": -1}', "temperature"), ('{"top_p": 1.5}', "top_p"), ('{"top_k": "many"}', "top_k"),
         ('{"repetition_penalty": 0}', "repetition_penalty"), ("[1]", "JSON object"), ("{", "generation_config.json"),
-        ('{"max_new_tokens": -3}', "max_tokens"), ('{"stop_strings": [""]}', "stop"),
+        ('{"max_new_tokens": -3}', "max_tokens"), ('{"stop_strings": [7]}', "stop"),
     ],
 )  # fmt: skip
 def test_a_file_that_says_what_no_request_may_is_refused_with_its_path(tmp_path: Path, text: str, what: str) -> None:
@@ -78,7 +79,7 @@ def test_a_request_that_says_it_has_the_word(kind: type[CompletionRequest | Chat
     defaults = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.2}
 
     def asked(**said: object) -> dict[str, object]:
-        request = parse(kind, json.dumps(body | said).encode(), defaults=defaults)
+        request = parse(kind, json.dumps(body | said).encode(), UnknownFields(), defaults=defaults)
         return {name: getattr(request, name) for name in defaults}
 
     assert asked() == asked(temperature=None, top_k=None, repetition_penalty=None) == defaults

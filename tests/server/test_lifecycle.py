@@ -154,8 +154,8 @@ def test_engine_that_cannot_start(start_server):
 def test_model_that_is_not_there():
     command = [sys.executable, "-m", "omniserve.server", "--model", "/no/such/folder", "--port", "0"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 1
-    assert "cannot start" in result.stderr and "/no/such/folder" in result.stderr
+    assert result.returncode == 2
+    assert "--model /no/such/folder: there is no such folder" in result.stderr
     assert "Traceback" not in result.stderr
 
 
