@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from tokenizers import AddedToken
 from tokenizers_for_tests import TOOL_CHAT_TEMPLATE, byte_level_tokenizer
 
-from omniserve.sampling.detokenizer import Detokenizer
+from omniserve.sampling.detokenizer import Detokenizer, special_token_ids
 from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed
 from omniserve.server.messages import Tool
 from omniserve.server.text import TextCodec
@@ -261,7 +261,10 @@ def test_grammar_of_calls_allows_calls_and_nothing_else(free_text, tokenizer):
     schemas = {tool.function.name: arguments_schema(tool) for tool in tools}
     special = TextCodec(tokenizer).special_tokens
     grammar = calls_grammar(schemas, free_text=free_text, several=True, special=special)
-    good = [CALL, OTHER_CALL, f"{CALL}\n{OTHER_CALL}", CALL.replace("Köln", "<think> é")]
+    good = [CALL, OTHER_CALL, f"{CALL}\n{OTHER_CALL}"]
+    # A special token is not the text, which is spelled by others.
+    if tokenizer.convert_tokens_to_ids("<think>") not in special_token_ids(tokenizer):
+        good.append(CALL.replace("Köln", "<think> é"))
     if special.end is None:
         good.append(CALL.replace("Köln", "</tool_call>"))
     bad = [CALL.replace("city", "town"), CALL.replace("weather", "wetter")]
@@ -282,7 +285,7 @@ def test_calls_that_a_grammar_forces_are_read_from_the_tokens(tokenizer):
     grammar = calls_grammar(schemas, free_text=False, several=False, special=codec.special_tokens)
     compiled = compiler_of(tokenizer).compile(grammar).result()
     values = set()
-    for seed in range(20):
+    for seed in range(100):
         rng, state, token_ids = random.Random(seed), compiled.start(), []
         while not token_ids or token_ids[-1] != tokenizer.eos_token_id:
             bits = state.allowed()
