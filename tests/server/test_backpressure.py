@@ -432,7 +432,7 @@ def test_a_client_is_gone_that_takes_no_message_for_so_long(sending_s, silence_s
                 await asyncio.sleep(sending_s)
             told += message.get("body", b"") or b"head"
 
-        service = SimpleNamespace(model_name="m", codec=None)
+        service = SimpleNamespace(model_name="m", codec=SimpleNamespace(token_text=str))
         shape = CompletionShape(service, CompletionRequest(prompt="a"), "c")
         stream = EventStream(outputs, shape, headers={}, stall_timeout_s=1.0, on_close=lambda: closed.append(1))
         began_s = time.monotonic()
