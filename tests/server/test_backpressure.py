@@ -434,7 +434,9 @@ def test_a_client_is_gone_that_takes_no_message_for_so_long(sending_s, silence_s
 
         service = SimpleNamespace(model_name="m", codec=SimpleNamespace(token_text=str))
         shape = CompletionShape(service, CompletionRequest(prompt="a"), "c")
-        stream = EventStream(outputs, shape, headers={}, stall_timeout_s=1.0, on_close=lambda: closed.append(1))
+        stream = EventStream(
+            outputs, shape, headers={}, stall_timeout_s=1.0, comment_interval_s=0.0, on_close=lambda: closed.append(1)
+        )
         began_s = time.monotonic()
         task = asyncio.create_task(stream({"type": "http"}, asyncio.Event().wait, send))
         for i in range(3):
