@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 CLIENTS = {name: client for name, client in read_clients().items() if not client.heavy and not client.left_out}
 CACHE = Path(__file__).parents[2] / ".cache" / "clients"
 # A machine that PyPI takes longer to reach skips a client; one that hangs fails.
-TIMEOUTS = {"install_timeout_s": 150.0, "trial_timeout_s": 150.0}
+TIMEOUTS = {"install_timeout_s": 300.0, "trial_timeout_s": 300.0}
 
 
 @pytest.fixture(scope="module")
