@@ -60,7 +60,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def name_options(parser: argparse.ArgumentParser, flag: str, names: Iterable[str]) -> None:
-    """Note that a flag takes ``NAME=VALUE``, so that who gives NAME as a flag is told."""
+    """Note that a flag takes ``NAME=VALUE``: the error for NAME as a flag names it."""
     options = vars(parser).setdefault("named_options", {})
     options |= {f"--{name.replace('_', '-')}": f"{flag} {name}=..." for name in names}
 

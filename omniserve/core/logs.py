@@ -28,7 +28,7 @@ access_logger = logging.getLogger("omniserve.access")
 request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
 """The id of the request that the running code works for."""
 
-# What is known to be of no use to anybody who reads a log, by logger.
+# Messages that are known to be of no use in a log, by logger.
 _NOISE = {
     # transformers imports it for quantised models: its GPU kernels, which nothing here calls, were built for one torch.
     "torchao": re.compile(r"Failed to load .*\.so|Skipping import of cpp extensions"),

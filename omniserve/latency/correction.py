@@ -133,7 +133,7 @@ class CorrectedModel(ScaledModel):
         """Predict by another model from now on, and forget what was learned about the one before."""
         super().__init__(model, [1.0] * len(model.term_names))
         self.is_coarse = is_coarse
-        """Whether the model is made of a coarse profile."""
+        """The model is made of a coarse profile."""
         self._log_ratio = 0.0
         self._pace = StepPace()
         self._last_s: float | None = None

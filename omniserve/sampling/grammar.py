@@ -201,7 +201,7 @@ class _Vocabulary:
     """A model's tokens as llguidance's ``TokenizerWrapper`` takes them: each is bytes of text, or special.
 
     llguidance takes every added token of the form ``<...>`` for special, so that no text may have it. But many, such as
-    Qwen's ``<tool_call>`` and ``<think>``, are text to all who read the output. Special is here what is no text.
+    Qwen's ``<tool_call>`` and ``<think>``, are text in the output. Tokens that are no text are special here.
     """
 
     def __init__(self, tokenizer: Any, known: LLTokenizer, eos_token_ids: Collection[int]) -> None:

@@ -156,7 +156,7 @@ class _Link:
 
     def ring(self) -> None:
         """End a wait for commands, the next one if there is none now; any thread may call this."""
-        with contextlib.suppress(BlockingIOError):  # it has rung so often, and nobody has come yet
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of rings that were not taken yet
             os.write(self._bell_rope, b".")
 
     def send(self, report: Report) -> None:
