@@ -95,15 +95,14 @@ def _measure(loader: EngineLoader, time_limit_s: float) -> Profile:
     else:
         model = loader.load_model(tell)
     layout = "{percentage:3.0f}% |{bar:30}| {elapsed} {desc}"
-    told = ""
+    told: set[str] = set()
     with tqdm(total=1.0, bar_format=layout, mininterval=0.5, file=sys.stderr, disable=None) as bar:
 
         def show(what: str, spent: float) -> None:
-            nonlocal told
             share = min(spent, 1.0)
-            if bar.disable and what != told:  # no terminal: a line for each thing that is measured
+            if bar.disable and what not in told:  # no terminal: a line when a thing is measured first
                 tell(f"{share:4.0%} of the time limit: {what}")
-                told = what
+                told.add(what)
             bar.set_description_str(what, refresh=False)
             bar.update(share - bar.n)
 

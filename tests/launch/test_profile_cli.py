@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -36,11 +35,11 @@ def test_it_writes_a_profile_and_says_what_is_in_it(
     printed = capsys.readouterr()
     assert str(path) in printed.out
     assert "dense, alone" in printed.out
-    # No terminal: no bar, and a line for each thing that is measured.
+    # No terminal: no bar, and one line for each thing that is measured.
     assert "\r" not in printed.err and "100% of the time limit: done" in printed.err
     lines = [line for line in printed.err.splitlines() if "of the time limit: " in line]
     told = [line.split(": ")[1] for line in lines]
-    assert all(a != b for a, b in pairwise(told)) and len(told) < 30
+    assert len(set(told)) == len(told) > 10
 
 
 def test_a_profile_for_a_server_with_a_disk_tier(folder: Path, tmp_path: Path) -> None:
