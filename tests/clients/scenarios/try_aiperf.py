@@ -18,7 +18,7 @@ def profile(kind: str, *flags: str) -> dict:
         "--tokenizer", MODEL_FOLDER, "--request-count", str(NUM_REQUESTS), "--concurrency", "4",
         "--synthetic-input-tokens-mean", "64", "--output-tokens-mean", "16", "--extra-inputs", "ignore_eos:true",
         "--ui", "none", "--output-artifact-dir", str(folder), *flags,
-        HF_HUB_OFFLINE="0",  # else it looks for the folder of the tokenizer in the cache of the hub
+        HF_HUB_OFFLINE="",  # else it looks for the folder of the tokenizer in the cache of the hub
     )  # fmt: skip
     return json.loads(next(folder.rglob("profile_export_aiperf.json")).read_text())
 
