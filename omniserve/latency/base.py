@@ -263,6 +263,9 @@ class Predictor(ABC):
         """Return whether predictions for steps of so many rows are worth a refusal."""
         return True
 
+    def note_prompt(self, num_rows: int) -> None:  # noqa: B027 (most predictors do not ask)
+        """Say that a prompt was computed for which steps of so many rows had been predicted."""
+
     def at(self, now_s: float) -> None:  # noqa: B027 (most predictors learn nothing)
         """Say what time it is: what was learned from steps long ago counts less."""
 

@@ -139,7 +139,7 @@ class CorrectedModel(ScaledModel):
         self._last_s: float | None = None
         """Until when there were steps, or what was learned has lost its say already."""
         self._sizes: Counter[int] = Counter()
-        """Steps since then by the bit length of their rows; a coarse model's."""
+        """Steps and prompts since then by the bit length of their rows; a coarse model's."""
         self._num_steps = 0
         self._num_beyond = 0
         self.error = 0.0
@@ -170,12 +170,18 @@ class CorrectedModel(ScaledModel):
         return ScaledModel(self.model, [min(1.0, self._pace.value * factor) for factor in self.factors])
 
     def has_seen(self, num_rows: int) -> bool:
-        """Return whether a prediction for steps of so many rows was ever compared with such steps.
+        """Return whether a prediction for steps of so many rows was ever compared with what came.
 
-        What a coarse profile says of sizes that it did not measure may be ten times what such a step takes.
+        What a coarse profile says of sizes that it did not measure may be ten times what such a step takes. So it asks
+        for a few steps of at least half the size, or a few prompts for which such steps were predicted.
         """
         least = max(1, num_rows // 2).bit_length()
         return not self.is_coarse or sum(self._sizes[size] for size in self._sizes if size >= least) >= FEW_STEPS
+
+    def note_prompt(self, num_rows: int) -> None:
+        """Count a prompt like a step of the rows that were predicted: if steps are smaller, those are what counts."""
+        if self.is_coarse:
+            self._sizes[num_rows.bit_length()] += 1
 
     def at(self, now_s: float) -> None:
         """Let what was learned lose its say if there were no steps lately."""

@@ -151,6 +151,8 @@ class Admission:
             state.soonest_ttft_s = waited_s + prediction.soonest_s
         elif is_known and not is_idle:
             raise _too_late(prediction, waited_s, required_s, least_s)
+        if not is_known:
+            state.unseen_rows = prediction.step_rows
 
     def learn(self, state: RequestState, now_s: float) -> None:
         """Learn from a request's first token."""
@@ -158,6 +160,8 @@ class Admission:
         if required_s is None:
             return
         self._margin.at(now_s)
+        if state.unseen_rows:
+            self._forecast.predictor.note_prompt(state.unseen_rows)
         if state.is_probe:
             self._probes.learn(now_s, is_late=actual_s > required_s)
         if state.soonest_ttft_s is not None:

@@ -118,6 +118,8 @@ class RequestState:
     """Seconds by which its class's TTFT was scaled up, as its prompt alone takes longer; 0: it was not."""
     has_scaled_tpot: bool = False
     """Its class's TPOT was scaled to what its tokens take alone."""
+    unseen_rows: int = 0
+    """Admission let it in because no steps of so many rows were compared with their prediction yet; 0: it did not."""
     is_probe: bool = False
     """Admission let it in to see whether its prompt really takes longer than its own objective allows."""
     host_since_s: float | None = None

@@ -218,7 +218,8 @@ class TTFTEstimator:
         prompt = Prefill.of(new, num_ready)
         prompts = [*(Prefill.of(state, state.num_ready_tokens) for state in queue.prompts), prompt]
         # Those ahead decode beside what is left, which comes in small chunks then; as many as memory holds.
-        contexts = [s.num_tokens for s in self._fitting(queue) if s.max_num_tokens > s.num_tokens + 1]
+        fitting = list(self._fitting(queue))
+        contexts = [state.num_tokens for state in fitting if state.max_num_tokens > state.num_tokens + 1]
         decodes.add_decodes(len(contexts), sum(contexts), float(sum(contexts)), samples=len(contexts))
         prefill_s, num_steps = prefill_time(decodes, prompts, bound_s, first_bound_s, max_tokens)
         soonest_s = self._steps_until_room(new, queue) * decodes.seconds() + prefill_s
@@ -234,7 +235,9 @@ class TTFTEstimator:
         budget = self._limits.config.max_num_batched_tokens
         idle_s, _ = prefill_time(self._forecast.step(), [prompt], math.inf, math.inf, budget)
         best_s, _ = prefill_time(self._forecast.step(at_best=True), [prompt], math.inf, math.inf, budget)
+        at_once = prompts if len(fitting) == len(queue.prompts) else prompts[: max(1, len(fitting))]
         step_rows = -(-sum(each.count for each in prompts) // num_steps)
+        step_rows = min(step_rows, sum(each.count for each in at_once))  # memory may keep steps smaller
         return TTFTPrediction(soonest_s, expected_s, idle_s, best_s, prompt.count, step_rows)
 
     def prompt_bounds(self, queue: LSQueue, batch: Batch, bound_s: float, begin_s: float) -> list[tuple[str, float]]:

@@ -80,12 +80,14 @@ class PhasedMachine(Machine):
         profile_error: The profile says that steps take so many times what they take on the machine at normal speed.
     """
 
-    def __init__(self, *, is_coarse: bool = False, profile_error: float = 1.0, **settings: object) -> None:
+    def __init__(
+        self, *, is_coarse: bool = False, profile_error: float = 1.0, device_blocks: int = 2000, **settings: object
+    ) -> None:
         profile = LinearPredictor(base=5 * profile_error, row=profile_error, key=0.01 * profile_error)
         self.learning = CorrectedModel(profile, is_coarse=is_coarse)
         self.true = LinearPredictor()
         super().__init__(
-            "omniserve", kv="tiered", device_blocks=2000, host_blocks=0, caches={},
+            "omniserve", kv="tiered", device_blocks=device_blocks, host_blocks=0, caches={},
             predict=dataclasses.replace(forecast(), predictor=self.learning),
             settings={"max_num_batched_tokens": MAX_TOKENS, "classes": CLASSES, **settings},
         )  # fmt: skip

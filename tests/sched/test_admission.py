@@ -149,6 +149,25 @@ def test_a_coarse_profile_refuses_nothing_that_it_was_never_compared_with() -> N
     pytest.fail("nothing was refused of ten times what can be done")
 
 
+@pytest.mark.parametrize("settings", [{"device_blocks": 18}, {"max_num_seqs": 4}], ids=["memory", "places"])
+def test_a_coarse_profile_refuses_for_load_although_steps_are_never_as_large_as_the_queue(
+    settings: dict[str, int],
+) -> None:
+    machine = PhasedMachine(is_coarse=True, **settings)
+    admitted = refused = 0
+    while machine.now_s < 20.0:
+        for number in range(4):
+            try:
+                machine.add(f"ls{machine.now_s}-{number}", prompt=16, output=4, ttft=DEFAULT_TTFT_S, by_default=True)
+                admitted += 1
+            except RequestRejected:
+                refused += 1
+        machine.step()
+    assert refused > admitted
+    in_time = sum(first_s - float(name[2:].split("-")[0]) <= DEFAULT_TTFT_S for name, first_s in machine.first_s.items())
+    assert in_time > 0.7 * admitted, (in_time, admitted, refused)
+
+
 def test_what_slowed_steps_loses_its_say_within_two_seconds_without_steps() -> None:
     machine = PhasedMachine()
     machine.slower = 16.0
