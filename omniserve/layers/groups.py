@@ -68,7 +68,7 @@ class GroupLinear(nn.Linear):
     group_rows: int
     """Rows of the group."""
     group_last: _LastProduct
-    """The same object for all members."""
+    """The product that was computed last; one object for all members."""
 
     def group_product(self, input: Tensor) -> Tensor:
         """Return the products of all members, one after the other in the last dimension."""

@@ -52,7 +52,7 @@ class KeptHalf:
     """Python code of the compiler, with a function ``call`` that takes the list of arguments."""
     arguments: tuple[Argument, ...]
     is_single: bool
-    """It returns one tensor instead of several."""
+    """The function returns one tensor instead of several."""
 
     def load(self) -> Callable[[list[Any]], Any]:
         """Return the function, with its kernels from torch's cache; one that is missing there is compiled."""

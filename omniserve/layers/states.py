@@ -107,7 +107,7 @@ class StatePool:
             {key: torch.zeros(num_slots, *form.shape, dtype=form.dtype, device=device) for key, form in layer.items()}
             for layer in forms
         ]
-        """Of each layer its states, ``[S, ...]``."""
+        """States of each layer, ``[S, ...]`` for S slots."""
 
     def read(self, layer: int, group: RowGroup) -> StateCache:
         """Return the cache of a call with a group of rows."""

@@ -241,7 +241,7 @@ class TracedFamily:
             for part, given in (*layers, *mixers):
                 part.prepare(given, hidden.flatten(0, 1).unflatten(0, (-1, 7)))
         self.mixers = [[mixer for mixer in each if mixer.forms] for each in self._shell.mixers]
-        """Of each layer the module that has state beside its attention, if there is one."""
+        """The modules with state beside each attending layer's attention: at most one a layer."""
         for index, each in enumerate(self.mixers):
             if len(each) > 1:
                 raise self._unsupported(f"has {len(each)} modules with state in layer {index}")
