@@ -58,12 +58,12 @@ class Upkeep:
 
     @property
     def is_done(self) -> bool:
-        """Nothing is left to do."""
+        """The upkeep has nothing left to do."""
         return self._compiling is None and self._compiled_at_s is None and not self._refines
 
     @property
     def is_due(self) -> bool:
-        """There is something to do in a quiet moment."""
+        """The upkeep has something to do in a quiet moment."""
         return self._compiled_at_s is not None or (self._refines and self._compiling is None)
 
     def poll(self) -> None:

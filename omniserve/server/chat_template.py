@@ -23,7 +23,7 @@ _OTHER_ROLES = ("system", "assistant", "tool")
 
 
 class Form(Enum):
-    """In which form a template reads the content of a role's messages."""
+    """The form in which a template reads the content of a role's messages."""
 
     STRING = "a string"
     PARTS = "a list of parts"
@@ -35,7 +35,7 @@ class _TooLong(Exception):
 
 
 class ChatTemplate:
-    """One template of a tokenizer.
+    """A chat template of a tokenizer.
 
     Args:
         tokenizer: Of ``transformers``.

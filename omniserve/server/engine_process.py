@@ -240,7 +240,7 @@ class _Compiling:
     command: Add
     grammar: Future[Grammar]
     until_s: float
-    """When it is refused at the latest, in monotonic seconds."""
+    """Time at which the request is refused at the latest, in monotonic seconds."""
 
 
 class _Serving:

@@ -1,4 +1,4 @@
-"""What a model's generation_config.json says of requests that do not say it themselves."""
+"""Defaults from a model's generation_config.json, for requests that do not set these fields themselves."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ class TextCodec:
         sources = _template_sources(tokenizer, chat_template)
         templates = {source: ChatTemplate(tokenizer, source) for source in sources.values()}
         self._templates = {name: templates[source] for name, source in sources.items()}
-        """By name: ``default``, and for chats with tools ``tool_use``, if there is one; others are not used."""
+        """Templates by name: ``default``, and for chats with tools ``tool_use``, if there is one; others are not
+        used."""
 
     @property
     def has_chat_template(self) -> bool:

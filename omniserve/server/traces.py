@@ -1,4 +1,4 @@
-"""What traces tell of a finished call, and the sender of traces, if a collector is named."""
+"""Traces of finished calls, and the sender of traces, if a collector is named."""
 
 from __future__ import annotations
 
