@@ -1,4 +1,4 @@
-"""What runs on a node of the cluster: a CPU host, a rank or a prefill engine, in the process of a Ray actor."""
+"""The Ray actors on a node of the cluster: each process is a CPU host, a rank or a prefill engine."""
 
 from __future__ import annotations
 

@@ -75,11 +75,12 @@ def lower_envelope(values: list[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class HostSpeed:
-    """What the host tier needs for the attention of one layer.
+    """The time that the host tier needs for the attention of one layer.
 
     ``(per_key context + per_draft_key draft_keys + per_request requests) / threads + per_call``, seconds; a regression
     over the profile. ``draft_keys`` are the keys that drafts see, those of each draft counted: they are read for the
-    draft's token already, so they take less than the others."""
+    draft's token already, so they take less than the others.
+    """
 
     per_key_s: float
     per_request_s: float
@@ -177,7 +178,7 @@ class OmniServeModel(LatencyModel):
             self._piggyback = fit_terms(quantities, [row[-1] for row in profile.piggyback])
         self._host = HostSpeed.from_profile(profile)
         self.scales = tuple(scales) if scales is not None else self._PRIOR
-        """What measured steps say each module's time must be multiplied by, and the overheads in seconds."""
+        """Factors for each module's time, and the overheads in seconds, as measured steps give them."""
 
     @classmethod
     def from_profile(cls, profile: Profile) -> Self:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _HELLO_S, _LOOK_S = 10.0, 0.2
 _STEP_WAIT_S = 0.001
 _HAND_OVER_S = 0.05
-"""So long the next step waits at most for copies of latency-sensitive prompts to the host."""
+"""Seconds that the next step waits at most for copies of latency-sensitive prompts to the host."""
 _PIECE_BYTES, _MOST_QUEUED_BYTES = 4 << 20, 64 << 20
 _PATIENCE = 50
 """Steps in which the blocks of a prompt that is computed must come to the host."""
@@ -109,7 +109,7 @@ class PrefillServer:
             self._ranks = self._group.serve_prefills(address, secret_file)
         self._listener = Listener(address, self._greet)
         self.address = self._listener.address
-        """Where it listens."""
+        """The address at which the engine listens."""
 
     def run(self) -> None:
         """Compute prompts until ``close``.

@@ -137,7 +137,8 @@ class Timer:
 
 
 def _lower_quartile(samples: list[float]) -> float:
-    """What disturbs a measurement only makes it longer: of few samples the median may still be a disturbed one."""
+    """Return the lower quartile: disturbances only make a measurement longer, and may reach the median of few
+    samples."""
     return sorted(samples)[(len(samples) - 1) // 4]
 
 

@@ -38,7 +38,7 @@ class Calibration:
     """The sum of all measured times over the sum of those that the machine's device predicts."""
     num_steps: int
     num_left_out: int
-    """Those that compiled something."""
+    """Measured steps left out, because they compiled something."""
 
     @classmethod
     def fitted(cls, device: Predictor, samples: Sequence[StepSample]) -> Self:

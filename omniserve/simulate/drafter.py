@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from omniserve.sched.drafter import Drafter
 
 TOKEN = 0
-"""Every token of a simulation."""
+"""The id of every token in a simulation."""
 _WRONG = 1
 
 

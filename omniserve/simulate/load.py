@@ -16,7 +16,7 @@ _TOKENS = ("input_tokens", "output_tokens")
 _MOONCAKE = {"arrival_s": "timestamp", "input_tokens": "input_length", "output_tokens": "output_length"}
 
 MOST_HASH_IDS = 1 << 48
-"""They are below it."""
+"""Upper bound, exclusive, of the hash ids of a trace."""
 
 Lengths = Callable[[random.Random], tuple[int, int]]
 """Draws (input tokens, output tokens) of one request."""

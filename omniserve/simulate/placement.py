@@ -19,13 +19,13 @@ def split_blocks(num_blocks: int, shares: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a request's KV is from now on."""
+    """The place of a request's KV from now on."""
 
     host: int
     num_relocated: int = 0
     """Blocks that come there from the host where the request was before."""
     source: int = 0
-    """That host."""
+    """The host where the request was before."""
 
 
 class Placement:

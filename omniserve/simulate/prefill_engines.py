@@ -27,7 +27,7 @@ from omniserve.simulate.machine import Machine
 _LOOK_S = 0.001
 """An engine that waits for copies to its host looks again after so long."""
 _HAND_OVER_S = 0.05
-"""So long the next step waits at most for copies of latency-sensitive prompts to the host."""
+"""Seconds that the next step waits at most for copies of latency-sensitive prompts to the host."""
 _PATIENCE = 50
 """Steps in which the blocks of a prompt that is computed must come to the host."""
 

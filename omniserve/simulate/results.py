@@ -56,7 +56,7 @@ class ClassResult:
     num_rejected: int
     num_finished: int
     ttft_p50_s: float
-    """Over the requests that got a first token, as are the other percentiles; NaN without any."""
+    """Seconds, over the requests that got a first token, as are the other percentiles; NaN without any."""
     ttft_p99_s: float
     tpot_p50_s: float
     tpot_p99_s: float
@@ -64,7 +64,7 @@ class ClassResult:
     """NaN if none came, as the two below."""
     tpot_attainment: float
     attainment: float
-    """Both objectives."""
+    """Share of requests that met both objectives."""
     goodput: float
     """Requests a second that met both."""
     output_tokens_per_s: float

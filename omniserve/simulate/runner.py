@@ -86,7 +86,7 @@ class SimulatedRunner:
         self._tier = tier
         self._prefills = prefills
         self._free_s = [0.0] * num_stages
-        """When each stage has done the step that was launched last."""
+        """Time at which each stage has done the step that was launched last, seconds."""
         self._shape = machine.shape
         self._noise = noise
         self._rng = random.Random(seed)

@@ -88,7 +88,8 @@ class Scenario:
     ls_lengths: Lengths | None = None
     """Needed without a trace."""
     ls_trace: tuple[TraceRequest, ...] = ()
-    """Its times are stretched to the rate, its lengths kept; it repeats if it is too short, with other texts."""
+    """A trace of LS requests: its times are stretched to the rate, its lengths kept. A trace that is too short repeats
+    with other texts."""
     backlog: int = 0
     be_rate: float = 0.0
     """Best-effort arrivals a second, Poisson."""
