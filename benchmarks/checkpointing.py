@@ -1,4 +1,4 @@
-"""What checkpoints of BE requests cost while memory is plentiful, and what they save when it is not.
+"""Measures what checkpoints of BE requests cost while memory is plentiful, and what they save when it is not.
 
     python -m benchmarks.checkpointing --record benchmarks/results/checkpointing.json
 
@@ -34,7 +34,7 @@ FIGURES = {
     "cost": ("prefill_step_s", "decode_step_s", "prefill_s", "decode_s", "cpu_s"),
     "savings": ("recomputed_tokens", "copied_blocks", "restored_blocks", "seconds", "preemptions", "ls_ttft_p50_s"),
 }
-"""What is printed of each part."""
+"""Figures that are printed of each part."""
 
 
 class Watch:

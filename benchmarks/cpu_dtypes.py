@@ -1,4 +1,4 @@
-"""What a step takes on this CPU in bf16, in fp32, and in fp32 with weights that came from bf16.
+"""Measures a step on this CPU in bf16, in fp32, and in fp32 with weights that came from bf16.
 
     python -m benchmarks.cpu_dtypes --record benchmarks/results/cpu_dtypes.json
 

@@ -1,4 +1,4 @@
-"""What best-effort work costs latency-sensitive requests: the load generator of ``make demo``.
+"""Measures what best-effort work costs latency-sensitive requests: the load generator of ``make demo``.
 
 For each scheduler it starts the server with the built-in model and too little device memory for the load, measures a
 Poisson stream of LS requests alone, then the same stream beside a pile of BE requests, and prints one table.

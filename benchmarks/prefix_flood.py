@@ -39,7 +39,7 @@ class Chats:
         self._texts = [list(systems[number % tenants]) for number in range(chats)]
         self._turns_left = [turns] * chats
         self.num_turns = chats * turns
-        """Of all chats together."""
+        """Turns of all chats together."""
 
     def _tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(1, 400) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""What layer-wise preemption brings and costs: how soon an LS request runs, what is lost, and the price of asking.
+"""Measures layer-wise preemption: how soon an LS request runs, what is lost, and the price of asking.
 
     python -m benchmarks.safepoints --record benchmarks/results/safepoints.json
 

@@ -1,4 +1,4 @@
-"""What scheduling costs: seconds of `schedule()` and `update()` as a share of the step that they plan.
+"""Measures what scheduling costs: seconds of `schedule()` and `update()` as a share of the step that they plan.
 
     python -m benchmarks.scheduling --record benchmarks/results/scheduling.json
 

@@ -1,4 +1,4 @@
-"""What host attention and dense device work lose when both run: the two tiers of a machine without a GPU.
+"""Measures what host attention and dense device work lose when both run: the two tiers of a machine without a GPU.
 
 Attention is a HostTier over a pool far larger than the caches, never out of work; dense work is a chain of bf16 matrix
 products, as of a small model's layers, on torch's threads.

@@ -1,4 +1,4 @@
-"""What share of the read limit the host tier sustains inside the engine, and where the rest of its time goes.
+"""Measures the share of the read limit that the host tier sustains inside the engine, and where its other time goes.
 
 A small model with large attention decodes best-effort requests whose KV is on the host tier: the dense work is little,
 so what is lost is lost by the engine's loop, not by the size of a model.

@@ -121,7 +121,7 @@ def slow_link(target: Address, *, delay_s: float, bits_per_s: float) -> Iterator
 
 
 class _Wire:
-    """One direction: a chunk passes after those before it."""
+    """A direction of the link: a chunk passes after those before it."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s

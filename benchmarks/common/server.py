@@ -103,7 +103,7 @@ class ServerProcess(Server):
 
     @property
     def is_running(self) -> bool:
-        """Whether the server's first process has not ended."""
+        """The server's first process has not ended."""
         return self._process.poll() is None
 
     @property

@@ -68,9 +68,9 @@ class StepCounter:
         in_layer = sum(each.numel() for each in self._model.model.layers[0].parameters())
         embedding: Any = self._model.get_input_embeddings()
         self.embedding_bytes: int = _BF16 * embedding.weight.numel()
-        """Of which a step reads a few rows."""
+        """Bytes of the embedding, of which a step reads a few rows."""
         self.parameter_bytes = _BF16 * (total + (self.num_layers - 2) * in_layer)
-        """All weights, the embedding included."""
+        """Bytes of all weights, the embedding included."""
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Return the bytes of K and V of so many tokens, all layers."""

@@ -24,7 +24,7 @@ from benchmarks.peers.processes import Engine, Pool, cpu_seconds, start_times
 from benchmarks.peers.report import line
 
 ENGINE_BYTES = 2 << 30
-"""What an engine takes beside weights and KV, roughly."""
+"""Memory of an engine beside weights and KV, roughly."""
 
 
 def interleaved(names: Sequence[str], rounds: int) -> list[tuple[int, str]]:
