@@ -1,4 +1,4 @@
-"""How an engine ends, and how it goes on when its host tier hangs."""
+"""Tests of an engine's end, and of an engine that goes on when its host tier hangs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a host tier asks of the device and of its threads as it ends, in order."""
+    """Calls that a host tier makes to the device and to its threads as it ends, in order."""
     calls: list[str] = []
     host = tier_module._host
 

@@ -66,7 +66,7 @@ def test_timer_waits(cuda: FakeCuda) -> None:
 
 
 def test_memory_for_a_gpu_is_locked_and_unlocked_with_that_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or CUDA would begin a context on the first one, which takes memory there."""
+    """Otherwise CUDA would begin a context on the first GPU, which takes memory there."""
     runtime = SimpleNamespace(
         cudaHostRegister=lambda *args: cuda.noted.append(("lock", cuda.current)) or 0,
         cudaHostUnregister=lambda address: cuda.noted.append(("unlock", cuda.current)) or 0,

@@ -1,4 +1,4 @@
-"""What the tests of the host tier share: a tier with a shadow of every request's history, and a slow reference."""
+"""Parts that the host tier's tests share: a tier with a shadow of every request's history, and a slow reference."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ KINDS = (
     AttentionSpec(scale=0.25, window=150, chunk=300, sinks=(1.0,) * 4, alibi_slopes=(0.25,) * 4),
     AttentionSpec(scale=0.25),
 )
-"""For the 4 heads of `make_spec`."""
+"""Kinds of attention for the 4 heads of `make_spec`."""
 
 
 anywhere = pytest.mark.parametrize("place", ["here", "network"])
-"""Of tests that hold wherever a driver's blocks are."""
+"""Mark of tests that hold wherever a driver's blocks are."""
 
 
 def make_spec(

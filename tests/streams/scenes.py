@@ -29,7 +29,8 @@ def _move(direction: MoveDirection, source: int, target: int) -> KVMove:
 
 
 def half_a_move(bench: Bench) -> None:
-    """Of a move, the keys are on their way when there is no memory for the values. It ends when they have arrived."""
+    """Leave a move half done: the keys are on their way when there is no memory for the values. It ends when they have
+    arrived."""
     copied: list[tuple[torch.Tensor, ...]] = []
 
     def host_copy(copy_id: int, to_host: bool, k: torch.Tensor, v: torch.Tensor, *ids: object) -> None:
