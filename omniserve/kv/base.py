@@ -1,4 +1,4 @@
-"""What a KV manager must do, and what only some of them can.
+"""The contract of a KV manager, and protocols for abilities that only some managers have.
 
 ``KVManager`` is the contract of all. The other classes here are protocols: a manager can do what it has the methods
 for. The scheduler's request table asks once which of them that is (``isinstance``).
@@ -18,7 +18,7 @@ from omniserve.core.request import ServiceClass
 
 
 class Tier(enum.StrEnum):
-    """Where KV is."""
+    """The memory that has a request's KV."""
 
     DEVICE = "device"
     HOST = "host"
@@ -289,7 +289,7 @@ class CanCache(Protocol):
     """
 
     def caches_prefixes(self) -> bool:
-        """Whether it was asked to; if not, none of the following is called."""
+        """Tell whether the manager was asked to keep a cache; if not, none of the following is called."""
 
     def has_cached(self, key: bytes) -> bool:
         """Tell whether the device has the block of this key."""

@@ -106,7 +106,7 @@ class HostPrefixes:
         self._readers: Counter[bytes] = Counter()
         """Moves that read the block of a key; it stays meanwhile."""
         self._coming: dict[int, tuple[Sequence[bytes], Sequence[bytes], Sequence[int]]] = {}
-        """What comes from elsewhere: keys of blocks here that will be used with it, its keys and its blocks."""
+        """Incoming KV by move id: (keys of host blocks that it continues, its keys, its blocks)."""
         self._copies: dict[int, KVMove] = {}
         self._sources: dict[int, tuple[int, bytes]] = {}
         """Device block -> the copy under way that is of use for it, and its key."""

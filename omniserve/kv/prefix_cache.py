@@ -69,7 +69,7 @@ class CachingPool(BlockPool):
         self._blocks: dict[bytes, int] = {}
         self._is_marked = bytearray(num_blocks)
         self._idle: OrderedDict[int, int] = OrderedDict()
-        """Those without a mark: block -> when it became idle; the longest idle first."""
+        """Idle blocks without a mark: block -> when it became idle; the longest idle first."""
         self._idle_marked: OrderedDict[int, int] = OrderedDict()
         self._clock = itertools.count()
 

@@ -75,7 +75,7 @@ class APEXPolicy(OmniServePolicy):
         host_speed = self.forecast.host if self.forecast is not None else None
         self._host = HostWatch(host_speed) if host_speed is not None else None
         self._small_since_s: float | None = None
-        """When residents began to wait for a larger cohort."""
+        """Time at which residents began to wait for a larger cohort; None: none wait."""
 
     def on_host_events(self, events: Sequence[HostEvent]) -> None:
         if self._host is not None:

@@ -20,12 +20,12 @@ from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import Forecast
 
 MOST_LOOKED_UP = {ServiceClass.LS: 64, ServiceClass.BE: 8}
-"""How many requests of a kind are looked up, from the first of its queue on."""
+"""Most requests of a kind that are looked up, from the first of its queue on."""
 
 _MOST_WAITS = 4
 """Copies that a request waits for, one after another, before it computes what it lacks."""
 _FORGETTING = 1 / 16
-"""By so much the time that a block takes falls each time that it is found too long."""
+"""Share by which the learned time of a block falls each time that it is found too long."""
 _RATE = 1 / 8
 """Weight of the last copy in the time that a block takes to be read."""
 
@@ -35,7 +35,7 @@ class _Read(NamedTuple):
 
     copy: DiskCopy
     service_class: str
-    """Of the request that it was begun for."""
+    """Class of the request that the copy was begun for."""
     states: dict[RequestState, None]
     """The requests that wait for it."""
 
@@ -68,7 +68,7 @@ class DiskReads:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a disk tier."""
+        """There is a disk tier in use."""
         return self._kv is not None
 
     def __contains__(self, state: RequestState) -> bool:
@@ -172,7 +172,7 @@ class DiskReads:
 
     @property
     def is_writing(self) -> bool:
-        """Whether copies to disk are under way."""
+        """Copies to disk are under way."""
         return bool(self._writing)
 
     def on_end(self, event: HostEvent) -> Iterable[RequestState] | None:

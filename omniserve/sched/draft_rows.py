@@ -1,4 +1,4 @@
-"""Which decodes of a step carry drafts, and how many: speculative decoding, under any policy.
+"""Chooses the decodes of a step that carry drafts, and how many: speculative decoding, under any policy.
 
 A decode on the device may be followed by drafts of the tokens behind its newest one. All of them pass the step as one
 chunk, and the sampler tells how many were right: those are new tokens, at the price of rows instead of steps. What

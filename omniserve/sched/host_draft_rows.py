@@ -1,4 +1,4 @@
-"""Which tokens on the host tier take drafts along, and how many: several tokens a trip, under any policy.
+"""Chooses the tokens on the host tier that take drafts along, and how many: several tokens a trip, under any policy.
 
 A token and its drafts enter, leave and join as one, a seat for each. After the last layer the sampler tells how many
 were right. As on the device (``draft_rows.py``) drafts are added to a step that is complete otherwise, from what it
@@ -22,7 +22,7 @@ from omniserve.sched.step_cost import StepCost, num_seats
 
 @dataclass(frozen=True, slots=True)
 class HostSeats:
-    """What a step has for host rows."""
+    """The seats and rows that a step has for host rows."""
 
     taken: int
     """Seats that it has without drafts."""
@@ -40,13 +40,13 @@ class _Unit:
 
     row: PiggybackEntry | PiggybackJoin
     layer: int
-    """Where it joins, and needs its seats; -1: it enters."""
+    """Layer at which the row joins, and needs its seats; -1: it enters."""
     drafts: Sequence[int] = ()
     chance: float = 0.0
 
 
 class _Rates:
-    """What a step brings a second, in output tokens, with some drafts.
+    """The rate of a step, in output tokens a second, with some drafts.
 
     The host attends beside the device. Where it needs longer than the step, its tokens come at its own pace.
     """

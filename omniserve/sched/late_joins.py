@@ -7,9 +7,9 @@ result without a seat waits for a whole step. Paper: omniserve 3.2.3 (results jo
 from __future__ import annotations
 
 _OLDEST = 8
-"""Rows that were sent so many steps ago, or more, are one group."""
+"""Age in steps, since their row was sent, from which on results are one group."""
 _RATE = 0.1
-"""Of what each new case weighs."""
+"""Weight of each new case in a share."""
 _LIKELY = 0.5
 """The share of results in time from which on a seat is planned."""
 

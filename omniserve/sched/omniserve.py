@@ -163,7 +163,8 @@ class OmniServePolicy(Policy):
     # -- latency-sensitive ---------------------------------------------------------------------------------------
 
     def _give_place(self) -> None:
-        """If all places of LS requests are taken, let the last of a lower class give its own to the first in line."""
+        """Take the place of the last LS request for the first in line, if that is of a higher class and all places are
+        taken."""
         first = self.requests.waiting[LS].first
         if first is None or not self.requests.is_full(LS):
             return

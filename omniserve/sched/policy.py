@@ -29,15 +29,15 @@ class Policy:
     """
 
     predicts: ClassVar[bool] = False
-    """It makes use of a latency model if there is one."""
+    """The policy makes use of a latency model if there is one."""
     options_type: ClassVar[type[PolicyOptions]] = PolicyOptions
-    """Its options."""
+    """The class of the policy's options."""
     offloads: ClassVar[bool] = False
-    """It moves requests to the host tier."""
+    """The policy moves requests to the host tier."""
     awaits_host: ClassVar[bool] = False
-    """Its steps wait for the host tier, with a second sub-batch (``StepPlan.pipelined``)."""
+    """Steps wait for the host tier, with a second sub-batch (``StepPlan.pipelined``)."""
     busy_until_s: float = -math.inf
-    """When the step in flight ends, as predicted, and the next one can begin; the engine keeps it."""
+    """Predicted end of the step in flight, at which the next one can begin; the engine keeps it."""
 
     def __init__(self, requests: RequestTable, options: PolicyOptions, forecast: Forecast | None = None) -> None:
         self.requests = requests

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from omniserve.sched.state import Phase, RequestQueue, RequestState
 
 MOST_PASSED = 64
-"""So many requests may go before the oldest one."""
+"""Most requests that may go before the oldest one."""
 
 _Group = tuple[int, bytes]
 """The rank of a class, and the key of a block: the requests that have all blocks up to it in common."""

@@ -35,7 +35,7 @@ class Coming(NamedTuple):
 
     num_tokens: int
     seconds: float
-    """Until it is in host memory, from where it is copied beside a step."""
+    """Seconds until the KV is in host memory, from where it is copied beside a step."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class Prefixes:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a cache."""
+        """There is a prefix cache in use."""
         return self._cache is not None
 
     def save_all(self) -> None:
@@ -192,7 +192,7 @@ class Prefixes:
 
     @property
     def shares_on_host(self) -> bool:
-        """Whether requests that move to the host share blocks there."""
+        """Requests that move to the host share blocks there."""
         return self._host is not None and self.is_on
 
     def _full_keys(self, state: RequestState) -> Sequence[bytes]:
@@ -263,7 +263,7 @@ class Prefixes:
 
     @property
     def is_saving(self) -> bool:
-        """Whether copies to the host are under way."""
+        """Copies to the host are under way."""
         return bool(self._saving)
 
     def on_end(self, move_id: int) -> bool:

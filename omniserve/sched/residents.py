@@ -21,7 +21,7 @@ class AssumedJoin:
 
     state: RequestState
     away: AwayToken
-    """Where it is then."""
+    """The token as it is if it has joined."""
     age: int | None
     """Steps since its row was sent; None: its result was there when the step was planned."""
     has_device_rows: bool
@@ -46,7 +46,7 @@ class HostResidents:
         self._epochs = [0] * num_slots
         self._by_slot: dict[int, RequestState] = {}
         self._used: list[set[tuple[int, int, int]]] = [set() for _ in range(num_slots)]
-        """By slot, epochs, layers and positions of results that late joins have used before their events came."""
+        """Results of each slot that late joins have used before their events came: (epoch, layer, position)."""
         self._ready: list[RequestQueue] = [RequestQueue() for _ in range(num_layers)]
         self._changed: list[RequestState] = []
         self.queue = RequestQueue(hides=hides_held)

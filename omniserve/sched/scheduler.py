@@ -46,9 +46,9 @@ class _Settled(NamedTuple):
     """A request that a step has told something, when its tokens are known."""
 
     state: RequestState
-    """By then its id may be in use again."""
+    """The request. Its id may be in use again when the tokens are known."""
     chunk: DeviceChunk | None
-    """Its device rows; None: its token has passed the last layer on the host tier."""
+    """The request's device rows; None: its token has passed the last layer on the host tier."""
     num_drafts: int
 
 

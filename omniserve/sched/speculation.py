@@ -10,7 +10,7 @@ from omniserve.sched.drafter import Drafter
 MAX_DRAFTS = 8
 """Most drafts of a request in a step."""
 _LEAST_CHANCE = 0.3
-"""While guesses are less often right than this, none is computed: rows may cost more than predicted."""
+"""Least chance of a guess with which drafts are computed: rows may cost more than predicted."""
 _SILENT_TOKENS, _ASKED_EVERY = 16, 4
 """A drafter that has known nothing for so many tokens is asked at every so manyth only."""
 _DECLINED_TOKENS = 16
@@ -29,7 +29,7 @@ class Speculation:
         self._drafter = drafter
         self._num_right, self._num_told = 1.0, 2.0
         self.num_likely = _num_likely(self.chance)
-        """So many drafts are right, all of them, with the least chance that is worth a row."""
+        """Largest n for which the chance that the first n drafts are all right is still worth a row."""
         self._guess: tuple[int, int] | None = None
         """(position, token id) of the last guess, until it is known whether it was right."""
         self._declined_until = 0

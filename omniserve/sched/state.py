@@ -1,4 +1,4 @@
-"""What a scheduler knows of one request, and queues of them."""
+"""The scheduler's state of one request, and queues of such states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LS, BE = ServiceClass.LS, ServiceClass.BE
 
 
 class Phase(enum.StrEnum):
-    """Where a request is."""
+    """The place of a request's KV, and with it what the scheduler may do with the request."""
 
     WAITING = "waiting"  # has no block table: new, or preempted
     READING = "reading"  # likewise, and KV of its first tokens is coming from disk or from a prefill engine
@@ -47,7 +47,7 @@ class AwayToken:
 
     position: int
     layer: int
-    """Its attention at this layer is being computed, or is done and waits to join."""
+    """The layer whose attention is being computed for the token, or is done and waits to join."""
     ready: bool = False
     entered: int = 0
     """The step in which it went away at layer 0, by their number since the start."""
@@ -57,7 +57,7 @@ class AwayToken:
     """The last step had no seat for it, as its result was not expected in time."""
     draft_ids: tuple[int, ...] = ()
     before: AwayToken | None = None
-    """Where the token still is if it misses a step in flight that it is assumed to join; None: that is certain."""
+    """The token's place if it misses the step in flight that it is assumed to join; None: its place is certain."""
     may_be_expected: bool = False
     """The host tier may still expect its row of a step in flight, which will not send it."""
 
@@ -85,7 +85,7 @@ class RequestState:
     slo: SLO
     """The objectives that hold: its own or its class's, which admission may have scaled (``sched/admission.py``)."""
     kind: ServiceClass
-    """How the request is treated, whatever its class is called."""
+    """The kind of service that the request gets, whatever its class is called."""
     priority_key: tuple[int, int]
     """(rank of its class, arrival number): the order among requests of its kind."""
     arrival_s: float
@@ -93,15 +93,15 @@ class RequestState:
     phase: Phase = Phase.WAITING
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
-    """So many of ``token_ids``, from the end, are PENDING_TOKEN: steps in flight sample them."""
+    """Number of PENDING_TOKEN at the end of ``token_ids``: steps in flight sample them."""
     is_in_flight: bool = False
     """A step in another stage of the model samples its token: until then no step can have it, nor can it give way."""
     is_passed_over: bool = False
-    """It is another step's turn to have it."""
+    """The step that is planned now must leave the request to another step, whose turn it is."""
     slot: int = -1
     epoch: int = -1
     state_slot: int = -1
-    """Where its recurrent states are; -1: it has computed no token, or the model has no such states."""
+    """Slot of the recurrent states; -1: no token is computed, or the model has no such states."""
     away: AwayToken | None = None
     halted: HaltedChunk | None = None
     num_host_tokens: int = 0
@@ -111,9 +111,9 @@ class RequestState:
     last_token_s: float | None = None
     predicted_ttft_s: float | None = None
     predicted_here_s: float | None = None
-    """The same, if no prefill engine computes its prompt; None: there was none to be asked."""
+    """The TTFT predicted for a prompt that no prefill engine computes; None: there was none to be asked."""
     soonest_ttft_s: float | None = None
-    """What was predicted if BE work gives way entirely; None: admission does not learn from it."""
+    """The TTFT predicted if BE work gives way entirely; None: admission does not learn from it."""
     later_s: float = 0.0
     """Seconds by which its class's TTFT was scaled up, as its prompt alone takes longer; 0: it was not."""
     has_scaled_tpot: bool = False
@@ -121,21 +121,21 @@ class RequestState:
     is_probe: bool = False
     """Admission let it in to see whether its prompt really takes longer than its own objective allows."""
     host_since_s: float | None = None
-    """When it got its slot of the host tier; None: it had none when the last step was planned."""
+    """Time at which the request got its slot of the host tier; None: it had none when the last step was planned."""
     host_stays: list[Stay] = field(default_factory=list)
-    """Those that ended and were not told yet."""
+    """Stays on the host tier that ended and were not told yet."""
     moved_s: float = -math.inf
-    """When it last began to move to another tier."""
+    """Time at which the request last began to move to another tier."""
     max_num_tokens: int = field(init=False)
     num_scored_rows: int = 0
     """Rows of the prompt that have told their successor's log-probability. A preemption takes nothing back."""
     num_rows_to_score: int = field(init=False)
-    """How many will have in the end: none unless asked for."""
+    """Rows of the prompt whose successor's log-probability is wanted: none unless asked for."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     speculation: Speculation | None = None
     """Makes its drafts; None: it gets none."""
     prefix: PrefixUse | None = None
-    """What it has to do with the prefix cache; None: nothing."""
+    """The request's part in the prefix cache; None: it has none."""
 
     def __post_init__(self) -> None:
         self.max_num_tokens = len(self.token_ids) + self.request.sampling.max_tokens
@@ -201,7 +201,7 @@ class RequestState:
 
     @property
     def decodes(self) -> bool:
-        """Only its newest token is uncomputed and there is output already."""
+        """The newest token alone is uncomputed, and there is output already."""
         return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
 
     def num_logits(self, start: int, count: int) -> int:

@@ -31,7 +31,7 @@ MIN_LS_CHUNK = 16
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """What is left of a prompt."""
+    """The part of a prompt that is left to compute."""
 
     start: int
     """Tokens computed already."""
@@ -110,9 +110,9 @@ class LSQueue:
 
     decoding: Sequence[RequestState]
     prompts: Sequence[RequestState]
-    """Those with prefill left, in the order in which it goes on; some may still wait for memory."""
+    """Requests with prefill left, in the order in which it goes on; some may still wait for memory."""
     blocks: Mapping[str, int]
-    """What each request on the device holds, by id."""
+    """Number of blocks of each request on the device, by id."""
     num_free: int
     """Blocks that are free, or can be taken from BE requests."""
     num_places: int
@@ -128,16 +128,16 @@ _LOOK_AT = 8  # deadlines of so many unfinished prompts are looked at, of those 
 
 @dataclass(frozen=True, slots=True)
 class TTFTPrediction:
-    """What a request that arrives now may expect, in seconds from now."""
+    """The TTFT that a request which arrives now may expect, in seconds from now."""
 
     soonest_s: float
-    """If BE work gives way entirely."""
+    """Seconds if BE work gives way entirely."""
     expected_s: float
-    """With BE work in every step up to its bound."""
+    """Seconds with BE work in every step up to its bound."""
     idle_s: float
-    """If no other request were there."""
+    """Seconds if no other request were there."""
     best_s: float
-    """If no other request were there, on the machine as it was profiled, without what has slowed steps lately."""
+    """Seconds if no other request were there, on the machine as profiled, without what has slowed steps lately."""
     num_prompt_tokens: int
     """Tokens of the prompt that are to be computed."""
     step_rows: int

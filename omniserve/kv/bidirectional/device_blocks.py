@@ -20,7 +20,7 @@ from omniserve.kv.tiered import Table
 
 @dataclass(slots=True)
 class Evicted:
-    """What the device has of an evicted request: always a prefix."""
+    """The blocks on the device of an evicted request: always a prefix."""
 
     num_tokens: int
     """Tokens [0, num_tokens) have their KV on the device."""
@@ -52,7 +52,7 @@ class DeviceBlocks(BlockPool):
         self.sharers: dict[int, tuple[str, str]] = {}
         """Block -> (the request on its left, LS; the one on its right, BE)."""
         self.evicted: dict[str, Evicted] = {}
-        """By request, in the order of their eviction."""
+        """Evicted requests, by id, in the order of their eviction."""
         # Counters.
         self.num_shared_blocks = 0
         """Blocks that an LS request moved into beside a BE request."""

@@ -48,7 +48,7 @@ class Tuning:
     the shared memory, and that no register is spilled (``tests/ops/kernel_resources``)."""
 
     tiles: tuple[Tile, ...]
-    """Tiles in order of block_m. A launch takes the first that holds the mean number of rows a request, else the last."""
+    """Tiles by block_m. A launch takes the first that holds the mean number of rows per request, else the last."""
     fp32_tiles: tuple[Tile, ...] = (Tile(block_m=16, num_warps=8),)
     """The tiles for fp32, which is multiplied without tensor cores, for exactness. With more rows or fewer warps the
     operands do not fit the registers."""
