@@ -35,7 +35,7 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
 
 
 class Codec(NamedTuple):
-    """How messages become bytes."""
+    """A pair of functions that turn messages into bytes and back."""
 
     dumps: Callable[[Any], bytes]
     loads: Callable[[bytes], Any]

@@ -22,12 +22,12 @@ class Upkeep(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Nothing is left to do."""
+        """The upkeep has nothing left to do."""
         ...
 
     @property
     def is_due(self) -> bool:
-        """There is something to do in a moment without requests."""
+        """The upkeep has something to do in a moment without requests."""
         ...
 
     def poll(self) -> None:

@@ -45,7 +45,7 @@ class _Flight:
         self.copy = copy
         self.num_left = num_pieces
         self.began_s: float | None = None
-        """When its first piece began."""
+        """Time at which the copy's first piece began; None before."""
         self.errors: list[str] = []
 
 

@@ -37,7 +37,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 
 @dataclass(frozen=True, slots=True)
 class HostUser:
-    """Which of an engine's ranks uses the hosts."""
+    """The rank of an engine that uses the hosts."""
 
     engine: str
     """The engine's, the same on all of its ranks and on no other engine."""
@@ -88,9 +88,9 @@ class NetworkHosts:
         self._attempts = [0 for _ in self._addresses]
         """The number of each host's present attempt to connect; ``drop`` ends one. Needs the lock."""
         self._is_tried = [True for _ in self._addresses]
-        """It is connected, or will be without a word from anybody. Needs the lock."""
+        """Per host: connected, or reconnecting on its own. Guarded by the lock."""
         self._sockets: dict[int, socket.socket] = {}
-        """Of each connected host a second descriptor of one connection, to shut it down. Needs the lock."""
+        """Second descriptors of one connection of each connected host, to shut it down. Guarded by the lock."""
         self._is_wanted = [threading.Event() for _ in self._addresses]
         self._is_closed = threading.Event()
         self._first = [threading.Event() for _ in self._addresses]

@@ -67,7 +67,7 @@ class _Session:
     connections: list[socket.socket] = field(default_factory=list)
     """Second descriptors of both, for shutting them down; the tier closes the first ones."""
     descriptors: dict[str, int] = field(default_factory=dict)
-    """By purpose."""
+    """Descriptors of the connections, by purpose."""
     is_whole: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
 
@@ -99,10 +99,10 @@ class HostServer:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._listener = socket.create_server(address, family=family)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        """Where it listens."""
+        """The address at which the server listens."""
         self._lock = threading.Lock()
         self._sessions: dict[int, _Session] = {}
-        """By rank; all of one engine. Needs the lock."""
+        """Sessions by rank, all of one engine. Guarded by the lock."""
         self._is_closed = False
         self._acceptor = threading.Thread(target=self._accept, name="host-accept", daemon=True)
 

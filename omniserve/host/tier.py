@@ -163,11 +163,12 @@ class HostTier:
         flags_3S = torch.zeros(3, num_rows, dtype=torch.int64, pin_memory=pin_memory) if mailbox else None
         flags: Sequence[Tensor | None] = flags_3S.unbind() if flags_3S is not None else (None, None, None)
         self.result_flags_S, self.flags_S, self.skips_S = flags
-        """Of each row, int64, 0 at first; None without a mailbox.
+        """Flags of each row, int64, 0 at first; None without a mailbox.
 
         ``result_flags_S``: `result_flag` of the slot's last result, which the tier writes behind the result, for its
         first token. ``flags_S``: the step in which `piggyback_send` last sent the row. ``skips_S``: the step in which
-        `piggyback_receive` last skipped it; the tier looks at that of the first token."""
+        `piggyback_receive` last skipped it; the tier looks at that of the first token.
+        """
         kinds = [[layer.scale, layer.window, layer.softcap, layer.chunk] for layer in spec.attention]
         self._handle: int = _host.create(
             self.pool_LBK2SH, self.scales_LBK2S, self.results_SMD, torch.tensor(kinds, dtype=torch.float64),
