@@ -31,13 +31,12 @@ from omniserve.core.request import (
     TokenLogprob,
 )
 from omniserve.core.stats import EngineStats
+from omniserve.core.version import __version__ as __version__
 from omniserve.sampling.grammar import json_grammar
 
 if TYPE_CHECKING:
     from omniserve.engine.engine import Engine
     from omniserve.layers.patching import patch, unpatch
-
-__version__ = "0.1.0"
 
 __all__ = [
     "SLO",

@@ -7,7 +7,7 @@ import graphlib
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -71,22 +71,43 @@ IMPORTED_AS = {
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Yield the dotted names of everything that a module imports, wherever in it."""
+    """Yield the dotted names of all modules that a module imports.
+
+    An import counts wherever it is. Under TYPE_CHECKING it says that a type is in the wrong file, and one in a function
+    is only made later.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
+            assert node.level == 0 and node.module, f"{path}: relative import"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in NAMES else node.module
 
 
-def top_level(path: Path) -> str:
-    """Return the package, or the module beside the packages, that a file belongs to."""
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+def name_of(path: Path) -> str:
+    """Return a file's name as a module; a package's is that of its ``__init__.py``."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def part_of(name: str) -> str:
+    """Return the package, or the module beside the packages, that a module of ``omniserve`` or ``benchmarks`` is in."""
+    return [*name.split("."), "__init__"][1]
 
 
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
+
+
+NAMES = {name_of(path): path for path in [*modules(), *sorted((ROOT / "benchmarks").rglob("*.py"))]}
+
+
+def require_no_circle(graph: Mapping[str, Iterable[str]]) -> None:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 
 
 def run_python(code: str) -> str:
@@ -95,10 +116,12 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("package", sorted({top_level(path) for path in modules()} - {"__init__"}))
+@pytest.mark.parametrize("package", sorted({part_of(name_of(path)) for path in modules()} - {"__init__"}))
 def test_imports_go_one_way(package: str) -> None:
-    paths = [path for path in modules() if top_level(path) == package]
-    used = {name.split(".")[1] for path in paths for name in imports(path) if name.startswith("omniserve.")} - {package}
+    paths = [path for path in modules() if part_of(name_of(path)) == package]
+    names = [name for path in paths for name in imports(path) if name.split(".")[0] == "omniserve"]
+    used = {part_of(name) for name in names} - {package}
+    assert "__init__" not in used, f"{package} must not import omniserve itself, which stands above all packages"
     if package in ENTRY_MODULES:
         assert used == {ENTRY_MODULES[package]}
         assert len(paths[0].read_text().splitlines()) <= MAX_ENTRY_LINES
@@ -108,7 +131,21 @@ def test_imports_go_one_way(package: str) -> None:
 
 
 def test_the_picture_has_no_cycle() -> None:
-    graphlib.TopologicalSorter(ALLOWED).prepare()
+    require_no_circle(ALLOWED)
+
+
+def test_files_import_in_no_circle() -> None:
+    require_no_circle({name: set(imports(path)) & NAMES.keys() - {name} for name, path in NAMES.items()})
+
+
+def test_parts_of_the_benchmarks_import_in_no_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for name, path in NAMES.items():
+        if name.startswith("benchmarks."):
+            used = {part_of(other) for other in imports(path) if other.split(".")[0] == "benchmarks"}
+            graph.setdefault(part_of(name), set()).update(used - {part_of(name)})
+    assert graph["common"] == set(), "benchmarks.common is below all other parts"
+    require_no_circle(graph)
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -20,7 +20,7 @@ from benchmarks.common.models import SMOLLM_135M, random_llama, saved_llama
 from benchmarks.common.network import cpu_host, listening
 from omniserve import EngineConfig, HostsConfig, ParallelConfig, PrefillConfig
 from omniserve.core.config import GIB
-from omniserve.latency.base import AlphaBeta
+from omniserve.latency.features import AlphaBeta
 from omniserve.launch.dataclass_flags import flag_of
 from omniserve.launch.loading import EngineLoader
 from omniserve.parallel.group import RankGroup

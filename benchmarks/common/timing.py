@@ -44,6 +44,22 @@ def median_seconds(run: Callable[[], object], device: torch.device, *, repeats: 
     return statistics.median(seconds(run, device) for _ in range(repeats))
 
 
+def graph_of(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Return what replays ``run``'s kernels as one CUDA graph; without a GPU, ``run`` itself."""
+    if device.type != "cuda":
+        return run
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):  # kernels are compiled and memory is found before the capture
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 def in_turn(calls: Mapping[str, Callable[[], Result]], repeats: int, *, warm_up: int = 1) -> dict[str, list[Result]]:
     """Make calls turn and turn about, so that a change of the machine's speed is in all; return what they returned."""
     results: dict[str, list[Result]] = {name: [] for name in calls}

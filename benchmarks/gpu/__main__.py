@@ -35,7 +35,7 @@ PARTS: dict[str, tuple[str, float, str]] = {
     "exactness": ("check", 110, "check_tests"),
     "marked_tests": ("check", 170, "check_tests"),
     "sanitizer": ("check", 130, "check_tests"),
-    "limits": ("speed-1", 40, "limits"),
+    "limits": ("speed-1", 40, "speed_limits"),
     "llama": ("speed-1", 170, "speed_steps"),
     "attention": ("speed-1", 60, "speed_attention"),
     "piggyback": ("speed-1", 120, "speed_piggyback"),

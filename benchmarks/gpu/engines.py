@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -215,19 +215,3 @@ def reclaim_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
-
-
-def graph_of(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Return what replays ``run``'s kernels as one CUDA graph; without a GPU, ``run`` itself."""
-    if device.type != "cuda":
-        return run
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):  # kernels are compiled and memory is found before the capture
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 
 import torch
 
 from benchmarks.common.bandwidth import Arena, allowed_cpus, fill, normal_tile, pin_team, sequential_readings
-from benchmarks.common.timing import median_seconds
-from benchmarks.gpu.engines import graph_of
-from benchmarks.gpu.script import Script
+from benchmarks.common.timing import graph_of, median_seconds
 from omniserve.host.cores import default_host_threads
 
 
@@ -81,20 +78,3 @@ class Limits:
         finally:
             os.sched_setaffinity(0, cpus)
             torch.set_num_threads(before)
-
-
-def limits(script: Script) -> None:
-    """Record all of them."""
-    found = script.limits
-    rates: dict[str, tuple[Callable[[], float], float, str]] = {
-        "copy inside device memory, read + written": (lambda: found.copy_bytes_per_s, 1e-9, "GB/s"),
-        "bf16 matrix product": (lambda: found.matmul_flops, 1e-12, "TFLOP/s"),
-        "PCIe to the device, page-locked, one piece": (lambda: found.to_device_bytes_per_s, 1e-9, "GB/s"),
-        "PCIe to the host, page-locked, one piece": (lambda: found.to_host_bytes_per_s, 1e-9, "GB/s"),
-        "small kernel, launched from Python": (lambda: found.launch_s(in_graph=False), 1e6, "us"),
-        "small kernel, in a CUDA graph": (lambda: found.launch_s(in_graph=True), 1e6, "us"),
-        f"main memory, read by {found.host_threads} threads": (lambda: found.host_read_bytes_per_s, 1e-9, "GB/s"),
-    }
-    for name, (measure, factor, unit) in rates.items():
-        with script.case(name) as case:
-            case.figure(factor * measure(), unit)

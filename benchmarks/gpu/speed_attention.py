@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.common.timing import median_seconds
-from benchmarks.gpu.engines import LLAMA_8B, TINY, attentions, graph_of
+from benchmarks.common.timing import graph_of, median_seconds
+from benchmarks.gpu.engines import LLAMA_8B, TINY, attentions
 from benchmarks.gpu.script import Case, NotHere, Script
 from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention import AttentionMetadata, HostLengths, is_graph_safe, resolve_attention

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.engine_run import request
-from benchmarks.common.timing import median_seconds
-from benchmarks.gpu.engines import LLAMA_8B, graph_of, kv_token_bytes, open_decoding, patched_model, step_ms
+from benchmarks.common.timing import graph_of, median_seconds
+from benchmarks.gpu.engines import LLAMA_8B, kv_token_bytes, open_decoding, patched_model, step_ms
 from benchmarks.gpu.script import Case, NotHere, Script
 from omniserve.sched.step_cost import seat_bucket
 

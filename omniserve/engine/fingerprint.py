@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-import omniserve
 from omniserve.core.config import EngineConfig
+from omniserve.core.version import __version__
 from omniserve.engine.capacity import has_host_tier
 from omniserve.host.cores import CoreSplit, available_cores, default_host_threads
 from omniserve.latency.profile import Fingerprint
@@ -42,7 +42,7 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
         attention=config.execution.attention,
         compile=config.execution.compile,
         torch=torch.__version__,
-        extension=f"{omniserve.__version__} {_extension_hash()}",
+        extension=f"{__version__} {_extension_hash()}",
         kernels=os.environ.get("OMNISERVE_ISA", ""),
         constant_steps=has_constant_steps(config, device),
         ranks=_ranks(config),
@@ -80,5 +80,5 @@ def _device_name(device: torch.device) -> str:
 
 
 def _extension_hash() -> str:
-    library = next(Path(omniserve.__file__).parent.glob("_C*.so"))
+    library = next(Path(__file__).parents[1].glob("_C*.so"))
     return hashlib.sha256(library.read_bytes()).hexdigest()[:12]

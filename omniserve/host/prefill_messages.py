@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from omniserve import __version__
 from omniserve.core.plan import RemotePrefill
+from omniserve.core.version import __version__
 
 
 @dataclass(frozen=True, slots=True)

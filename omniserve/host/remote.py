@@ -17,13 +17,13 @@ from typing import Any, Self
 
 import torch
 
-from omniserve import __version__
 from omniserve.core import link
 from omniserve.core.config import CPU_HOST_SECRET_VARIABLE, EngineConfig, HostsConfig
 from omniserve.core.errors import PeerLost, PeerRefused
 from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind
 from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import CPUHostStats
+from omniserve.core.version import __version__
 from omniserve.host.server import spec_to_plain
 from omniserve.host.tier import HostTier
 

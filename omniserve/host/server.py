@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from omniserve import __version__
 from omniserve.core import link
 from omniserve.core.errors import OmniServeError, PeerLost
 from omniserve.core.spec import AttentionSpec, ModelSpec
+from omniserve.core.version import __version__
 from omniserve.host.tier import HostTier
 
 logger = logging.getLogger(__name__)

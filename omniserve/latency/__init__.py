@@ -4,16 +4,9 @@ Importing this registers the built-in models in LATENCY_MODELS; scikit-learn is 
 """
 
 from omniserve.latency import linear, omniserve
-from omniserve.latency.base import (
-    LATENCY_MODELS,
-    BatchFeatures,
-    LatencyModel,
-    ModelShape,
-    Predictor,
-    StepRows,
-    features_of,
-)
+from omniserve.latency.base import LATENCY_MODELS, LatencyModel, Predictor
 from omniserve.latency.correction import CorrectedModel, ScaledModel
+from omniserve.latency.features import BatchFeatures, ModelShape, StepRows, features_of
 from omniserve.latency.fitting import Accuracy, accuracy_of, accuracy_of_errors
 from omniserve.latency.omniserve import HostSpeed
 from omniserve.latency.profile import Profile, ProfileMismatch, StepSample

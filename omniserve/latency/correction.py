@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Self
 
-from omniserve.latency.base import BatchFeatures, Predictor
+from omniserve.latency.base import Predictor
+from omniserve.latency.features import BatchFeatures
 from omniserve.latency.fitting import fit_terms
 from omniserve.latency.profile import StepSample
 

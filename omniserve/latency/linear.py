@@ -6,7 +6,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Self
 
-from omniserve.latency.base import LATENCY_MODELS, AlphaBeta, BatchFeatures, LatencyModel
+from omniserve.latency.base import LATENCY_MODELS, LatencyModel
+from omniserve.latency.features import AlphaBeta, BatchFeatures
 from omniserve.latency.fitting import fit_terms
 from omniserve.latency.profile import Profile, StepSample
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Self
 
-from omniserve.latency.base import LATENCY_MODELS, BatchFeatures, LatencyModel
+from omniserve.latency.base import LATENCY_MODELS, LatencyModel
+from omniserve.latency.features import BatchFeatures
 from omniserve.latency.fitting import fit_terms
 from omniserve.latency.profile import STATES, Profile, StepSample, Table
 

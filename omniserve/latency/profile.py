@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omniserve.latency.base import AlphaBeta, BatchFeatures, ModelShape
+from omniserve.latency.features import AlphaBeta, BatchFeatures, ModelShape
 
 logger = logging.getLogger(__name__)
 

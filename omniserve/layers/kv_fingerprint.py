@@ -15,8 +15,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-import omniserve
 from omniserve.core.config import EngineConfig
+from omniserve.core.version import __version__
 from omniserve.layers.loaded import language_model
 from omniserve.layers.patching import PatchedModel
 
@@ -32,7 +32,7 @@ def kv_fingerprint(model: PreTrainedModel, config: EngineConfig) -> str:
     patched = getattr(model, "omniserve", None)
     freed = patched.freed if isinstance(patched, PatchedModel) else frozenset()
     modules = [(name, module) for name, module in model.named_modules() if id(module) not in freed]
-    versions = f"{omniserve.__version__} {transformers.__version__} {_KV_LAYOUT}"
+    versions = f"{__version__} {transformers.__version__} {_KV_LAYOUT}"
     total = hashlib.sha256(description_of(model) + f"{model.dtype} {config.block_size} {versions}".encode())
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         for digest in threads.map(_digest, *zip(*modules, strict=True)):

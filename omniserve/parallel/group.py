@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 import transformers
 
-import omniserve
 from omniserve.core import link
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import PeerLost
 from omniserve.core.link import Link
 from omniserve.core.logs import log_flags
 from omniserve.core.plan import HostEvent
+from omniserve.core.version import __version__
 from omniserve.host.cores import available_cores, cores_allowed, share_quota
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops import collectives
@@ -58,7 +58,7 @@ _GRACE_S = 3.0
 
 def versions() -> str:
     """Return what all ranks must have alike."""
-    return f"omniserve {omniserve.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"omniserve {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 def pin_to_share(rank: int, num_ranks: int) -> None:

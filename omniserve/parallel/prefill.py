@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from omniserve import __version__
 from omniserve.core import link
 from omniserve.core.config import PREFILL_SECRET_VARIABLE, PrefillConfig
 from omniserve.core.errors import PeerLost, PeerRefused
 from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
+from omniserve.core.version import __version__
 from omniserve.host.prefill_engines import engine_name
 from omniserve.host.prefill_messages import Blocks, Done, Failed, HelloOfRank, Refused, Welcome
 from omniserve.host.prefill_receiver import Order, PrefillReceiver, Sender

@@ -17,11 +17,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omniserve import __version__
 from omniserve.core import link
 from omniserve.core.errors import PeerClosed, PeerLost, RequestRejected
 from omniserve.core.plan import RemotePrefill, StepPlan
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
+from omniserve.core.version import __version__
 from omniserve.engine.engine import Engine
 from omniserve.engine.network import NO_STATES_OF_RANKS, require_shared_kv
 from omniserve.host.prefill_messages import Ask, Blocks, Cancel, Done, Failed, Hello, Refused, Welcome

@@ -15,7 +15,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from omniserve.latency.base import AlphaBeta
+from omniserve.latency.features import AlphaBeta
 from omniserve.latency.fitting import fit_terms
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops import collectives

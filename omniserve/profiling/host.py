@@ -19,7 +19,7 @@ from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from omniserve.host.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.latency.base import AlphaBeta
+from omniserve.latency.features import AlphaBeta
 from omniserve.latency.fitting import fit_terms
 from omniserve.latency.profile import Fingerprint, Table
 from omniserve.layers.patching import PatchedModel

@@ -22,7 +22,7 @@ from omniserve.core.request import (
     TokenLogprob,
     add_stay,
 )
-from omniserve.sched.prefixes import PrefixUse
+from omniserve.kv.prefix_cache import PrefixKeys
 from omniserve.sched.speculation import Speculation
 
 LS, BE = ServiceClass.LS, ServiceClass.BE
@@ -70,6 +70,39 @@ class HaltedChunk:
     """The next one to compute."""
     start: int
     num_tokens: int
+
+
+@dataclass(slots=True)
+class PrefixUse:
+    """What a request has to do with the prefix cache."""
+
+    keys: PrefixKeys
+    num_found: int = 0
+    """First blocks that the cache had at the last look; only a WAITING request is looked up."""
+    num_shared: int = 0
+    """Blocks that other requests used when it was admitted, and that it uses since."""
+    num_published: int = 0
+    """First blocks of a DEVICE request that have been published since its admission."""
+    num_coming: int = 0
+    """While it waits for the disk: blocks behind those found that the host will have then."""
+    was_looked_up_on_disk: bool = False
+    """The disk was looked up since the request began to wait."""
+    num_disk_waits: int = 0
+    """Copies from disk that it has waited for since then."""
+    num_prefills: int = 0
+    """How often a prefill engine was asked for it since it began to wait."""
+    was_prefilled: bool = False
+    """A prefill engine has computed it, and its KV has come, since it began to wait."""
+    expected_s: float | None = None
+    """When that engine was predicted to be done, on the scheduler's clock; None: nothing was predicted."""
+    came_s: float = 0.0
+    """When the last of that KV came."""
+    states: bytes | None = None
+    """The recurrent states that came with it, until the KV has been copied to the device, too."""
+    may_restore: bool = True
+    """A copy of its prefix from the host has not failed yet."""
+    num_prompt_tokens: int | None = None
+    """Tokens of the prompt that were found at the first admission; None: there was none yet."""
 
 
 @dataclass(slots=True, eq=False)

@@ -21,8 +21,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Match
 from starlette.types import ASGIApp
 
-from omniserve import __version__
 from omniserve.core.errors import EngineStopped
+from omniserve.core.version import __version__
 from omniserve.server import generate, openapi
 from omniserve.server.connections import HeadAsGet, RequestLog
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from omniserve.core.logs import access_logger, request_id
+from omniserve.server.calls import TRACED_PATHS, FinishedCall
 from omniserve.server.errors import ApiError
-from omniserve.server.traces import TRACED_PATHS, FinishedCall
 
 if TYPE_CHECKING:
     from omniserve.server.otlp import OtlpTraces

@@ -24,12 +24,12 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-import omniserve
 from omniserve.core.request import FinishReason
+from omniserve.core.version import __version__
+from omniserve.server.calls import TRACED_PATHS, FinishedCall
 from omniserve.server.choice import Choice
 from omniserve.server.errors import ApiError
 from omniserve.server.output_stream import OutputStream
-from omniserve.server.traces import TRACED_PATHS, FinishedCall
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +50,13 @@ class OtlpTraces:
         if endpoint is not None:
             url = endpoint if endpoint.endswith(_TRACES_PATH) else endpoint.rstrip("/") + _TRACES_PATH
         self._exporter = OTLPSpanExporter(endpoint=url)
-        resource = Resource.create({"service.name": "omniserve", "service.version": omniserve.__version__})
+        resource = Resource.create({"service.name": "omniserve", "service.version": __version__})
         self._provider = TracerProvider(
             resource=resource.merge(OTELResourceDetector().detect()),  # the environment may call it something else
             shutdown_on_exit=False,
         )
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
-        self._tracer = self._provider.get_tracer("omniserve", omniserve.__version__)
+        self._tracer = self._provider.get_tracer("omniserve", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
     def record(self, call: FinishedCall) -> None:

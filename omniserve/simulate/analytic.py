@@ -14,7 +14,7 @@ from typing import Any
 from omniserve.core.config import EngineConfig, ParallelConfig
 from omniserve.engine.capacity import largest_part
 from omniserve.latency import BatchFeatures, Predictor
-from omniserve.latency.base import AlphaBeta
+from omniserve.latency.features import AlphaBeta
 from omniserve.latency.omniserve import pipeline_wait_s
 from omniserve.sched import late_joins
 from omniserve.simulate.hardware import DeviceSpec, HostSpec

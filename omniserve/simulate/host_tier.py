@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.core.spec import ModelSpec
-from omniserve.latency.base import AlphaBeta
+from omniserve.latency.features import AlphaBeta
 from omniserve.simulate.placement import Place, Placement, split_blocks
 
 _PIECE_KEYS = 256

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from omniserve.core.config import EngineConfig
 from omniserve.core.spec import ModelSpec
 from omniserve.latency import LATENCY_MODELS, HostSpeed, ModelShape, Predictor, Profile
-from omniserve.latency.base import AlphaBeta
+from omniserve.latency.features import AlphaBeta
 from omniserve.latency.omniserve import OmniServeModel
 from omniserve.sched.late_joins import late_layers
 from omniserve.simulate.host_tier import Copies, HostNode

@@ -20,7 +20,7 @@ from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.kv.base import KeepsPrefixesOnHost
 from omniserve.kv.prefix_cache import PrefixKeys
-from omniserve.latency.base import AlphaBeta
+from omniserve.latency.features import AlphaBeta
 from omniserve.simulate.engine import SimulatedEngine
 from omniserve.simulate.machine import Machine
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omniserve import __version__
+from omniserve.core.version import __version__
 from omniserve.simulate.results import Result
 
 

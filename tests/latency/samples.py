@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 from omniserve.latency import BatchFeatures, ModelShape, Profile, StepSample
-from omniserve.latency.base import AlphaBeta
+from omniserve.latency.features import AlphaBeta
 from omniserve.latency.profile import STATES, Fingerprint
 
 LAYERS = 4

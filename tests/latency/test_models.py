@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omniserve.latency import LATENCY_MODELS, BatchFeatures, HostSpeed, StepSample, accuracy_of
-from omniserve.latency.base import AlphaBeta
+from omniserve.latency.features import AlphaBeta
 from omniserve.latency.fitting import fit_terms
 from omniserve.latency.linear import BROSModel, ConServeModel
 from omniserve.latency.omniserve import OmniServeModel

@@ -7,8 +7,7 @@ import random
 from omniserve.core.request import SLO, Request, ServiceClass
 from omniserve.kv.prefix_cache import PrefixKeys
 from omniserve.sched.prefix_queue import MOST_PASSED, PrefixQueue
-from omniserve.sched.prefixes import PrefixUse
-from omniserve.sched.state import Phase, RequestState
+from omniserve.sched.state import Phase, PrefixUse, RequestState
 from tests.sched.benches import Bench, names
 
 _BLOCK = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from omniserve.latency import BatchFeatures, Predictor
-from omniserve.latency.base import AlphaBeta
+from omniserve.latency.features import AlphaBeta
 from omniserve.simulate import Copies, HostNode, Machine
 from omniserve.simulate.models import ModelDims
 from tests.sched.predictor import LinearPredictor

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from omniserve.core.plan import HostEventKind, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
-from omniserve.latency.base import AlphaBeta
+from omniserve.latency.features import AlphaBeta
 from omniserve.simulate import Copies, HostNode, SimulatedHostTier
 from tests.simulate.machines import DIMS
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from omniserve import PrefillConfig
-from omniserve.latency.base import AlphaBeta
+from omniserve.latency.features import AlphaBeta
 from omniserve.simulate import Load, Machine, PrefillNode, SimulationConfig, simulate
 from omniserve.simulate.load import TraceRequest
 from tests.simulate.machines import BLOCK_BYTES, constant, machine
