@@ -1,4 +1,4 @@
-"""What a step's latency depends on: counts of rows and of the keys that they see, no tensors.
+"""The quantities that a step's latency depends on: counts of rows and of the keys that they see, no tensors.
 
 Symbols as in the papers: n(t) rows, c_PA(t) and c_DA(t) attention loads, g(t) decoding requests (omniserve 3.3.1).
 """
@@ -93,7 +93,7 @@ class BatchFeatures:
     pipelined_layers: float = 0.0
     """Layers that they have left, on average."""
     hybrid_rows: int = 0
-    """So many of them are not in the second sub-batch but in the first."""
+    """Number of these rows that are in the first sub-batch, not in the second."""
     swap_bytes: int = 0
     """KV that must have come from the host before the step can run; 0 in this engine: its moves run beside steps."""
 

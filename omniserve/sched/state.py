@@ -74,7 +74,7 @@ class HaltedChunk:
 
 @dataclass(slots=True)
 class PrefixUse:
-    """What a request has to do with the prefix cache."""
+    """A request's part in the prefix cache, and in KV that comes from the host, the disk or a prefill engine."""
 
     keys: PrefixKeys
     num_found: int = 0
@@ -84,19 +84,19 @@ class PrefixUse:
     num_published: int = 0
     """First blocks of a DEVICE request that have been published since its admission."""
     num_coming: int = 0
-    """While it waits for the disk: blocks behind those found that the host will have then."""
+    """Blocks behind those found that the host will have when the copy is done that the request waits for."""
     was_looked_up_on_disk: bool = False
     """The disk was looked up since the request began to wait."""
     num_disk_waits: int = 0
     """Copies from disk that it has waited for since then."""
     num_prefills: int = 0
-    """How often a prefill engine was asked for it since it began to wait."""
+    """Number of times that a prefill engine was asked for it since it began to wait."""
     was_prefilled: bool = False
     """A prefill engine has computed it, and its KV has come, since it began to wait."""
     expected_s: float | None = None
-    """When that engine was predicted to be done, on the scheduler's clock; None: nothing was predicted."""
+    """Predicted end of the engine's work, on the scheduler's clock; None: nothing was predicted."""
     came_s: float = 0.0
-    """When the last of that KV came."""
+    """Time at which the last of that KV came."""
     states: bytes | None = None
     """The recurrent states that came with it, until the KV has been copied to the device, too."""
     may_restore: bool = True
@@ -150,7 +150,7 @@ class RequestState:
     later_s: float = 0.0
     """Seconds by which its class's TTFT was scaled up, as its prompt alone takes longer; 0: it was not."""
     has_scaled_tpot: bool = False
-    """Its class's TPOT was scaled to what its tokens take alone."""
+    """The TPOT of its class was scaled to what its tokens take alone."""
     is_probe: bool = False
     """Admission let it in to see whether its prompt really takes longer than its own objective allows."""
     host_since_s: float | None = None
