@@ -2,7 +2,7 @@
 
     python -m benchmarks.checkpointing --record benchmarks/results/checkpointing.json
 
-SmolLM-135M's shape, random weights. Cost: BE requests are prefilled and decode, and nobody needs their memory; seconds
+SmolLM-135M's shape, random weights. Cost: BE requests are prefilled and decode, and nothing needs their memory; seconds
 of prefill and decode steps with ``incremental`` and with ``paged``. Savings: waves of LS requests take the memory of BE
 requests under ``sarathi``; tokens that were computed again, and seconds until all is done. The managers take turns in
 each repeat. About four minutes on two quiet cores. Paper: conserve 4.4 and 6.5.

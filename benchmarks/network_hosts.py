@@ -60,7 +60,7 @@ class Rows:
         shape: Query heads / KV heads / head size, of bf16.
         requests: Tasks at once.
         context: Tokens of a request.
-        hosts: Of one host; None: this machine's tier.
+        hosts: Settings of one host; None: this machine's tier.
     """
 
     def __init__(self, shape: str, requests: int, context: int, hosts: HostsConfig | None) -> None:

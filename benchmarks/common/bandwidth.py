@@ -182,10 +182,10 @@ class ReadLimit:
     """An arena, and how fast threads read it: the limit of so many threads is the fastest of the sequential readings.
 
     Args:
-        num_bytes: Of the arena, which is filled with N(0, 1) in bf16.
+        num_bytes: Bytes of the arena, which is filled with N(0, 1) in bf16.
         cpus: Thread i of a team is pinned to the i-th.
         repeats: Samples of each reading.
-        seed: Of the arena's content and of the order of samples.
+        seed: Seed of the arena's content and of the order of samples.
     """
 
     def __init__(self, num_bytes: int, cpus: Sequence[int], *, repeats: int, seed: int) -> None:

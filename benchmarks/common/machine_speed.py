@@ -29,7 +29,7 @@ class SpeedMeter:
     Args:
         cpus: The CPUs that servers get; one thread on each.
         arena_bytes: Memory to read; more than all caches hold.
-        seed: Of its content.
+        seed: Seed of its content.
         repeats: Timings a sample, of which the best is taken: a floor is what the machine can do.
     """
 

@@ -106,7 +106,7 @@ def slow_link(target: Address, *, delay_s: float, bits_per_s: float) -> Iterator
     Args:
         target: Where connections go.
         delay_s: One way.
-        bits_per_s: Of each direction; connections share it in chunks of 32 KiB, first come, first served.
+        bits_per_s: Speed of each direction; connections share it in chunks of 32 KiB, first come, first served.
     """
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(

@@ -241,7 +241,7 @@ def recorded(model_type: str, fields: Mapping[str, Any]) -> TracedFamily:
 
     Args:
         model_type: transformers' name of the architecture.
-        fields: Of its configuration.
+        fields: Fields of its configuration.
     """
     small = {"num_hidden_layers": 2, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = AutoConfig.for_model(model_type, **{**fields, **small})

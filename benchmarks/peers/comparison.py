@@ -48,9 +48,9 @@ class Comparison:
     Args:
         engines: By name, OmniServe first.
         settings: What they were made with.
-        sizes: Of the loads.
+        sizes: Sizes of the loads.
         rounds: How often each contender meets each load.
-        seed: Of the first round; round ``i`` has ``seed + i``.
+        seed: Seed of the first round; round ``i`` has ``seed + i``.
         in_turns: Start servers in turns, although memory may hold all.
         folder: For logs and caches.
         save: Called with the results so far after each sample.

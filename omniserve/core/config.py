@@ -14,9 +14,9 @@ GIB = 1 << 30
 MOST_HOSTS = 127
 """CPU hosts on the network that an engine can have (``kMostHosts`` in ``ops/csrc/host_tier.h``)."""
 CPU_HOST_SECRET_VARIABLE: Final = "OMNISERVE_CPU_HOST_SECRET"
-"""Has the secret of CPU hosts where there is no file with it."""
+"""Environment variable with the secret of CPU hosts, where no file has it."""
 PREFILL_SECRET_VARIABLE: Final = "OMNISERVE_PREFILL_SECRET"
-"""Likewise, of prefill engines."""
+"""Environment variable with the secret of prefill engines, where no file has it."""
 
 
 DEFAULT_CLASSES = (
@@ -140,7 +140,7 @@ class ParallelConfig:
     rank_secret_file: str | None = None
     """File with a secret of at least 16 characters, which ranks that join must know, too."""
     rank_timeout_s: float = 20.0
-    """A rank that does not answer another one for so long is taken for dead, and the engine is started again."""
+    """Seconds without an answer after which a rank is taken for dead, and the engine is started again."""
 
     def __post_init__(self) -> None:
         if self.tensor_parallel_size < 1:
@@ -172,7 +172,7 @@ class HostsConfig:
     cpu_host_secret_file: str | None = None
     """File with a secret of at least 16 characters, which the hosts must know, too."""
     cpu_host_timeout_s: float = 5.0
-    """A host that says nothing for so long is lost: what is there is recomputed, until it comes back."""
+    """Seconds of silence after which a host is lost: what is there is recomputed, until it comes back."""
 
     def __post_init__(self) -> None:
         if self.cpu_hosts and self.cpu_host_secret_file is None:
@@ -203,7 +203,7 @@ class PrefillConfig:
     ``in-time``, if their first token is predicted within its objective there, or sooner than here; ``sooner``: only in
     the latter case. Best-effort ones while an engine has little to do. ``always``: all."""
     prefill_timeout_s: float = 10.0
-    """A prefill engine that says nothing for so long is lost: its prompts are computed here."""
+    """Seconds of silence after which a prefill engine is lost: its prompts are computed here."""
     is_prefill_engine: bool = False
     """This engine is a prefill engine: it computes prompts for others. Set by ``python -m omniserve.prefill``."""
 

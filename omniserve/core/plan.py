@@ -349,7 +349,7 @@ def is_whole(plan: StepPlan, halted: Mapping[str, int]) -> bool:
 
 
 HOST_BLOCKS = 1 << 24
-"""Ids of blocks for each host (``kHostBlocks`` in ``ops/csrc/host_tier.h``): those of host h on the network are from
+"""Ids of blocks for each host (``kHostBlocks`` in ``ops/csrc/host_tier.h``): blocks of host h on the network are from
 ``h * HOST_BLOCKS`` on, those of this machine's host tier below."""
 
 

@@ -257,7 +257,7 @@ class RequestOutput:
     host_stays: tuple[Stay, ...] = ()
     """Stays on the host tier that ended since the last output."""
     num_accepted_drafts: int = 0
-    """The first so many of ``new_token_ids`` were guessed right; see ``Request.speculation``."""
+    """Number of ``new_token_ids``, from the first on, that were guessed right; see ``Request.speculation``."""
     num_rejected_drafts: int = 0
     """Guesses that the step computed for the request and that are not among ``new_token_ids``."""
 

@@ -80,9 +80,9 @@ class PrefillEngineStats:
     times_lost: int
     """Counter."""
     prompts: int
-    """Counter: those that it was asked for."""
+    """Counter: prompts that the engine was asked for."""
     failed: int
-    """Counter: of these, those that did not come, or in part."""
+    """Counter: prompts whose KV did not come, or in part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -133,7 +133,7 @@ def fit_states(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     """Return a configuration with so many requests at most that their recurrent states fit into half the device pool.
 
     Raises:
-        ValueError: They do not even for one request of each kind.
+        ValueError: The states do not fit even for one request of each kind.
     """
     has_hosts = has_host_tier(config)
     wanted = num_state_slots(config, spec, has_host_tier=has_hosts) * spec.state_bytes

@@ -58,8 +58,8 @@ class NetworkHosts:
         config: Where the hosts are.
         tier: This machine's host tier, which gets the connections.
         spec: The model's sizes.
-        dtype: Of rows and results.
-        block_size, kv_dtype, num_slots: Those of the tier.
+        dtype: Dtype of rows and results.
+        block_size, kv_dtype, num_slots: Settings of the tier.
         user: The rank whose tier it is; None: the engine has one.
 
     Raises:
@@ -257,7 +257,7 @@ class NetworkHosts:
         Raises:
             PeerRefused: The host refuses this engine, or does not know the secret.
             PeerLost: It does not answer.
-            OSError: Nobody listens there.
+            OSError: No process listens there.
         """
         name = self.name(host)
         peer = link.connect(self._addresses[host - 1], self._secret, _CONNECT_S, name, link.JSON)

@@ -46,7 +46,7 @@ def spec_of_plain(plain: Mapping[str, Any]) -> ModelSpec:
     """Return the sizes that ``spec_to_plain`` made.
 
     Raises:
-        TypeError: They are of another version.
+        TypeError: The sizes are of another version.
     """
     layers = []
     for layer in plain["attention"]:
@@ -117,7 +117,7 @@ class HostServer:
             self._acceptor.join(_LOOK_S)
 
     def close(self) -> None:
-        """Accept nobody any more, and end the session."""
+        """Accept no more connections, and end the session."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

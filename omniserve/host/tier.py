@@ -90,7 +90,7 @@ class HostTier:
             `pin_memory`, else the CPU.
         max_rows: The highest number of consecutive tokens that a task may have, in [1, 16].
         patience_s: The tier counts as stalled when it has work in hand and makes no progress for this long.
-        layers: Those of the model that the tier has, consecutive ones; None: all. They keep their numbers.
+        layers: Layers of the model that the tier has, consecutive ones; None: all. They keep their numbers.
 
     Raises:
         ValueError: A size is out of range, the dtype does not fit the spec, or a core does not exist here.

@@ -398,7 +398,7 @@ class KeepsPrefixesOnHost(Protocol):
 
         Args:
             host_keys: Blocks on the host that will be used with them, which stay until then.
-            keys: Those of the blocks that are to come.
+            keys: Keys of the blocks that are to come.
             reserve_blocks: Host blocks that must still be free afterwards, those of prefixes counted as free.
 
         Returns:

@@ -52,7 +52,7 @@ class NetworkPools:
         self._pools[host] = NetworkPool(host, num_blocks, speed)
 
     def lose(self, host: int) -> None:
-        """Note that a host is lost. Whoever has blocks there gives them back to its pool all the same."""
+        """Note that a host is lost. Requests with blocks there give them back to its pool all the same."""
         self._pools.pop(host).is_lost = True
 
     def choose(self, num_blocks: int, reserve_blocks: int) -> NetworkPool | None:

@@ -53,7 +53,7 @@ class Fingerprint:
     shared_threads: int
     """CPU threads of the device tier while the host tier works."""
     host_threads: int
-    """0: no host tier."""
+    """CPU threads of the host tier; 0: there is none."""
     host_kv_dtype: str
     block_size: int
     attention: str

@@ -39,7 +39,7 @@ class Upkeep:
         config: The settings that the engine was made with.
         compiling: Compiles its halves; None: they are compiled.
         refines: Measure a profile, as the engine's is coarse.
-        time_limit_s: Of measuring it.
+        time_limit_s: Seconds that measuring it may take.
         folder: Where it is kept; None: ``default_folder()``.
         clock: Monotonic seconds.
     """

@@ -65,7 +65,7 @@ class KeptHalves:
 
     Args:
         model: The model that the layers belong to.
-        digest: Of the operators that halves call, and of the instruction set.
+        digest: Returns a digest of the operators that halves call, and of the instruction set.
     """
 
     def __init__(self, model: nn.Module, digest: Callable[[], str]) -> None:

@@ -177,7 +177,7 @@ class ModelShell:
         self.layers: list[TracedLayer] = []
         """The decoder layers that attend, in order."""
         self.between: list[list[BetweenLayer]] = [[]]
-        """The others that run: before the first that attends, before the second, ..., behind the last."""
+        """Layers that do not attend: those before the first that attends, before the second, ..., behind the last."""
         self.mixers: list[list[Mixer]] = []
         """The modules of each attending layer that may have state beside its attention."""
         self._members: list[Member] = []

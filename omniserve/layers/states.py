@@ -129,7 +129,7 @@ class StatePool:
         """Put states of the same model into a slot.
 
         Raises:
-            ValueError: They are not as large as those of this model.
+            ValueError: The states are not as large as those of this model.
         """
         pools = [pool for layer in self.layers for pool in layer.values()]
         sizes = [pool[slot].nbytes for pool in pools]

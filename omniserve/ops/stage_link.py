@@ -49,7 +49,7 @@ class StageLink:
         """Return the rows ``[T, D]`` of the next step from the stage before; a CPU waits for them, a GPU's stream does.
 
         Raises:
-            RuntimeError: They do not come in time, or the rank is gone.
+            RuntimeError: The rows do not come in time, or the rank is gone.
         """
         assert self._group is not None and self._before is not None
         rows_TD = torch.empty(num_rows, self._width, dtype=self._dtype, device=self._device)

@@ -22,7 +22,7 @@ from omniserve.sched.ttft import Prefill, prefill_time
 
 
 class Deferral:
-    """Knows which rows of the running step may leave it for whom, and which of those that left wait on.
+    """Knows which rows of the running step may leave it for which request, and which rows that left wait on.
 
     A row of a lower LS class may leave as long as its own next token can still be in time after it: for a prompt by the
     TTFT, for a decode by the TPOT (``slack`` as in ``CoServingOptions``). Without an objective nothing says how long it

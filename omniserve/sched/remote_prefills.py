@@ -55,7 +55,7 @@ class RemotePrefills:
         self._token_s: dict[int, float | None] = {}
         """Recent seconds a token of each engine that can be asked; None: it has computed nothing yet."""
         self._rest_s: float | None = None
-        """See ``Prompt.rest_s``; None: there was no first token yet."""
+        """The value for ``Prompt.rest_s``; None: there was no first token yet."""
         self._after_s = 0.0
         """Recent seconds from the arrival of a prompt's KV to its first token."""
         self._orders: dict[int, _Order] = {}

@@ -88,7 +88,7 @@ def steps_until_room(
 
     Args:
         running: LS requests on the device: (steps until they end, room that they have).
-        waiting: Those before it that have none yet, in order: (steps that they decode, room).
+        waiting: Requests before it that have no room yet, in order: (steps that they decode, room).
         num_needed: Room that it needs.
         num_free: Room that is free, or can be taken from other requests.
     """

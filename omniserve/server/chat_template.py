@@ -38,7 +38,7 @@ class ChatTemplate:
     """A chat template of a tokenizer.
 
     Args:
-        tokenizer: Of ``transformers``.
+        tokenizer: A tokenizer of ``transformers``.
         source: The template's own text.
     """
 

@@ -228,7 +228,7 @@ class Message(StrictModel):
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
-    """Three names of what an assistant thought before the content."""
+    """An assistant's reasoning before the content, under any of three names."""
 
     @model_validator(mode="before")
     @classmethod

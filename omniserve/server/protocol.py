@@ -235,7 +235,7 @@ class GenerationRequest(StrictModel):
 
     # Not OpenAI's, but what other open servers take through extra_body.
     top_k: int = Field(0, ge=-1, le=2**31 - 1)
-    """0 and -1 keep all tokens."""
+    """Number of likeliest tokens to keep; 0 and -1 keep all."""
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     ignore_eos: bool = False
@@ -330,7 +330,7 @@ class CompletionRequest(GenerationRequest):
         ),
     ] = None
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    """The likeliest ``n`` of so many outputs, by the mean log-probability of their tokens."""
+    """Number of outputs of which the answer has the ``n`` likeliest, by the mean log-probability of their tokens."""
     echo: bool = False
     """The answer begins with the prompt. Evaluations score texts so, with ``logprobs`` and ``max_tokens=0`` or 1."""
     add_special_tokens: bool = True
@@ -412,7 +412,7 @@ class ChatRequest(TemplateFields, GenerationRequest):
     tools: list[Tool] = Field([], max_length=MAX_TOOLS)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    """False: an answer ends with its first call."""
+    """The answer may have several calls; False: it ends with its first call."""
     add_special_tokens: bool = False
     """Put the special tokens that the tokenizer adds to texts before what the chat template writes."""
 

@@ -23,7 +23,7 @@ from omniserve.simulate.spread import Spread
 LEAST_STEPS = 100
 """Fewer say little of a step in a hundred."""
 COMPILED = 10.0
-"""A step that took so many times what the others did, for its prediction, compiled something: it is left out."""
+"""Factor over the other steps' ratio to their predictions from which on a step compiled something, and is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ class SimulatedDrafter(Drafter):
 
     Args:
         num_prompt_tokens: The output begins behind them.
-        seed: Of the guesses.
+        seed: Seed of the guesses.
     """
 
     def __init__(self, chance: float, num_prompt_tokens: int, seed: str) -> None:

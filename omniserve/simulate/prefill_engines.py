@@ -25,7 +25,7 @@ from omniserve.simulate.engine import SimulatedEngine
 from omniserve.simulate.machine import Machine
 
 _LOOK_S = 0.001
-"""An engine that waits for copies to its host looks again after so long."""
+"""Seconds after which an engine that waits for copies to its host looks again."""
 _HAND_OVER_S = 0.05
 """Seconds that the next step waits at most for copies of latency-sensitive prompts to the host."""
 _PATIENCE = 50
@@ -183,7 +183,7 @@ class SimulatedPrefillEngines:
     Args:
         machine: That of the engine that asks.
         config: Settings of that engine.
-        seed: Of the spread of their machines.
+        seed: Seed of the spread of their machines.
 
     Raises:
         ValueError: The settings do not fit a prefill engine's machine.

@@ -25,9 +25,9 @@ from omniserve.simulate.results import RequestResult, Result, summarise
 from omniserve.simulate.runner import StepRecord
 
 _POLL_S = 0.05
-"""An engine that waits for its host tier looks again after so long, as the server does."""
+"""Seconds after which an engine that waits for its host tier looks again, as the server does."""
 _PATIENCE_S = 600.0
-"""A run in which nothing is computed for so long, and no request comes, is stuck."""
+"""Seconds without a computed step and without a new request after which a run is stuck."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class SimulationConfig:
     seed: int = 0
     """Seed of the noise and of the machine's spread."""
     noise: float = 0.0
-    """See SimulatedRunner."""
+    """Standard deviation of the noise on steps' times, as in SimulatedRunner."""
     drain_s: float | None = None
     """Seconds to go on after the load for unfinished LS requests, which miss their objectives if they still are
     unfinished then; None: a quarter of the load's, at least a minute. Infinite: until all requests have ended,

@@ -86,7 +86,7 @@ class Scenario:
 
     arrivals: Arrivals = poisson
     ls_lengths: Lengths | None = None
-    """Needed without a trace."""
+    """Lengths of LS requests; needed without a trace."""
     ls_trace: tuple[TraceRequest, ...] = ()
     """A trace of LS requests: its times are stretched to the rate, its lengths kept. A trace that is too short repeats
     with other texts."""
@@ -98,7 +98,7 @@ class Scenario:
     be_trace: tuple[TraceRequest, ...] = ()
     """A trace of BE requests, which is used as it is."""
     hash_tokens: int = 512
-    """See Load."""
+    """Tokens that one of a request's ``hash_ids`` stands for, as in Load."""
     warm_up: float = 0.0
     """Share of the time that figures leave out, in [0, 1)."""
 

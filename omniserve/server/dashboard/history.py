@@ -78,7 +78,7 @@ class History:
 
         Args:
             run: The server run that the number is of: each has its own. Of another run, all samples are new.
-            number: Of the newest sample that is known already; -1 for none.
+            number: Number of the newest sample that is known already; -1 for none.
         """
         new = [sample for sample in self._samples if run not in (None, self._run) or sample.number > number]
         columns: Iterable[Sequence[Value]] = zip(*(sample.values for sample in new), strict=True)
