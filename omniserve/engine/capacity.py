@@ -130,7 +130,7 @@ def rows_per_host_request(config: EngineConfig, spec: ModelSpec, *, has_own_memo
 
 
 def fit_states(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """Return a configuration with so many requests at most that their recurrent states fit into half the device pool.
+    """Return a configuration whose recurrent states, of all its requests, fit into half the device pool.
 
     Raises:
         ValueError: The states do not fit even for one request of each kind.
@@ -162,7 +162,7 @@ def fit_states(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
 
 
 def pool_bytes(kv_bytes: int, config: EngineConfig, spec: ModelSpec) -> int:
-    """Return the ``device_kv_bytes`` of a pool with so much KV at least, beside the states of as many requests."""
+    """Return the ``device_kv_bytes`` of a pool with at least ``kv_bytes`` of KV beside the states of its requests."""
     has_hosts = has_host_tier(config)
     wanted = num_state_slots(config, spec, has_host_tier=has_hosts) * spec.state_bytes
     states = min(wanted, max(kv_bytes, (2 + has_hosts) * spec.state_bytes))

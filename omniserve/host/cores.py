@@ -39,7 +39,7 @@ _num_sharing = 1  # processes that share the quota of this one
 
 
 def share_quota(num_processes: int) -> None:
-    """Note that so many processes, this one included, work on one task: each takes its part of their CPU quota."""
+    """Note that ``num_processes``, this one included, work on one task: each takes its part of their CPU quota."""
     global _num_sharing
     _num_sharing = num_processes
 

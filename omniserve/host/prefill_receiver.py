@@ -57,7 +57,7 @@ class PrefillReceiver:
         names: What the engines are called in messages, in the order of their numbers, which begin at 1.
         pool_LBK2SH: The host tier's pool, into which blocks come.
         state_bytes: Bytes of a request's recurrent states.
-        timeout_s: An engine that says nothing for so long is lost.
+        timeout_s: Seconds of silence after which an engine is lost.
         clock: The engine's.
     """
 

@@ -406,7 +406,7 @@ class KeepsPrefixesOnHost(Protocol):
         """
 
     def end_awaiting_prefix(self, move_id: int, num_blocks: int) -> None:
-        """Book that so many of the blocks have come, the first ones, and that no more will."""
+        """Book that the first ``num_blocks`` of the blocks have come, and that no more will."""
 
 
 @runtime_checkable
@@ -454,7 +454,7 @@ class KeepsPrefixesOnDisk(Protocol):
         """Return the id of the copy that is bringing the block of this key from disk; None: there is none."""
 
     def start_writing_prefixes(self, *, max_blocks: int) -> DiskCopy | None:
-        """Begin to copy host blocks of prefixes that the disk has not, up to so many; None: there is none."""
+        """Begin to copy host blocks of prefixes that the disk has not, at most ``max_blocks``; None: there is none."""
 
     def start_reading_prefix(
         self, host_keys: Sequence[bytes], disk_keys: Sequence[bytes], *, reserve_blocks: int = 0

@@ -39,7 +39,7 @@ class PrefixPool(RunPool):
         return block in self._num_users
 
     def hold(self, block: int, *, num_users: int) -> None:
-        """Hold a block that is taken, and has so many users."""
+        """Hold a block that is taken, and has ``num_users`` users."""
         assert block not in self._num_users, f"{self.name} block {block} is held already"
         self._num_users[block] = num_users
         self.num_used += num_users > 0

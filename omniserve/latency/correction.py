@@ -56,14 +56,14 @@ class ScaledModel(Predictor):
 BOUNDS = (0.7, 1.5)
 """A term that is off by more than this is not drift: the machine is another one, or has other work."""
 _WINDOW = 9
-"""The pace is the median of so many steps. It follows after five like ones, and four odd ones do not move it."""
+"""Number of steps whose median is the pace. It follows after five like ones, and four odd ones do not move it."""
 _PACE_BOUNDS = (1 / 16, 16.0)
 _PACE_HALF_LIFE_S = 0.25
 """Half-life of the pace's logarithm, in seconds without steps: after 2 s, 16 has become 1.01."""
 _FACTOR_HALF_LIFE_S = 30.0
 """Half-life of the logarithms of the terms' factors, in seconds without steps; they took many steps to learn."""
 COARSE_MARGIN = 1.2
-"""Predictions by a coarse profile are so many times what it says: bounds and admission are that much tighter."""
+"""Factor on the predictions of a coarse profile: bounds and admission are that much tighter."""
 FEW_STEPS = 5
 """The number of steps, at least half as large, after which a coarse profile's word on a step counts: the pace follows
 by then."""
@@ -87,7 +87,7 @@ class StepPace:
         self._update()
 
     def rest(self, seconds: float) -> None:
-        """Let the pace return towards 1, as there were no steps for so long."""
+        """Let the pace return towards 1, as there were no steps for ``seconds``."""
         kept = 0.5 ** (seconds / _PACE_HALF_LIFE_S)
         self._recent = deque([kept * each for each in self._recent], maxlen=_WINDOW)
         self._update()
@@ -173,7 +173,7 @@ class CorrectedModel(ScaledModel):
         return ScaledModel(self.model, [min(1.0, self._pace.value * factor) for factor in self.factors])
 
     def has_seen(self, num_rows: int) -> bool:
-        """Return whether a prediction for steps of so many rows was ever compared with such steps.
+        """Return whether a prediction for steps of ``num_rows`` rows was ever compared with such steps.
 
         What a coarse profile says of sizes that it did not measure may be ten times what such a step takes.
         """
@@ -190,7 +190,7 @@ class CorrectedModel(ScaledModel):
             self._last_s = now_s
 
     def observe(self, features: BatchFeatures, seconds: float, now_s: float) -> None:
-        """Learn from a step that took so many seconds and ended at ``now_s``; one of 0 seconds says nothing."""
+        """Learn from a step that took ``seconds`` and ended at ``now_s``; a step of 0 seconds says nothing."""
         raw = self.model.terms(features)
         total = sum(raw)
         if total <= 0 or seconds <= 0:

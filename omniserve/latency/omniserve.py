@@ -106,7 +106,7 @@ class HostSpeed:
         return cls(per_key_s, per_request_s, per_call_s, threads, per_draft_key_s if profile.host_drafts else per_key_s)
 
     def __call__(self, requests: int, context: float, draft_keys: float = 0.0) -> float:
-        """Return the seconds for one layer's tasks, with so many keys together, on all host threads."""
+        """Return the seconds for one layer's tasks, with ``context`` keys together, on all host threads."""
         if requests <= 0:
             return 0.0
         work_s = self.per_key_s * context + self.per_draft_key_s * draft_keys + self.per_request_s * requests

@@ -162,7 +162,7 @@ class EngineLoader:
         Raises:
             OSError: There is no such model.
             UnsupportedModelError: Its type cannot be split.
-            ValueError: The device is not there, or the model has too few heads for so many ranks.
+            ValueError: The device is not there, or the model has too few heads for its ranks.
         """
         import torch
 

@@ -26,9 +26,9 @@ from omniserve.profiling.measure import keep_profile, profile_model
 logger = logging.getLogger(__name__)
 
 _SHARE_OF_TTFT = 0.25
-"""A sample takes at most so much of the TTFT of a request that comes as it begins."""
+"""Largest share of a sample in the TTFT of a request that comes as the sample begins."""
 _MOST_WAIT_S = 10.0
-"""Compiled halves are waited for to be taken in a quiet moment so long, then they are taken between two steps."""
+"""Seconds that compiled halves wait for a quiet moment to be taken; then they are taken between two steps."""
 
 
 class Upkeep:

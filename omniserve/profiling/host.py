@@ -80,7 +80,7 @@ class _HostBench:
         return [torch.randn(count, each, self.spec.head_size).to(self.model.dtype) for each in heads]
 
     def bind(self, num_requests: int, context: int, num_rows: int = 1) -> Tensor:
-        """Bind slots to so many tokens each, at the end of ``context`` keys; return the slot of each token."""
+        """Bind slots to ``num_rows`` tokens each, at the end of ``context`` keys; return the slot of each token."""
         blocks = -(-context // self.config.block_size)
         for slot in range(num_requests):
             self._epoch += 1
@@ -90,7 +90,7 @@ class _HostBench:
         return torch.arange(num_requests).repeat_interleave(num_rows)
 
     def wait_for(self, count: int, kind: HostEventKind) -> None:
-        """Wait for so many events of a kind.
+        """Wait for ``count`` events of a kind.
 
         Raises:
             RuntimeError: A task or a move failed, or no event has come for too long.

@@ -47,7 +47,7 @@ def profile_model(
     Args:
         model: A Hugging Face causal language model; it is patched in place if it is not yet.
         config: The settings it will be served with.
-        time_limit_s: Measuring ends about so long after compiling. The smallest set of points is measured however
+        time_limit_s: Seconds of measuring after compiling, about. The smallest set of points is measured however
             long it takes. On a GPU first calls, which choose and compile kernels, capture of CUDA graphs and starts
             of engines do not count: they take minutes at times, and samples of a few milliseconds are to be had after.
         is_coarse: Say in the profile that it is coarse, and take few samples of whole steps.

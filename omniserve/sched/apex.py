@@ -208,5 +208,5 @@ class HostWatch:
         self._since_s = now_s if is_busy else None
 
     def rate(self, num_requests: int, context: float) -> float:
-        """Return N_C: requests a second, one layer, of so many with a mean context."""
+        """Return N_C: requests a second, one layer, of ``num_requests`` with a mean context."""
         return num_requests / (self.factor * self._speed(num_requests, num_requests * context))

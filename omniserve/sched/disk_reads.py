@@ -149,7 +149,7 @@ class DiskReads:
         return is_sooner
 
     def _seconds(self, count: int) -> float:
-        """Return how long it will take to read so many blocks behind those under way; 0 before any was read."""
+        """Return the seconds to read ``count`` blocks behind those under way; 0 before any was read."""
         if count == 0 or self._block_s is None:
             return 0.0
         return (sum(len(read.copy.keys) for read in self._reading.values()) + count) * self._block_s

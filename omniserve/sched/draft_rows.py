@@ -130,7 +130,7 @@ def _num_that_pay(cost: StepCost, offer: _Offer, most: int, *, work: float, boun
 
 
 def _fitting(offer: _Offer, count: int, block_size: int) -> Iterator[int]:
-    """Yield so many drafts, then as many of them as the request's last block has slots for, if any."""
+    """Yield ``count`` drafts, then as many of them as the request's last block has slots for, if any."""
     in_last_block = -offer.state.num_tokens % block_size
     if count:
         yield count

@@ -73,7 +73,7 @@ class _Rates:
                 self.least = [share * keys for keys in self._keys]
 
     def __call__(self, seats: int, counts: Sequence[int], value: float) -> tuple[float, float]:
-        """Return the rate with so many drafts of each unit, ``value`` of which are right, and the step's seconds."""
+        """Return the rate with ``counts`` drafts of the units, ``value`` of which are right, and the step's seconds."""
         step = self._cost
         if num_drafts := sum(counts):
             step = step.copy()

@@ -118,7 +118,7 @@ class APEXOptions(CoServingOptions):
     """The least number of host requests, for each request of the step on the device, with which a cohort begins; as
     many as there are seats always do. 0: any number does. Paper: apex 4.2."""
     max_cohort_wait_s: float = 1.0
-    """A smaller cohort begins after it has waited so many seconds for more requests."""
+    """Seconds that a smaller cohort waits for more requests before it begins."""
     hybrid_first_batch: bool = False
     """Some of the pipelined host rows are in the first sub-batch, with the device rows, as in the paper (apex figure
     2): the host gets its share of them for the time in which the device attends and runs the second sub-batch. False:

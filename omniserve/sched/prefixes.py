@@ -166,7 +166,7 @@ class Prefixes:
         return state.prefix.keys.up_to(state.token_ids, num_full)[:num_full]
 
     def is_worth_restoring(self, state: RequestState) -> bool:
-        """Tell whether the host has so much of a WAITING request that the device has not that it is copied back."""
+        """Tell whether the host has enough tokens of a WAITING request, which the device has not, to copy them back."""
         return self.num_tokens_on_host(state) >= LEAST_RESTORED_TOKENS
 
     def num_tokens_on_host(self, state: RequestState) -> int:

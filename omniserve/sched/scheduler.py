@@ -67,7 +67,7 @@ class Scheduler:
     notify, schedule and launch of the next one, then ``settle`` of the first. At most one step is ahead of another, and
     only one whose plan ``is_certain`` is advanced before its outcome is known. Requests may end in between.
 
-    With ``num_stages`` > 1 so many steps may be in flight, each in another stage of the model. A request that one of
+    With ``num_stages`` > 1 as many steps may be in flight, each in another stage of the model. A request that one of
     them samples a token for is then *held* until it is settled: no other step has it. Decodes are dealt out evenly to
     the steps in flight.
 
@@ -314,7 +314,7 @@ class Scheduler:
             self._kv.trim(state.request_id, state.num_computed_tokens)
 
     def _arrived(self, state: RequestState, num_drafts: int, output: StepOutput) -> list[_Settled]:
-        """Book that a token has passed its last layer on the host tier, with so many drafts."""
+        """Book that a token has passed its last layer on the host tier, with ``num_drafts`` drafts."""
         is_verified = state.request_id not in output.unverified
         if is_verified:
             # Without drafts one token is certain; with them the output is there. One that has failed has none.

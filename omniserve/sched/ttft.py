@@ -26,7 +26,7 @@ from omniserve.sched.state import Phase, RequestState
 from omniserve.sched.step_cost import LS_HEADROOM, TTFT_HEADROOM, Forecast, StepCost, tpot_bound, ttft_left_s
 
 MIN_LS_CHUNK = 16
-"""LS prefill goes on by so many tokens a step at least, whatever the bound."""
+"""Least tokens of a step's LS prefill, whatever the bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class TTFTPrediction:
     """Rows of prompts in each of the steps that ``soonest_s`` consists of."""
 
     def later(self, seconds: float) -> TTFTPrediction:
-        """Return the prediction if it can only begin so much later."""
+        """Return the prediction if the request can only begin ``seconds`` later."""
         return dataclasses.replace(
             self, soonest_s=self.soonest_s + seconds, expected_s=self.expected_s + seconds,
             idle_s=self.idle_s + seconds, best_s=self.best_s + seconds,
@@ -310,7 +310,7 @@ class TTFTEstimator:
         return steps_until_room(ends, starts, 1, queue.num_places + len(lower))
 
     def _steps_until_memory(self, num_tokens: int, queue: LSQueue) -> int:
-        """Return after how many steps there will be memory for so many tokens behind the queue.
+        """Return after how many steps there will be memory for ``num_tokens`` behind the queue.
 
         If there is memory for all of them to begin, they do so at once, whatever they come to need.
         """

@@ -176,7 +176,7 @@ class AnalyticDevice(Predictor):
         )
 
     def dense_layer_s(self, rows: int) -> float:
-        """Return the seconds of a layer's projections and elementwise work for so many rows."""
+        """Return the seconds of a layer's projections and elementwise work for ``rows`` rows."""
         if not rows:
             return 0.0
         if (seconds := self._dense_cache.get(rows)) is None:
@@ -205,7 +205,7 @@ def analytic_machine(
         model: Sizes.
         device: The GPU.
         count: How many in a stage, tensor parallel.
-        num_stages: Pipeline parallel; each stage has so many.
+        num_stages: Pipeline parallel; each stage has ``count`` devices.
         hosts: Hosts that attend for best-effort requests: the device's own first, then remote ones. None: no host tier.
         host_share: See HOST_SHARE.
         late_layers: As in ``Machine``; None: as the engine has them on a GPU. In the paper's steps it is all layers.

@@ -47,8 +47,8 @@ class Load:
     best_effort: Sequence[TraceRequest] = ()
     """BE requests by arrival; with a backlog only their lengths count."""
     backlog: int = 0
-    """Keep so many best-effort requests unfinished until the load ends, of ``best_effort`` over and over: a pile of
-    batch work that has no end. 0: they arrive."""
+    """Number of best-effort requests that are kept unfinished until the load ends, of ``best_effort`` over and over: a
+    pile of batch work that has no end. 0: they arrive."""
     hash_tokens: int = 512
     """Tokens that one of a request's ``hash_ids`` stands for."""
     duration_s: float | None = None

@@ -57,7 +57,7 @@ class Placement:
         return self._hosts[request_id]
 
     def arrive(self, request_id: str, num_blocks: int) -> Place:
-        """Place a request of which so many blocks come from the device; the same as ``grow`` if it has others there."""
+        """Place a request of which ``num_blocks`` come from the device; the same as ``grow`` if it has others there."""
         if self._held(request_id) == num_blocks:
             self.forget(request_id)
         return self.grow(request_id)

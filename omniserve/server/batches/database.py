@@ -140,7 +140,7 @@ LINES = sa.Table(
 )
 
 SUSPECT_STOPS = 2
-"""A line that ran so often when the engine ended may be the reason."""
+"""The number of ends of the engine while a line ran from which on the line may be their cause."""
 IS_SUSPECT = LINES.c.engine_stops >= sa.literal_column(str(SUSPECT_STOPS))
 """Condition on a line that may be what ends the engine. The number is written into the SQL text, as a partial index
 needs it."""

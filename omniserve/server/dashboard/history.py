@@ -70,7 +70,7 @@ class History:
             self._readings.popleft()
 
     def _before(self, reading: Reading, seconds: float) -> Reading | None:
-        """Return the oldest reading that is at most so much older."""
+        """Return the oldest reading that is at most ``seconds`` older."""
         return next((old for old in self._readings if reading.clock_s - old.clock_s <= seconds), None)
 
     def since(self, run: str | None, number: int) -> dict[str, Any]:
