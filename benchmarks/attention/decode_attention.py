@@ -58,7 +58,7 @@ class Work:
 
 
 class Candidate(Protocol):
-    """Something that computes a layer's decode attention over an arena."""
+    """A way to compute a layer's decode attention over an arena."""
 
     name: str
     num_layers: int

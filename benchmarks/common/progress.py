@@ -23,7 +23,7 @@ class Stage:
 
     name: str
     expected_s: float
-    """About how long it takes, in seconds."""
+    """Expected length in seconds, roughly."""
 
 
 class StageProgress:

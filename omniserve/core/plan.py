@@ -73,12 +73,12 @@ class PiggybackEntry:
 
     request_id: str
     token_id: int
-    """May be PENDING_TOKEN, but not in ``StepPlan.pipelined``."""
+    """The token's id. May be PENDING_TOKEN, but not in ``StepPlan.pipelined``."""
     position: int
     slot: int
     """Host slot: the row in the residual store and in the host tier's queues."""
     epoch: int
-    """Raised whenever the slot changes hands; a result with another epoch is stale."""
+    """The slot's epoch, raised whenever the slot changes hands; a result with another epoch is stale."""
     block_ids: tuple[int, ...]
     """Host blocks that cover ``[0, position + num_rows)``, in order."""
     state_slot: int = -1
@@ -222,7 +222,7 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """Why a step is what it is. Seconds; None where the policy has no latency model."""
+    """The reasons why a step is what it is. Seconds; None where the policy has no latency model."""
 
     predicted_s: float | None = None
     """The whole step."""
@@ -250,9 +250,9 @@ class StepPlan:
     num_piggyback_seats: int = 0
     """P: seats for piggyback rows, one of a small set of buckets; 0 is plain continuous batching."""
     state_loads: tuple[StateLoad, ...] = ()
-    """Done before anything else of the step reads or writes."""
+    """Recurrent states to put into their slots before anything else of the step reads or writes."""
     relocations: tuple[SlotCopy, ...] = ()
-    """Done in this order before anything else of the step reads or writes."""
+    """Slots to copy, in this order, before anything else of the step reads or writes."""
     moves: tuple[KVMove, ...] = ()
     """Copies to start; they run beside the steps."""
     disk_copies: tuple[DiskCopy, ...] = ()

@@ -17,7 +17,7 @@ class ServiceClass(enum.StrEnum):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended."""
+    """The reason why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"

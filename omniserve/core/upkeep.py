@@ -9,16 +9,16 @@ class Others(Protocol):
     """Work that upkeep gives way to, again and again."""
 
     def are_waiting(self) -> bool:
-        """Tell whether there is any."""
+        """Tell whether such work waits."""
         ...
 
     def run(self) -> None:
-        """Do it until there is none."""
+        """Do the waiting work until there is none."""
         ...
 
 
 class Upkeep(Protocol):
-    """Something that improves an engine while it serves."""
+    """Work that improves an engine while it serves."""
 
     @property
     def is_done(self) -> bool:

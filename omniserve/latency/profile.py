@@ -41,7 +41,7 @@ class StepSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """Everything that a measured time depends on. Two profiles are comparable only if all of it is equal."""
+    """The conditions that a measured time depends on. Two profiles are comparable only if all of these are equal."""
 
     model: str
     """Hash of the model's configuration."""
@@ -179,7 +179,7 @@ class Profile:
 
     @property
     def disturbances(self) -> list[str]:
-        """Why the profile's times are of a busy machine, in words; empty if nothing shows that they are."""
+        """The signs that the profile's times are of a busy machine, in words; empty if nothing shows that they are."""
         return self.conditions.disturbances() if self.conditions is not None else []
 
     def require(self, fingerprint: Fingerprint) -> Profile:

@@ -53,7 +53,7 @@ class StateCache:
         self.states = dict(states or {})
         """The states of the n sequences, ``[n, ...]`` each."""
         self.layer_indices: set[int] = set()
-        """The layers by whose numbers it was asked."""
+        """Indices of the layers that the cache was asked for."""
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return bool(self.states)

@@ -248,7 +248,7 @@ class TracedFamily:
             self.between[index] += each
             self._shell.overridden += [mixer.overridden for mixer in each]
         self.state_forms = [*number_states(self.between)]
-        """The states of those of them that have state."""
+        """States of each layer and mixer that has state, in the order of the model."""
 
     def _place_mixers(self) -> None:
         """Give columns of the rows to the mixers' output."""

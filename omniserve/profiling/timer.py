@@ -17,7 +17,7 @@ from omniserve.latency.profile import Conditions
 from omniserve.ops.streams import drain
 
 Progress = Callable[[str, float], None]
-"""Told what is being measured, and the share of the time limit that has passed."""
+"""A callback that is told what is being measured, and the share of the time limit that has passed."""
 Point = tuple[int, int]
 _WRITTEN_BYTES_S = 5e8  # new pages are written so fast at least
 _LEAST_REPEATS = 3

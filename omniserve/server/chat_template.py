@@ -46,7 +46,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self.source = source
         self.problem: str | None = None
-        """Why no chat can be written with it, as far as that is known; see ``look``."""
+        """The reason why no chat can be written with the template, as far as that is known; see ``look``."""
 
     @cached_property
     def forms(self) -> Mapping[str, Form]:

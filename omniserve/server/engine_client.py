@@ -76,7 +76,7 @@ class EngineClient:
         self._launched: contextlib.ExitStack | None = None
         """Closes what belongs to the process when it has ended; None without a process."""
         self.failure: str | None = None
-        """Why the engine stopped; None while it is well."""
+        """The reason why the engine stopped; None while it is well."""
         self.stopped = asyncio.Event()
 
     async def start(self, on_progress: Callable[[str], None]) -> EngineInfo:

@@ -58,8 +58,8 @@ class Fate:
     harmless: tuple[Any, ...] | None = None
     """Values that ask for nothing and are dropped; None: any value."""
     advice: str | None = None
-    """Why other values are refused, and what to do; None: they are dropped, and a header of the answer names the
-    field."""
+    """The reason why other values are refused, and what to do; None: they are dropped, and a header of the answer names
+    the field."""
 
     def lets_pass(self, value: Any) -> bool:
         """Return whether a value asks for nothing."""

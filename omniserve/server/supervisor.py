@@ -70,7 +70,7 @@ class EngineSupervisor:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine is not there now; None while it is well."""
+        """The reason why the engine is not there now; None while it is well."""
         death = self.client.failure
         if death is None or self._start_failure is None:
             return death

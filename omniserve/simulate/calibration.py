@@ -33,7 +33,7 @@ class Calibration:
     factors: tuple[float, ...]
     """Factors for the terms of the machine's device."""
     spread: Spread
-    """Around the prediction that has these factors."""
+    """The spread of measured times around the prediction that has these factors."""
     ratio: float
     """The sum of all measured times over the sum of those that the machine's device predicts."""
     num_steps: int

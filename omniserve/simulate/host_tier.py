@@ -21,7 +21,7 @@ from omniserve.latency.features import AlphaBeta
 from omniserve.simulate.placement import Place, Placement, split_blocks
 
 _PIECE_KEYS = 256
-"""About how many keys a piece of the real tier has; a task is on as many threads as it has pieces."""
+"""Keys of a piece of the real tier, about; a task is on as many threads as it has pieces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

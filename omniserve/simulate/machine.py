@@ -17,7 +17,7 @@ from omniserve.simulate.spread import Spread
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Everything that takes time."""
+    """The simulated machine: a model on it, the time that each of its parts takes, and its memory."""
 
     name: str
     spec: ModelSpec
