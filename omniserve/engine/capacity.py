@@ -1,4 +1,4 @@
-"""What fits into an engine: blocks of its pools and its context. Plain numbers, no tensors."""
+"""The sizes that fit into an engine: blocks of its pools and its context. Plain numbers, no tensors."""
 
 from __future__ import annotations
 

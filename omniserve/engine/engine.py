@@ -52,7 +52,8 @@ logger = logging.getLogger(__name__)
 
 _COPY_POLL_S = 0.001
 _PREFILL_WAIT_S = 0.005
-"""Nothing but prefill engines works for this one: to look more often for new requests would take their cores."""
+"""Least seconds of a wait while nothing but prefill engines works for this one: to look more often for new requests
+would take their cores."""
 _LAST_WRITES_S = 10.0
 _IDLE_STEPS = 3  # a block that has just been filled is copied two plans later at the soonest
 
@@ -175,7 +176,7 @@ class Engine:
         self._to_preempt: frozenset[str] = frozenset()
         """Requests whose rows must leave the running step."""
         self.upkeep: Upkeep | None = None
-        """What is still to be done on the engine beside requests; the process that steps it does it."""
+        """Work that is still to be done on the engine beside requests; the process that steps the engine does it."""
         self.on_safepoint: Callable[[], None] | None = None
         """Called between the layers of a step that rows may leave; it looks for requests that have come
         and tells ``arriving`` of them."""

@@ -64,11 +64,11 @@ class FinishedStep:
     plan: StepPlan
     result: StepOutput
     outputs: Sequence[RequestOutput]
-    """What requests got from it."""
+    """Outputs that requests got from the step."""
     host_works: bool
     """The host tier worked meanwhile."""
     started_s: float
-    """When it began, on the clock of the outputs' times."""
+    """Begin of the step, on the clock of the outputs' times."""
     seconds: float
     ran_alone: bool
     """No other step was in another stage of the model meanwhile."""
@@ -100,7 +100,7 @@ class Stepper:
         record: Is given each step that computed something, as it is collected.
         clock: Monotonic seconds.
         overlaps: Launch a step while the one before it runs, where its plan is certain.
-        num_stages: Of the model: with several, so many steps are in flight. ``overlaps`` is then of no use.
+        num_stages: Stages of the model: with several, as many steps are in flight. ``overlaps`` is then of no use.
         keeps_names: Every step needs its requests as they were, also those that end while it runs: it is traced.
     """
 

@@ -22,8 +22,8 @@ class StageLink:
         before: The rank whose rows come here; None: this stage is the first.
         behind: The rank that gets this one's; None: this stage is the last.
         width: D.
-        most_under_way: So many sends are kept until they are waited for: more than there are steps in flight, so that
-            the oldest one has been received by then.
+        most_under_way: Number of sends that are kept until they are waited for: more than there are steps in flight, so
+            that the oldest one has been received by then.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a rank other than rank 0 does: it loads its part of the model, and runs the steps that it is told."""
+"""Runs a rank other than rank 0: it loads its part of the model, and runs the steps that it is told."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ from omniserve.parallel.place import Place
 logger = logging.getLogger(__name__)
 
 SECRET_VARIABLE: Final = "OMNISERVE_RANK_SECRET"
-"""Of a rank that rank 0 has started: the secret of this group."""
+"""Environment variable with the group's secret, for a rank that rank 0 has started."""
 _LOOPBACK = "127.0.0.1"
 _START_S = 900.0
 _LOOK_S = 0.2
@@ -83,7 +83,7 @@ class RankGroup:
         progress: Is told how the start gets on.
         shares_cores: All ranks compute on the cores of this machine: each gets its share of them.
         keeps_ranks: The attribute of this name.
-        on_lost: Called from a thread if a rank is gone and nobody has noticed for a few seconds, with the reason.
+        on_lost: Called from a thread if a rank is gone and no call has noticed for a few seconds, with the reason.
 
     Raises:
         PeerLost: A rank does not come, or is of another version.
@@ -97,7 +97,7 @@ class RankGroup:
         self._config = config.parallel
         self._compile = config.execution.compile
         self.size = self._config.num_ranks
-        """How many ranks there are, rank 0 included."""
+        """The number of ranks, rank 0 included."""
         self.place = Place.of(0, self._config)
         """Rank 0's."""
         self.stage = StageLink()

@@ -47,7 +47,7 @@ class LeadRunner(ModelRunner):
     def __init__(self, config: Any, *, group: RankGroup, **settings: Any) -> None:
         self._group = group
         self._lost: list[tuple[HostEvent, frozenset[int]]] = []
-        """What all ranks have lost, with the steps before whose end none may connect to it again."""
+        """Losses that all ranks have told, each with the steps before whose end no rank may connect again."""
         super().__init__(config, **settings)
 
     @torch.inference_mode()
