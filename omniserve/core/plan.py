@@ -1,6 +1,10 @@
 """The decision of a scheduler (StepPlan) and what comes of it (StepOutput, HostEvent). Ids and counts, no tensors.
 
 A step runs the batch ``[device rows | P piggyback seats]`` through all layers (one pass: the papers' iteration).
+
+The number of rows is constant through a step, and P is one of a small set of buckets, so one compiled function serves
+every layer. The number changes within a step only at a safepoint, or where rows that left come back. A step without
+piggyback rows is plain continuous batching with chunked prefill.
 """
 
 from __future__ import annotations

@@ -1,5 +1,15 @@
 """NetworkHosts: the CPU hosts on the network as an engine sees them: connects to them, again when one was lost.
 
+Host h has the block ids from ``h * HOST_BLOCKS`` on, so plans, tables and moves say where a request is without a word
+more. The engine's own tier takes rows and results as ever: a task whose blocks are elsewhere goes to that host's link
+(``host_tier_link*.cpp``), a message for each layer and host with q, k and v, and comes back as an event of the same
+queue. Each host has two connections, one for rows and one for blocks, so that no row waits behind a move. A frame has a
+checksum, a task its slot, epoch, layer and position.
+
+A host that is cut off, silent or wrong is lost as a whole: its tasks and moves fail, and its requests are recomputed
+(``RequestTable._leave_lost_hosts``). No rank connects again before the scheduler knows that all ranks have lost it, so
+no token goes to a session without its KV.
+
 Paper: omniserve 4 (distributed CPU attention).
 """
 

@@ -1,5 +1,22 @@
 """HostTier, the papers' CPU Attention Manager: the Python interface of the C++ threads in ``ops/csrc/host_tier.cpp``.
 
+The mailbox is how a GPU hands rows over without a copy at the step's end. ``piggyback_send`` writes q, k and v into
+page-locked memory, and then the step's number as a flag. ``expect`` names the tasks of a step; a thread of the tier,
+which watches their flags, queues each task as ``submit`` would, once all of its rows are there. A row is the sender's
+until its flag, then the tier's until its event was polled. A cancelled row is waited for, as it is still written.
+
+With ``may_skip`` a device may say instead that a row was not sent. Behind each result the tier writes a flag that names
+it (``result_flag``). ``piggyback_receive`` compares the flag at the layer with what the row waits for, and fetches the
+result, or writes the step's number as a skip, upon which the tier drops what it expected. One tensor for each layer
+tells which rows have joined: the concatenation, the residuals, the next layer's rows and, after the step, the scheduler
+read it.
+
+The rows of a task go and come as one: a seat for each row, one event. Their k and v are appended first, then each row
+attends up to its own position. A later ``begin_token`` at a lower position takes tokens back. A row's result is that of
+a task of its own, to the bit, but for AMX's tiles and where a cut into pieces has another length for it.
+
+A tier ends in one order: the device is drained, threads stop, memory goes; what may still be in use is kept.
+
 Paper: omniserve 3.2.3, 3.2.4 and 4. Legend: L layers, B blocks, K KV heads, S block size, H head size, N query heads,
 P piggyback seats, R tasks that a step sends, M rows that a task may have, D = N*H, W = (N + 2K)*H. In ``results_SMD``
 and ``results_SD`` S are slots; in ``mailbox_SW`` and the flags S are the rows of all slots: row ``slot * M + i`` is

@@ -2,6 +2,10 @@
 
 That is copies of device blocks, and full blocks of requests that came to the host or were preempted there. Requests on
 the host share them. ``KeepsPrefixes`` lets a KV manager have them. A disk tier below has copies of these.
+
+Full blocks of requests that move to the host get their keys there, and the next request that begins alike shares them:
+its move copies what is behind them, as behind a checkpoint. The blocks of a request that is preempted on the host stay
+as prefixes, and so does the checkpoint of one that is preempted on the device.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Pools of blocks on CPU hosts on the network, and the choice among them.
 
+The local pool comes first, then the host with most memory and speed left.
+
 Paper: omniserve 4 (distributed CPU attention).
 """
 

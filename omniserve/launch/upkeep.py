@@ -3,6 +3,10 @@
 It began with uncompiled halves, if they had never been compiled, and with a coarse latency profile, if there was no
 other. A child process compiles the halves, which are taken when it is done. Then a refined profile is measured, sample
 by sample, while the engine has no request; a sample is short enough for one that comes meanwhile.
+
+Before each sample ``profile_model`` asks whether requests wait, and serves them. A sample is predicted to last no
+longer than a quarter of the shortest TTFT. The predictions of a coarse profile are multiplied by a margin. Measuring
+has KV pools of its own.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 It either has recurrent state instead of KV or computes each row by itself. The layer's own forward runs; its cache is
 a ``StateCache``. That its states carry a request from chunk to chunk is proved when a model is patched.
 
+Layers are counted by attentions, so a layer without one runs before the attention layer behind it. The states of a
+token that is away on the host tier wait with it. A preempted request begins again at its first token. Safepoints and
+captured steps are off.
+
 Legend: n sequences of a call, L tokens of each, T rows of a step, D hidden, W columns of a row.
 """
 

@@ -3,6 +3,9 @@
 Rank 0 of an engine asks rank 0 of the prefill engine, and tells its other ranks where to connect. On either side a rank
 has the same blocks as rank 0, with the KV of its own heads and layers.
 
+Every rank sends its part to its counterpart. A prompt has come when all of it is here, and a prefill engine is lost as
+a CPU host is (``parallel/host_tier.py``).
+
 Paper: omniserve 5.4.4.
 """
 

@@ -3,6 +3,9 @@
 Its engine is like any other: the policy puts best-effort prompts beside latency-sensitive ones up to the same bounds,
 and prompts that begin alike share what was computed. Blocks are copied to the host pool as they are full, beside the
 steps (``Prefixes.save_all``). From there they are sent, in their order. Paper: omniserve 5.4.4.
+
+Recurrent states come behind the KV (``Done.states``). If an engine is lost or lacks memory, what has come is kept, and
+the rest is computed by the engine that asked.
 """
 
 from __future__ import annotations

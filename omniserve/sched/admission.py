@@ -3,6 +3,9 @@
 The rules, each with its test, are in docs/admission.md. The paper rejects whatever is predicted to miss its TTFT. Here
 a refusal is for load, that is, for other LS requests: a retry can succeed. Only a request that brought an objective of
 its own can be refused because its prompt is too long for it.
+
+``add`` predicts the time to first token and rejects what would come too late because of other LS requests, with a
+margin that learns from the requests that it admitted.
 """
 
 from __future__ import annotations

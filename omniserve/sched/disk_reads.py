@@ -2,6 +2,9 @@
 
 From there it is copied to the device as they are admitted, like any prefix that the host has (``sched.prefixes``).
 Paper: omniserve 3.2.3 (KV that is loaded from disk).
+
+A request of which the disk has more than the host leaves its queue (READING) before the policy plans, and comes back to
+its place when the copy has ended. All requests that wait for the same block wait for one copy.
 """
 
 from __future__ import annotations

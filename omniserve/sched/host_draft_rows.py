@@ -4,6 +4,14 @@ A token and its drafts enter, leave and join as one, a seat for each. After the 
 were right. As on the device (``draft_rows.py``) drafts are added to a step that is complete otherwise, from what it
 leaves: seats, time within the bound, free host blocks, and the host threads' time, as results that they do not have
 ready by the next step bring their tokens later.
+
+Certain rows have seats first; then as many drafts, the likeliest first, as bring most tokens a second within the bound.
+Where the host's threads need longer than the step, its tokens come at their pace, so a draft must be worth its share of
+that, too (``HostSpeed.per_draft_key_s``, measured with the profile). A draft that finds no seat at some layer is
+dropped, with those behind it: the token goes on (``PiggybackJoin.draft_ids``, ``submit`` with fewer seats). A late
+token's drafts do as it does. Host blocks come from ``stretch``, which leaves residents room to grow, and go back with
+``trim``. On a GPU there are as many drafts as its rows of the residual store have a small share of its memory for
+(``engine/capacity.py``).
 """
 
 from __future__ import annotations

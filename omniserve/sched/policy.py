@@ -1,4 +1,8 @@
-"""Policy: decides what each step computes. Subclass it and write ``schedule``."""
+"""Policy: decides what each step computes. Subclass it and write ``schedule``.
+
+Policies see no clock and no tensor. Time comes in as an argument; tests drive the same objects with a device made of
+dictionaries (``tests/sched/fake_device.py``), and the simulator drives ``Stepper`` with a runner of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,18 @@
 """Prefixes: which requests begin behind KV that the device has of others, and whose KV others can find.
 
 A KV manager that caches does the rest; see ``kv.prefix_cache``.
+
+When a step has been launched, the blocks that it fills get their keys: device work runs in order, so later steps can
+read them. Blocks of prompts get keys as soon as their chunk is planned, so that requests of the same step find each
+other: a layer writes the KV of all device rows before any of them attends (not under policies whose rows may leave a
+step between layers).
+
+A preempted request gives its blocks back; those that are still there when it returns are not recomputed.
+``RequestTable.ls_reserve`` keeps BE requests that come to the device out of the blocks that are protected for LS
+prefixes, while LS requests are seen to come back to what the pool has, or had. BE requests that run may still grow into
+them. Blocks that were found, or that are marked, are copied to the host when the device's pool runs short, and back
+before the first step of a request that begins with them: it is restored like an evicted one, and has a table of its own
+then.
 """
 
 from __future__ import annotations

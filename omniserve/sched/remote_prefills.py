@@ -1,7 +1,15 @@
 """RemotePrefills: requests whose prompts a prefill engine computes wait beside their queue until the KV is here.
 
-It comes into host memory. From there it is copied to the device as they are admitted, like any prefix that the host has
-(``sched.prefixes``); the last tokens, less than a block and one more, are computed here. Paper: omniserve 5.4.4.
+The KV comes into host memory. From there it is copied to the device as they are admitted, like any prefix that the host
+has (``sched.prefixes``); the last tokens, less than a block and one more, are computed here. Paper: omniserve 5.4.4.
+
+To the scheduler a prefill engine is one more place where prefixes come from, like the disk. A placement
+(``sched/placement.py``) chooses an engine for a request that waits, which then leaves its queue (READING) with host
+blocks for the KV; a thread writes the KV into them (``host/prefill_receiver.py``). Decodes that move to the host to let
+best-effort prompts in leave room for what has come and for the next few prompts (``Reads.blocks_wanted``). Recurrent
+states are put into the request's state slot when the KV has been copied (``StepPlan.state_loads``); without them the KV
+is of no use, so a request of a model with states finds no other KV. If the engine is lost or lacks memory, what has
+come is kept, and the rest is computed here.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 A token enters at layer 0, is away while host threads attend, and joins a later step at the layer it left; it advances
 at most one layer a step. Paper: omniserve 3.2.2, 3.2.3, 3.3.6.
+
+Results are matched by (slot, epoch, layer, position). A slot's epoch rises whenever the slot changes hands; what does
+not match is dropped. A request that ends while its token is away *drains*: its slot and blocks are freed when the host
+tier says that no thread touches them any more.
 """
 
 from __future__ import annotations
