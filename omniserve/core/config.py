@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Self
+from typing import Final, Literal
 
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.core.spec import HOST_KV_DTYPES
@@ -23,24 +23,6 @@ DEFAULT_CLASSES = (
     ClassSpec(name=ServiceClass.LS, kind=ServiceClass.LS, slo=SLO(ttft_s=1.0, tpot_s=0.1)),
     ClassSpec(name=ServiceClass.BE, kind=ServiceClass.BE),
 )
-
-
-_FORMER_FIELDS = {
-    "max_step_tokens": "max_num_batched_tokens={}",
-    "max_num_requests": "max_num_seqs={}",
-    "max_piggyback_slots": "max_piggyback_seats={}",
-    "step_graphs_bytes": "execution=ExecutionConfig(step_graphs_gib=...)",
-} | {
-    name: f"execution=ExecutionConfig({name}={{}})"
-    for name in ("attention", "compile", "async_steps", "step_graphs", "step_graphs_limit_s")
-} | {
-    name: f"scheduler_options={{{{{name!r}: {{}}}}}}"
-    for name in (
-        "admission", "be_order", "checkpoint_kv", "keep_halted", "latency_model", "ls_reserve_fraction",
-        "max_piggyback_rows", "min_residence_s", "offload_for_time", "slack", "swap_in_delay_s",
-    )
-}  # fmt: skip
-"""Former fields of EngineConfig, and what to give instead of a value ``{}``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,17 +266,6 @@ class EngineConfig:
     """Classes of requests, highest priority first; latency-sensitive ones come before best-effort ones."""
     seed: int = 0
     """Seeds the sampling of requests that have no seed of their own."""
-
-    def __new__(cls, **settings: Any) -> Self:
-        """Refuse former fields.
-
-        Raises:
-            TypeError: One is given; the message says what to give instead.
-        """
-        for name in sorted(settings.keys() & _FORMER_FIELDS.keys()):
-            instead = _FORMER_FIELDS[name].format(repr(settings[name]))
-            raise TypeError(f"{name} is no field of EngineConfig: give {instead}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):

@@ -122,10 +122,6 @@ class KVManager(ABC):
         """Return the number of free blocks of a tier; device blocks that only evicted requests use count as free."""
 
     @abstractmethod
-    def free_block_ids(self, tier: Tier) -> list[int]:
-        """Return the ids of blocks that hold no KV of any request; tests poison them."""
-
-    @abstractmethod
     def check_integrity(self) -> None:
         """Verify that every block is either free or owned exactly once.
 

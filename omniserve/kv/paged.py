@@ -58,9 +58,6 @@ class PagedKVManager(CachesPrefixes, KVManager):
     def num_free(self, tier: Tier) -> int:
         return self._pool.num_free if tier is Tier.DEVICE else 0
 
-    def free_block_ids(self, tier: Tier) -> list[int]:
-        return self._pool.free_ids() if tier is Tier.DEVICE else []
-
     def num_blocks(self, request_id: str) -> int:
         return len(self._tables.get(request_id, ()))
 

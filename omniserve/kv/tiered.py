@@ -423,9 +423,6 @@ class TieredKVManager(KeepsPrefixes, KVManager):
             host_total=self.num_host_blocks + self._network.num_blocks,
         )  # fmt: skip
 
-    def free_block_ids(self, tier: Tier) -> list[int]:
-        return self._pools[tier].free_ids()
-
     def num_blocks(self, request_id: str) -> int:
         table = self._tables.get(request_id)
         if table is None:

@@ -145,20 +145,6 @@ class _HelpFormatter(argparse.HelpFormatter):
         return "".join(f"{indent}{line}" for line in text.splitlines(keepends=True))
 
 
-def add_former_flags(parser: argparse.ArgumentParser, former: Mapping[str, str]) -> None:
-    """Add flags that are gone: given by any means, they end the program with what to give instead."""
-    for flag, instead in former.items():
-        parser.add_argument(
-            flag, action=_FormerFlag, const=instead, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
-
-
-class _FormerFlag(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
-        (flag,) = self.option_strings
-        parser.error(f"{flag} is gone: give {self.const}")
-
-
 def flag_value(action: argparse.Action, value: Any) -> Any:
     """Return what a flag has to be given to have this value."""
     if action.type is _gib:

@@ -23,7 +23,6 @@ from omniserve.kv import KV_MANAGERS
 from omniserve.latency import LATENCY_MODELS
 from omniserve.launch.dataclass_flags import (
     add_field_flags,
-    add_former_flags,
     add_options_flag,
     flag_of,
     flag_value,
@@ -46,31 +45,6 @@ _DISK_FIELDS = tuple(field.name for field in dataclasses.fields(DiskKVConfig))
 _PARALLEL_FIELDS = tuple(field.name for field in dataclasses.fields(ParallelConfig))
 _HOSTS_FIELDS = tuple(field.name for field in dataclasses.fields(HostsConfig))
 _PREFILL_FIELDS = tuple(field.name for field in dataclasses.fields(PrefillConfig) if field.name != "is_prefill_engine")
-
-FORMER_FLAGS = {
-    "--max-step-tokens": "--max-num-batched-tokens",
-    "--max-num-requests": "--max-num-seqs",
-    "--max-piggyback-slots": "--max-piggyback-seats",
-    "--no-compile": "--execution compile=false",
-    "--attention": "--execution attention=...",
-    "--async-steps": "--execution async_steps=true",
-    "--step-graphs": "--execution step_graphs=...",
-    "--step-graphs-time-limit": "--execution step_graphs_limit_s=...",
-    "--step-graphs-gib": "--execution step_graphs_gib=...",
-    "--be-order": "--scheduler-option be_order=...",
-    "--checkpoint-kv": "--scheduler-option checkpoint_kv=true",
-    "--drop-halted": "--scheduler-option keep_halted=false",
-    "--latency-model": "--scheduler-option latency_model=...",
-    "--ls-reserve-fraction": "--scheduler-option ls_reserve_fraction=...",
-    "--max-piggyback-rows": "--scheduler-option max_piggyback_rows=...",
-    "--min-residence": "--scheduler-option min_residence_s=...",
-    "--no-admission": "--scheduler-option admission=false",
-    "--offload-for-time": "--scheduler-option offload_for_time=true",
-    "--slack": "--scheduler-option slack=...",
-    "--swap-in-delay": "--scheduler-option swap_in_delay_s=...",
-}
-"""Flags that are gone, and what to give instead."""
-
 
 _SPECULATE = ":speculate"
 
@@ -162,7 +136,6 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         f"(omniserve/sched/options.py says which); latency_model is {_names(LATENCY_MODELS)}"
     )
     add_options_flag(parser, "--scheduler-option", [CoServingOptions, LayerPreemptionOptions], text)
-    add_former_flags(parser, FORMER_FLAGS)
 
 
 def flag_text(action: argparse.Action, value: Any) -> Any:

@@ -22,7 +22,7 @@ from omniserve.core.arguments import ArgumentParser, nearest
 from omniserve.core.config import EngineConfig
 from omniserve.core.options import make_options
 from omniserve.core.request import ClassSpec
-from omniserve.launch.dataclass_flags import add_field_flags, add_former_flags, add_options_flag
+from omniserve.launch.dataclass_flags import add_field_flags, add_options_flag
 from omniserve.launch.flags import add_engine_flags, add_profile_flag, config_from, flag_text, model_from, profile_from
 from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader
 from omniserve.server.batches.files import BatchSettings
@@ -104,20 +104,6 @@ _FIELDS = (
 )  # fmt: skip
 _BATCH_FIELDS = ("data_dir", "database_url")
 
-FORMER_FLAGS = {
-    "--no-profile": "--profile none",
-    "--shutdown-timeout": "--limit shutdown_timeout_s=...",
-    "--profile-time-limit": "--limit profile_time_limit_s=...",
-    "--stall-timeout": "--limit stall_timeout_s=...",
-} | {
-    f"--{name.replace('_', '-')}": f"--limit {name}=..."
-    for name in (
-        "max_body_mib", "max_queued_requests", "max_unread_tokens", "max_connections", "engine_restarts",
-        "batch_concurrency", "batch_max_lines", "max_file_mib",
-    )
-}  # fmt: skip
-"""Flags that are gone, and what to give instead."""
-
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; its defaults are those of EngineConfig and ServerOptions."""
@@ -148,7 +134,6 @@ def build_parser() -> argparse.ArgumentParser:
         "keys, whoever has one, but no page can read the answers)",
     )
     add_options_flag(parser, "--limit", [Limits], "an upper bound, such as max_connections=100")
-    add_former_flags(parser, FORMER_FLAGS)
     return parser
 
 

@@ -17,7 +17,6 @@ TINY = {
     "host_rows": "--shapes 4/2/16 --rows 1 3 --requests 2 --context 40 --repeats 1 --cold-mib 1",
     "decode_rate": "--batches 1 2 --output 3 --repeats 1 --no-compile",
     "drafts": "--models built-in --prompt 8 --output 8 --repeats 1 --profile-s 0.5 --no-compile",
-    "cpu_dtypes": "--rows 1 2 --prompts 8 --steps 2 --repeats 1",
     "step_overhead": "--requests 1 --steps 3",
     "network_hosts": "--shapes 4/2/16 --rows 8 --row-samples 3 --models built-in --be 12 --ls 1 --be-prompt 280 "
     "--window-s 0.2 --repeats 1",

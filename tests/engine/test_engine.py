@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import re
 import weakref
 from collections.abc import Callable
 
@@ -188,25 +187,6 @@ def test_close_ends_the_host_threads(model: PreTrainedModel) -> None:
 def test_settings_that_do_not_fit_are_refused(model: PreTrainedModel, settings: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(settings.values())))):
         Engine(model, flat_config({"compile": False, **settings}))
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("max_step_tokens", "max_num_batched_tokens=1"), ("max_num_requests", "max_num_seqs=1"),
-        ("attention", "execution=ExecutionConfig(attention=1)"), ("compile", "execution=ExecutionConfig(compile=1)"),
-        ("step_graphs_bytes", "execution=ExecutionConfig(step_graphs_gib=...)"),
-    ],
-)  # fmt: skip
-def test_a_former_field_names_the_new_one(name: str, instead: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(f"{name} is no field of EngineConfig: give {instead}")):
-        EngineConfig(**{name: 1})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["admission", "be_order", "keep_halted", "latency_model", "swap_in_delay_s"])
-def test_a_former_setting_names_the_new_form(name: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(f"give scheduler_options={{{name!r}: 1}}")):
-        EngineConfig(**{name: 1})  # type: ignore[arg-type]
 
 
 def test_options_must_be_the_policys(model: PreTrainedModel) -> None:

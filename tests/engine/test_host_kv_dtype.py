@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from omniserve import Engine, EngineConfig, FinishReason, Request, SamplingParams
 from omniserve.kv import Tier
+from tests.kv.free_blocks import free_block_ids
 
 BLOCK = 8
 
@@ -60,7 +61,7 @@ def test_an_int8_engine_runs_to_the_end(model: PreTrainedModel, make_engine: Cal
     tier = engine.host_tier
     assert tier is not None and tier.scales_LBK2S is not None
     while engine.has_unfinished:
-        free = torch.tensor(engine.kv.free_block_ids(Tier.HOST), dtype=torch.long)
+        free = torch.tensor(free_block_ids(engine.kv, Tier.HOST), dtype=torch.long)
         tier.scales_LBK2S[:, free] = torch.nan  # who reads a free block would end with an error
         for output in engine.step():
             tokens[output.request_id] += output.new_token_ids

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from omniserve.core.plan import KVMove, MoveDirection
 from omniserve.kv import MoveResult, Tier, TieredKVManager
+from tests.kv.free_blocks import free_block_ids
 
 BLOCK = 4
 TO_HOST, TO_DEVICE = MoveDirection.TO_HOST, MoveDirection.TO_DEVICE
@@ -200,7 +201,7 @@ class PoisonedBlocks:
         """Poison what is free; every request at rest then still reads what it wrote."""
         self.kv.check_integrity()
         for tier in Tier:
-            for block in self.kv.free_block_ids(tier):
+            for block in free_block_ids(self.kv, tier):
                 self.memory[tier, block] = POISON
         for request_id, request in self.requests.items():
             if request.move_id is not None:

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from omniserve.kv import CanCheckpoint, MoveResult, PagedKVManager, Tier, TieredKVManager
+from tests.kv.free_blocks import free_block_ids
 from tests.kv.histories import BLOCK, TO_DEVICE, TO_HOST, PoisonedBlocks, checkpoint
 
 
@@ -88,7 +89,7 @@ def test_the_target_of_a_copy_that_nobody_needs_is_held_until_it_ends(ending: st
         kv.allocate("b", 4 * 4)
         assert kv.start_move("b", TO_HOST) is not None
         assert kv.num_checkpointed("a") == 0
-    assert not set(copy.dst_block_ids) & set(kv.free_block_ids(Tier.HOST))
+    assert not set(copy.dst_block_ids) & set(free_block_ids(kv, Tier.HOST))
     num_free = kv.num_free(Tier.HOST)
     assert kv.finish_move(copy.move_id, succeeded=True) is MoveResult.UNUSED
     assert kv.num_free(Tier.HOST) == num_free + 2

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from omniserve.kv import IncrementalKVManager, MoveResult, Tier
+from tests.kv.free_blocks import free_block_ids
 from tests.kv.histories import BLOCK, TO_DEVICE, TO_HOST, PoisonedBlocks, checkpoint
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -165,7 +166,7 @@ def test_a_request_whose_blocks_nobody_took_has_them_all_back_without_a_copy() -
 def test_blocks_that_were_not_computed_yet_are_not_kept() -> None:
     kv = make(a=20)
     kv.evict("a", 5)
-    assert kept(kv, "a") == (5, 0) and len(kv.free_block_ids(DEVICE)) == 10
+    assert kept(kv, "a") == (5, 0) and len(free_block_ids(kv, DEVICE)) == 10
 
 
 def test_only_as_many_blocks_as_are_needed_are_taken_from_the_end_of_who_was_evicted_first() -> None:
@@ -320,4 +321,4 @@ def test_who_ends_while_it_is_evicted_leaves_nothing() -> None:
     checkpoint(kv, "a", 10)
     kv.evict("a", 10)
     kv.free("a")
-    assert len(kv.free_block_ids(DEVICE)) == 12 and len(kv.free_block_ids(HOST)) == 16
+    assert len(free_block_ids(kv, DEVICE)) == 12 and len(free_block_ids(kv, HOST)) == 16

@@ -32,6 +32,7 @@ from omniserve.latency import ModelShape, Profile
 from omniserve.parallel.group import RankGroup
 from omniserve.runner.runner import LaunchedStep
 from tests.engine_settings import flat_config
+from tests.kv.free_blocks import free_block_ids
 from tests.latency.samples import make_profile
 from tests.parity.models import VOCAB_SIZE
 
@@ -277,7 +278,7 @@ def poison(engine: Engine) -> None:
     if engine.host_tier is not None:
         pools.append((Tier.HOST, engine.host_tier.pool_LBK2SH))
     for tier, blocks_LB in pools:
-        free_ids = [block for block in engine.kv.free_block_ids(tier) if block not in used[tier]]
+        free_ids = [block for block in free_block_ids(engine.kv, tier) if block not in used[tier]]
         free = torch.tensor(free_ids, dtype=torch.long, device=blocks_LB.device)
         blocks_LB[:, free] = torch.nan
     free_slots = [slot for slot in engine.scheduler.requests.state_slots._free if slot not in used_states]
@@ -479,7 +480,7 @@ def run_history(
             tally.left_graphs += engine.runner.graphs.num_steps_left
         assert stats.device_blocks_used == stats.host_blocks_used == 0, stats
         if not engine.scheduler.requests.prefixes.is_on:
-            num_free = len(engine.kv.free_block_ids(Tier.DEVICE))
+            num_free = len(free_block_ids(engine.kv, Tier.DEVICE))
             assert num_free == stats.device_blocks_total, "somebody who ended keeps KV"
     assert set(reasons) == set(which), f"seed {seed}: {set(which) - set(reasons)} never ended"
     for request_id, (index, max_tokens) in which.items():

@@ -13,6 +13,7 @@ from omniserve import Engine, Request, SamplingParams, patch
 from omniserve.kv.base import Tier
 from omniserve.sched import SCHEDULERS
 from tests.engine_settings import flat_config
+from tests.kv.free_blocks import free_block_ids
 from tests.parity.engine_histories import Reference, run_histories
 from tests.parity.models import tiny_model
 from tests.parity.test_engine import DEVICES
@@ -167,7 +168,7 @@ def test_memory_comes_before_what_nobody_uses() -> None:
     with _engine(model, device_kv_bytes=9 * model.omniserve.spec.kv_block_bytes(8)) as engine:
         engine.generate([_request(*range(1, 41))])
         assert engine.stats().device_blocks_used == 0, "idle blocks count as free"
-        assert len(engine.kv.free_block_ids(Tier.DEVICE)) == 4, "but five of nine have their KV"
+        assert len(free_block_ids(engine.kv, Tier.DEVICE)) == 4, "but five of nine have their KV"
         engine.generate([_request(*range(101, 149))])  # takes seven blocks
         (again,) = engine.generate([_request(*range(1, 41))])
         assert again.num_cached_tokens == 16, "the end of the prefix was forgotten first"

@@ -23,6 +23,7 @@ from omniserve.latency import features_of
 from omniserve.sched import SCHEDULERS, Forecast, Scheduler, policy_of
 from omniserve.sched.admission import LARGEST_MARGIN
 from omniserve.sched.state import RequestState
+from tests.kv.free_blocks import free_block_ids
 from tests.quick import slow_except
 from tests.sched import hybrid, preemptible
 from tests.sched.fake_device import VOCAB, FakeDevice, expected_tokens
@@ -265,7 +266,7 @@ def run_history(
     usage = sched.requests.kv.usage()
     assert usage.device_used == usage.host_used == 0
     if not has_prefixes:
-        num_free = len(sched.requests.kv.free_block_ids(Tier.DEVICE))
+        num_free = len(free_block_ids(sched.requests.kv, Tier.DEVICE))
         assert num_free == usage.device_total, "somebody who ended still keeps KV"
     stats = sched.stats()
     assert stats.layer_preemptions == device.num_halts

@@ -9,6 +9,7 @@ from omniserve.core.request import FinishReason
 from omniserve.kv import Tier
 from omniserve.sched import SCHEDULERS
 from omniserve.sched.state import Phase
+from tests.kv.free_blocks import free_block_ids
 from tests.sched.benches import Bench, names
 from tests.sched.fake_device import expected_tokens
 from tests.sched.limits import BLOCK
@@ -192,7 +193,7 @@ def test_a_policy_that_moves_nothing_makes_checkpoints_only_where_they_can_be_re
 def holds_nothing(bench: Bench) -> bool:
     usage = bench.kv.usage()
     totals = {Tier.DEVICE: usage.device_total, Tier.HOST: usage.host_total}
-    return all(len(bench.kv.free_block_ids(tier)) == total for tier, total in totals.items())
+    return all(len(free_block_ids(bench.kv, tier)) == total for tier, total in totals.items())
 
 
 def test_who_is_aborted_while_it_waits_to_be_resumed_leaves_nothing() -> None:

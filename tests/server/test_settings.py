@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import re
@@ -19,12 +18,8 @@ from omniserve.core.config import (
     PrefillConfig,
 )
 from omniserve.core.request import ClassSpec
-from omniserve.launch import flags
-from omniserve.server import cli
 from omniserve.server.cli import build_parser, parse_args
 from omniserve.server.limits import Limits
-
-FORMER_FLAGS = flags.FORMER_FLAGS | cli.FORMER_FLAGS
 
 # Field of EngineConfig -> the setting for it, a value of that, and what the field is then; not its default.
 SETTINGS = {
@@ -215,8 +210,7 @@ def test_every_limit_can_be_set(name, tmp_path, capsys):
 
 def test_there_are_not_many_flags():
     """A setting that few people change is an option of ``--execution``, ``--scheduler-option`` or ``--limit``."""
-    shown = [action for action in build_parser()._actions if action.help != argparse.SUPPRESS]
-    assert len(shown) - len(["--help"]) <= 58
+    assert len(build_parser()._actions) - len(["--help"]) <= 58
     assert len(dataclasses.fields(EngineConfig)) <= 23
 
 
@@ -246,22 +240,6 @@ def test_file_that_is_wrong(tmp_path, capsys, text, message):
         parse_args(["--config", str(path)])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("source", ["flag", "environment", "file"])
-@pytest.mark.parametrize("flag", FORMER_FLAGS)
-def test_a_flag_that_is_gone_names_the_new_form(flag, source, monkeypatch, tmp_path, capsys):
-    name, arguments = flag.removeprefix("--"), [flag]
-    if source == "environment":
-        monkeypatch.setenv(f"OMNISERVE_{name.replace('-', '_').upper()}", "1")
-        arguments = []
-    elif source == "file":
-        (tmp_path / "settings.yaml").write_text(f"{name}: true")
-        arguments = ["--config", str(tmp_path / "settings.yaml")]
-    with pytest.raises(SystemExit) as caught:
-        parse_args(arguments)
-    assert caught.value.code == 2
-    assert f"is gone: give {FORMER_FLAGS[flag]}" in capsys.readouterr().err
 
 
 def test_file_that_is_not_there(capsys):
