@@ -56,7 +56,7 @@ class Chats:
         return self._turns_left[number] == self._turns - 1
 
     def answered(self, number: int, token_ids: list[int]) -> None:
-        """Go on with an answer."""
+        """Continue a chat with an answer."""
         self._texts[number] += token_ids
 
 

@@ -159,7 +159,7 @@ def _measure_window(limit: ReadLimit, engine: Engine, size: Size, host_threads: 
 
 
 def _run_for(engine: Engine, seconds: float) -> list[int]:
-    """Step for so long; return the tasks in hand before each step."""
+    """Step for ``seconds``; return the tasks in hand before each step."""
     assert engine.host_tier is not None
     in_hand, end_s = [], time.perf_counter() + seconds
     while time.perf_counter() < end_s:

@@ -37,7 +37,7 @@ def cpu_host(secret: Path, *, threads: int, kv_gib: float) -> Iterator[Address]:
 
 @contextlib.contextmanager
 def paced_cpu_host(secret: Path, *, threads: int, kv_gib: float, bits_per_s: float) -> Iterator[Address]:
-    """``cpu_host``, but the kernel lets each connection send so many bits a second at most, in either direction.
+    """Run a ``cpu_host`` whose connections the kernel lets send ``bits_per_s`` at most, in either direction.
 
     No program stands in between, unlike with ``slow_link``, but there is no delay.
     """

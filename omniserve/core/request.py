@@ -341,7 +341,7 @@ class RequestLimits:
         return next((token_id for token_id in ends if not 0 <= token_id < self.vocab_size), None)
 
     def check(self, request: Request) -> None:
-        """Refuse what can never be served.
+        """Refuse a request that can never be served.
 
         Raises:
             ValueError: A token is outside the vocabulary, the prompt plus output is longer than the model or the KV

@@ -77,11 +77,11 @@ class ModelSpec:
         return dataclasses.replace(self, num_layers=len(layers), attention=self.attention[layers.start : layers.stop])
 
     def kv_block_bytes(self, block_size: int) -> int:
-        """Bytes of one KV block over all layers, K and V."""
+        """Return the bytes of one KV block over all layers, K and V."""
         return 2 * self.num_layers * self.num_kv_heads * block_size * self.head_size * self.dtype_bytes
 
     def host_block_bytes(self, block_size: int, kv_dtype: str = "auto") -> int:
-        """Bytes of one block of the host pool over all layers, K, V and scales.
+        """Return the bytes of one block of the host pool over all layers, K, V and scales.
 
         Raises:
             ValueError: The dtype is not one of HOST_KV_DTYPES.

@@ -40,7 +40,7 @@ class ModelShape:
 
 
 def _keys_seen(start: int, count: int, window: int) -> int:
-    """Sum of min(i, window) over i in ``[start + 1, start + count]``; window 0 is none."""
+    """Return the sum of min(i, window) over i in ``[start + 1, start + count]``; window 0 is none."""
     if window == 0 or start + count <= window:
         return count * start + count * (count + 1) // 2
     inside = max(0, window - start)  # rows that see less than a whole window, or just that
@@ -48,7 +48,7 @@ def _keys_seen(start: int, count: int, window: int) -> int:
 
 
 def _keys_seen_in_chunks(start: int, count: int, chunk: int) -> int:
-    """Sum of p % chunk + 1 over p in ``[start, start + count)``."""
+    """Return the sum of p % chunk + 1 over p in ``[start, start + count)``."""
 
     def up_to(end: int) -> int:
         whole, rest = divmod(end, chunk)

@@ -262,7 +262,7 @@ def _prefill_loads(profile: Profile) -> Loads:
 
 
 def _decode_loads(profile: Profile) -> Loads:
-    """Requests of equal context, each row seeing its request's keys up to itself."""
+    """Return the loads of requests of equal context, each row seeing its request's keys up to itself."""
     return lambda requests, context: (requests * profile.shape.keys_seen(int(context / requests) - 1, 1), requests)
 
 

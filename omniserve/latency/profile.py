@@ -165,7 +165,7 @@ class Profile:
     """The profile was measured in little time, so that a server can begin, and is to be replaced."""
 
     def __post_init__(self) -> None:
-        """Refuse what no model can be made of.
+        """Refuse measurements that no model can be made of.
 
         Raises:
             ValueError: A module lacks one of the states, or its rows are not of positive seconds.

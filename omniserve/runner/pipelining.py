@@ -41,7 +41,7 @@ class AwaitedResults:
         self._tier, self._keep, self._lockstep = tier, keep, lockstep
         self.lost: frozenset[int] = frozenset()
         """Slots of rows whose attention has failed; they are submitted no more."""
-        self._submitted: set[int] = set()  # slots of which nobody has waited for the task
+        self._submitted: set[int] = set()  # slots whose task was not waited for
         self._waits_for: dict[int, int] = {}  # slot -> epoch of the tasks under way
         self._failed: set[int] = set()  # slots of those that failed
 

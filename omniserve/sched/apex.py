@@ -135,7 +135,7 @@ class APEXPolicy(OmniServePolicy):
         return LayerTimes(linear_s, attention_s, overlap_s, beside_first_s=linear_s + attention_with_s)
 
     def _overlap(self, batch: Batch, bound_s: float) -> HostRows:
-        """Asynchronous overlap: the cohort joins when all of it is there; the next enters when none is away."""
+        """Plan asynchronous overlap: the cohort joins when all of it is there; the next enters when none is away."""
         residents = self.requests.residents
         away = [state for state in residents.queue if state.away is not None]
         expected = residents.expected(has_device_rows=True) if batch.chunks else None

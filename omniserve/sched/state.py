@@ -377,7 +377,7 @@ class RequestQueue:
         return next((state for state in self._states if not state.is_held), None)
 
     def __iter__(self) -> Iterator[RequestState]:
-        """Best class first, oldest first in it, over a snapshot: the queue may change meanwhile."""
+        """Yield requests, best class first, oldest first in it, over a snapshot: the queue may change meanwhile."""
         return iter(self._shown())
 
     def __reversed__(self) -> Iterator[RequestState]:

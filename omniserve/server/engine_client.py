@@ -221,7 +221,7 @@ class EngineClient:
             self._process.kill()
 
     async def _ask_how_it_is(self) -> None:
-        """Kill an engine that hangs: its requests would wait for ever."""
+        """Ask the engine for a sign of life, and kill one that hangs: its requests would wait for ever."""
         while True:
             await asyncio.sleep(_ASK_EVERY_S)
             if not self._listeners:
