@@ -23,15 +23,12 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
-
-import torch
+from typing import Any
 
 from omniserve.core import link
-from omniserve.core.config import CPU_HOST_SECRET_VARIABLE, EngineConfig, HostsConfig
+from omniserve.core.config import CPU_HOST_SECRET_VARIABLE, HostsConfig
 from omniserve.core.errors import PeerLost, PeerRefused
 from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind
-from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import CPUHostStats
 from omniserve.core.version import __version__
 from omniserve.host.server import spec_to_plain
@@ -67,9 +64,6 @@ class NetworkHosts:
     Args:
         config: Where the hosts are.
         tier: This machine's host tier, which gets the connections.
-        spec: The model's sizes.
-        dtype: Dtype of rows and results.
-        block_size, kv_dtype, num_slots: Settings of the tier.
         user: The rank whose tier it is; None: the engine has one.
 
     Raises:
@@ -77,20 +71,19 @@ class NetworkHosts:
         OSError: The file with the secret cannot be read.
     """
 
-    def __init__(
-        self, config: HostsConfig, tier: HostTier, *, spec: ModelSpec, dtype: torch.dtype, block_size: int,
-        kv_dtype: str, num_slots: int, user: HostUser | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: HostsConfig, tier: HostTier, *, user: HostUser | None = None) -> None:
         self._tier, self._timeout_s = tier, config.cpu_host_timeout_s
         user = user or HostUser(secrets.token_hex(16))
         self._is_led = user.num_ranks > 1
         self._addresses = [link.host_and_port(address) for address in config.cpu_hosts]
         assert config.cpu_host_secret_file is not None
         self._secret = link.read_secret(config.cpu_host_secret_file, CPU_HOST_SECRET_VARIABLE)
+        setup = tier.setup
         self._hello = {
             "purpose": "rows", "version": __version__, "engine": user.engine, "rank": user.rank,
-            "num_ranks": user.num_ranks, "spec": spec_to_plain(spec), "dtype": str(dtype).removeprefix("torch."),
-            "block_size": block_size, "kv_dtype": kv_dtype, "num_slots": num_slots, "max_rows": tier.max_rows,
+            "num_ranks": user.num_ranks, "spec": spec_to_plain(tier.spec),
+            "dtype": str(tier.dtype).removeprefix("torch."), "block_size": setup.block_size,
+            "kv_dtype": setup.kv_dtype, "num_slots": setup.num_slots, "max_rows": setup.max_rows,
             "timeout_s": config.cpu_host_timeout_s,
         }  # fmt: skip
         self._lock = threading.Lock()
@@ -117,17 +110,6 @@ class NetworkHosts:
         if self._refused:
             self.close()
             raise ValueError("; ".join(self._refused.values()))
-
-    @classmethod
-    def of(
-        cls, config: EngineConfig, tier: HostTier, spec: ModelSpec, *, dtype: torch.dtype, layers: range | None,
-        user: HostUser,
-    ) -> Self:  # fmt: skip
-        """Return the hosts that an engine's settings name; ``layers`` as in ``HostTier``."""
-        return cls(
-            config.hosts, tier, spec=spec if layers is None else spec.part(layers), dtype=dtype, user=user,
-            block_size=config.block_size, kv_dtype=config.host_kv_dtype, num_slots=config.max_host_requests,
-        )  # fmt: skip
 
     def name(self, host: int) -> str:
         """Return what a host is called in messages."""

@@ -24,6 +24,7 @@ import torch
 
 from omniserve.core import link
 from omniserve.core.errors import OmniServeError, PeerLost
+from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.core.version import __version__
 from omniserve.host.tier import HostTier
@@ -183,11 +184,12 @@ class HostServer:
             elif each.thread is not None:
                 each.thread.join(_LAST_SESSION_S)
         num_threads = max(1, self._num_threads // num_ranks)
-        tier = HostTier(
-            spec=spec_of_plain(hello["spec"]), dtype=_DTYPES[hello["dtype"]], block_size=hello["block_size"],
-            kv_bytes=self._kv_bytes // num_ranks, num_slots=hello["num_slots"], num_threads=num_threads,
-            cores=self._cores_of(rank, num_ranks), kv_dtype=hello["kv_dtype"], max_rows=hello["max_rows"],
+        setup = HostTierSetup(
+            block_size=hello["block_size"], kv_bytes=self._kv_bytes // num_ranks, kv_dtype=hello["kv_dtype"],
+            num_slots=hello["num_slots"], max_rows=hello["max_rows"], num_threads=num_threads,
+            cores=self._cores_of(rank, num_ranks),
         )  # fmt: skip
+        tier = HostTier(setup, spec=spec_of_plain(hello["spec"]), dtype=_DTYPES[hello["dtype"]])
         session = _Session(hello["engine"], rank, secrets.token_hex(16), tier, float(hello["timeout_s"]))
         with self._lock:
             is_free = all(each.engine == session.engine for each in self._sessions.values())

@@ -31,6 +31,7 @@ from omniserve.core.errors import PeerLost
 from omniserve.core.link import Link
 from omniserve.core.logs import log_flags
 from omniserve.core.plan import HostEvent
+from omniserve.core.setup import RunnerSetup
 from omniserve.core.version import __version__
 from omniserve.host.cores import available_cores, cores_allowed, share_quota
 from omniserve.layers.patching import PatchedModel
@@ -266,10 +267,10 @@ class RankGroup:
         )
         return [self._answer(each).address for each in self._links]
 
-    def begin_engine(self, setup: messages.Setup) -> None:
+    def begin_engine(self, setup: RunnerSetup) -> None:
         """Have the other ranks make their runners; meanwhile this one makes its own, and captures graphs with them."""
         self._has_engine = True
-        self.tell(setup)
+        self.tell(messages.BeginEngine(setup))
 
     def await_engine(self) -> None:
         """Wait until they have."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, StepPlan
+from omniserve.core.setup import RunnerSetup
 from omniserve.host.prefill_messages import Done, Failed
 from omniserve.ops.collectives import CollectiveCall
 from omniserve.parallel.place import Place
@@ -80,24 +80,10 @@ class PassRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """To it: what its runner is made with."""
+class BeginEngine:
+    """Has a rank make a runner."""
 
-    config: EngineConfig
-    num_device_blocks: int
-    host_threads: int
-    has_host_tier: bool
-    has_mailbox: bool
-    max_host_rows: int
-    max_model_len: int
-    is_directed: bool
-    keep_halted: bool
-    has_safepoints: bool
-    num_state_slots: int
-    shares_tokens: bool
-    """Steps overlap: each rank needs the tokens that rank 0 samples."""
-    host_user: str
-    """What CPU hosts on the network know the engine by (``HostUser.engine``)."""
+    setup: RunnerSetup
 
 
 @dataclass(frozen=True, slots=True)

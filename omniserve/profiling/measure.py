@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.upkeep import Others
-from omniserve.engine.assembly import check_policy
-from omniserve.engine.disk import check_disk
 from omniserve.engine.fingerprint import fingerprint_of, has_constant_steps
+from omniserve.engine.parts import check_disk, check_policy
 from omniserve.latency.features import AlphaBeta, ModelShape
 from omniserve.latency.profile import Profile, default_folder, load_matching, path_in
 from omniserve.layers.patching import patched_model
