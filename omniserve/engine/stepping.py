@@ -84,7 +84,7 @@ class FinishedStep:
     outputs: Sequence[RequestOutput]
     """Outputs that requests got from the step."""
     host_works: bool
-    """The host tier worked meanwhile."""
+    """The host tier worked during the step."""
     started_s: float
     """Begin of the step, on the clock of the outputs' times."""
     seconds: float

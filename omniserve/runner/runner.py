@@ -123,7 +123,7 @@ class ModelRunner:
         )  # fmt: skip
         """Runs the steps that fit no captured shape."""
         self.graphs: CudaGraphRunner | None = None
-        """Runs the others; None: nothing is captured."""
+        """Runs the steps that fit a captured shape; None: nothing is captured."""
         if wants_graphs(config, model, attend):
             self.graphs = CudaGraphRunner(setup, loop=self.loop, lockstep=parts.lockstep)
         if model.device.type == "cuda" and attend is attend_triton:  # others choose no kernel by shape

@@ -188,7 +188,7 @@ class HostWatch:
     def __init__(self, speed: HostSpeed) -> None:
         self._speed = speed
         self.factor = 1.0
-        """Seconds that tasks take over what the profile says."""
+        """Ratio of the seconds that tasks take to the profile's prediction."""
         self._tasks, self._keys = 0, 0
         self._since_s: float | None = None
 

@@ -40,7 +40,7 @@ class _Read(NamedTuple):
     service_class: str
     """Class of the request that the copy was begun for."""
     states: dict[RequestState, None]
-    """The requests that wait for it."""
+    """The requests that wait for the copy."""
 
 
 class DiskReads:

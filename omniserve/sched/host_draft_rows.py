@@ -33,7 +33,7 @@ class HostSeats:
     """The seats and rows that a step has for host rows."""
 
     taken: int
-    """Seats that it has without drafts."""
+    """Seats that the step has without drafts."""
     most: int
     """Most seats."""
     most_rows: int

@@ -150,7 +150,7 @@ class SchedulerLimits:
 
     config: EngineConfig
     num_layers: int
-    """L."""
+    """L, the model's layers that attend."""
     max_model_len: int
     """Longest prompt plus output, in tokens."""
     eos_token_ids: tuple[int, ...] = ()

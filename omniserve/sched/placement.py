@@ -34,11 +34,11 @@ class PrefillEngine:
 
     number: int
     ls_tokens: int
-    """Tokens of latency-sensitive prompts that it has been given and has not computed."""
+    """Tokens of latency-sensitive prompts that the engine has been given and has not computed."""
     tokens: int
-    """Tokens of all prompts that it has been given and has not computed."""
+    """Tokens of all prompts that the engine has been given and has not computed."""
     token_s: float | None
-    """Seconds that it lately took for a token, hand-over included; None: it has computed nothing yet."""
+    """Recent seconds of the engine for a token, hand-over included; None: it has computed nothing yet."""
 
     def seconds(self, num_tokens: int) -> float:
         """Return when it is predicted to be done with a latency-sensitive prompt; 0 if nothing is known of it yet."""

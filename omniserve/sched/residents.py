@@ -29,7 +29,7 @@ class AssumedJoin:
     age: int | None
     """Steps since its row was sent; None: its result was there when the step was planned."""
     has_device_rows: bool
-    """The step has some."""
+    """The step has device rows."""
 
 
 class HostResidents:

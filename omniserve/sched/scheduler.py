@@ -97,7 +97,7 @@ class Scheduler:
         self._kv = kv
         self._classes = {spec.name: (rank, ServiceClass(spec.kind)) for rank, spec in enumerate(limits.config.classes)}
         self._in_flight: dict[int, _Advanced] = {}
-        """Step id -> what ``settle`` has to look at."""
+        """Steps that were advanced and are not settled, by id."""
         self._orders = itertools.count()
         self._output_tokens: Counter[str] = Counter()
         self._prompt_tokens: Counter[str] = Counter()

@@ -94,7 +94,7 @@ class CudaGraphRunner:
         self.num_chunk_steps = 0
         """Counter: other steps that ran in a constant shape, at least until rows left them."""
         self.num_steps_left = 0
-        """Counter: those of them that rows left."""
+        """Counter: steps in a constant shape that rows left before their end."""
 
     @torch.inference_mode()
     def capture_all(self) -> None:
