@@ -58,10 +58,11 @@ sanitize: setup ## Run kernels and host tier under the sanitizers for longer tha
 	@for sanitizer in address thread; do $(BIN)/python -m tests.ops.test_sanitizers $$sanitizer $(or $(ARGS),60 1000) || exit 1; done
 	@$(BIN)/python -m pytest -q --slow tests/host/test_threads.py tests/ops/test_amx.py -k sanitizer
 
-lint: setup ## Check format, lint and types
+lint: setup ## Check format, lint, types and the English of docstrings
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.test_docstrings
 
 format: setup ## Format the code and apply safe lint fixes
 	$(BIN)/ruff check --fix .

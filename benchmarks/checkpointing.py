@@ -1,8 +1,8 @@
-"""What checkpoints of BE requests cost while memory is plentiful, and what they save when it is not.
+"""Measures what checkpoints of BE requests cost while memory is plentiful, and what they save when it is not.
 
     python -m benchmarks.checkpointing --record benchmarks/results/checkpointing.json
 
-SmolLM-135M's shape, random weights. Cost: BE requests are prefilled and decode, and nobody needs their memory; seconds
+SmolLM-135M's shape, random weights. Cost: BE requests are prefilled and decode, and nothing needs their memory; seconds
 of prefill and decode steps with ``incremental`` and with ``paged``. Savings: waves of LS requests take the memory of BE
 requests under ``sarathi``; tokens that were computed again, and seconds until all is done. The managers take turns in
 each repeat. About four minutes on two quiet cores. Paper: conserve 4.4 and 6.5.
@@ -34,7 +34,7 @@ FIGURES = {
     "cost": ("prefill_step_s", "decode_step_s", "prefill_s", "decode_s", "cpu_s"),
     "savings": ("recomputed_tokens", "copied_blocks", "restored_blocks", "seconds", "preemptions", "ls_ttft_p50_s"),
 }
-"""What is printed of each part."""
+"""Figures that are printed of each part."""
 
 
 class Watch:

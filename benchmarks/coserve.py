@@ -31,7 +31,7 @@ the other. `others busy`: cores that other processes took during the run: beside
 `recomputed`: how often a request lost its memory, and how many tokens had to be computed once more. What each figure
 counts: `benchmarks/common/summary.py`.
 
-With --url the server is somebody else's, measured by the same client, run after run; it gets token ids and
+With --url the server is one that is there, measured by the same client, run after run; it gets token ids and
 `ignore_eos`.
 """
 

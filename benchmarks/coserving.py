@@ -1,4 +1,4 @@
-"""One load of LS requests and BE work for every policy, and runs of policies on it, each on a server of its own."""
+"""A load of LS requests and BE work for every policy, and runs of policies on it, each on a server of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Arrivals:
     """An arrival process whose mean rate is chosen later."""
 
     process: str
-    """One of PROCESSES."""
+    """The name of the process, one of PROCESSES."""
     cv: float = 2.0
     """``gamma``: coefficient of variation of the gaps; 1 is a Poisson process, more is burstier."""
     period_s: float = 10.0
@@ -53,14 +53,14 @@ class Arrivals:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSlice:
-    """What of a trace is sent, how fast, and at which size."""
+    """The part of a trace that is sent, its speed, and the scale of its lengths."""
 
     start_s: float = 0.0
-    """In the trace's time."""
+    """Begin of the slice, in the trace's time."""
     seconds: float
     """Length of the load, in its own time: the slice is ``seconds * scale`` of the trace."""
     scale: float = 1.0
-    """How many times as fast as recorded."""
+    """Speed, in multiples of the recorded one."""
     length_scale: float = 1.0
     """Factor of both lengths."""
     max_input: int
@@ -99,23 +99,23 @@ class TraceSlice:
 
 @dataclass(frozen=True, kw_only=True)
 class CoServingLoad:
-    """What is sent, but for rate and seed."""
+    """The requests to send, but for rate and seed."""
 
     arrivals: Arrivals | None
-    """None: LS requests are a trace's."""
+    """The arrival process; None: LS requests are a trace's."""
     seconds: float
     ls_input: int
     ls_output: int
     ls_trace: str | None
     ls_slice: TraceSlice
-    """Its scale is set by each rate."""
+    """The slice of the LS trace; each rate sets its scale."""
     be_requests: int
     be_input: int
     be_output: int
     be_trace: str | None
     be_slice: TraceSlice
     ls_prefixes: PrefixStructure
-    """What stands in front of LS prompts, beyond ``ls_input``."""
+    """The prefixes in front of LS prompts, beyond ``ls_input``."""
     be_prefixes: PrefixStructure
     slo_ttft_s: float
     slo_tpot_s: float
@@ -180,16 +180,16 @@ PROMPTS = 'omniserve_prompt_tokens_total{{service_class="{}"}}'
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One policy on one load."""
+    """A run of one policy on one load."""
 
     policy: str
     point: float
     """A rate, or a scale of the trace."""
     repeat: int
     told_scale: float
-    """Of the objectives that the server is told."""
+    """Factor of the objectives that the server is told."""
     scales: tuple[float, ...]
-    """Of the objectives that the outcome is compared with."""
+    """Factors of the objectives that the outcome is compared with."""
 
 
 def scheduler_of(policy: str) -> str:
@@ -225,7 +225,7 @@ def plan_runs(
 
 @dataclass(frozen=True, kw_only=True)
 class Servers:
-    """Where the runs go: to a server of one's own each, with these arguments, or all to one that is there."""
+    """The servers of the runs: one for each, started with these arguments, or a single one that is there."""
 
     url: str | None
     wire: Wire

@@ -41,7 +41,7 @@ def serve_engine(engine: Engine, batch: int, prompt: int, output: int) -> None:
 
 
 def decode_rate(serve: Callable[[int], object], batch: int, output: int) -> float:
-    """Tokens a second between two runs that differ only in output length (``output`` and 1): prefill cancels out."""
+    """Return tokens a second between two runs that differ in output length (``output`` and 1): prefill cancels out."""
     short_s, long_s = (seconds(functools.partial(serve, count)) for count in (1, output))
     return batch * (output - 1) / (long_s - short_s)
 

@@ -1,4 +1,4 @@
-"""What deferral by class brings and costs, on the simulator: the SLO attainment of two LS classes, with it and without.
+"""Simulates deferral by class: the SLO attainment of two LS classes with and without it.
 
     python -m benchmarks.deferral --record benchmarks/results/deferral.json
 

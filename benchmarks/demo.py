@@ -1,4 +1,4 @@
-"""What best-effort work costs latency-sensitive requests: the load generator of ``make demo``.
+"""Measures what best-effort work costs latency-sensitive requests: the load generator of ``make demo``.
 
 For each scheduler it starts the server with the built-in model and too little device memory for the load, measures a
 Poisson stream of LS requests alone, then the same stream beside a pile of BE requests, and prints one table.
@@ -26,7 +26,8 @@ from omniserve.simulate.load import poisson
 
 ALONE, BESIDE = "LS alone", "LS + BE"
 FIRST_START_S, START_S, STOP_S = 75.0, 15.0, 3.0
-"""About how long the server takes to start when its model was never compiled and measured here, else, and to stop."""
+"""Seconds that the server takes to start when its model was never compiled and measured here, to start else, and to
+stop, roughly."""
 
 NOTES = """
 LS: latency-sensitive requests, {rate:g} a second. BE: best-effort ones, a pile of {pile} from the start of "LS + BE".

@@ -70,7 +70,7 @@ def warm_up(load: FrontierLoad) -> list[LoadRequest]:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the frontier's table."""
+    """A line of the frontier's table."""
 
     name: str
     scheduler: str

@@ -34,13 +34,14 @@ from omniserve.simulate.hardware import find_devices
 RECORD = ROOT / "benchmarks" / "results" / "gpu_forecast.json"
 DEVICES = ("H100-80GB", "H200-141GB")
 KERNEL_GAP_S = 1.0e-6
-"""From the end of a kernel to the start of the next in a CUDA graph; assumed."""
+"""Seconds from the end of a kernel to the start of the next in a CUDA graph; assumed."""
 GRAPH_LAUNCH_S = 10e-6
-"""Of a captured step: the host's one call, until the first kernel runs; assumed."""
+"""Seconds to launch a captured step: the host's one call, until the first kernel runs; assumed."""
 PIECE_LAUNCH_S = 6e-6
-"""Of a captured piece between two attentions; assumed. The device is busy meanwhile with the piece before it."""
+"""Seconds to launch a captured piece between two attentions; assumed. The device is busy meanwhile with the piece
+before."""
 EAGER_LAUNCH_S = 6e-6
-"""Of a kernel that Python launches; assumed."""
+"""Seconds to launch a kernel from Python; assumed."""
 
 DECODES = [Decode(batch=batch, context=context) for batch in (1, 8, 64) for context in (1024, 8192)]
 SEATED = [Decode(batch=8, context=1024, seats=seats) for seats in (16, 64)]

@@ -26,6 +26,7 @@ from benchmarks.common.host_tasks import seconds_of_tasks
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table
 from benchmarks.common.timing import OtherLoad, in_turn, median_ratio
+from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.host.tier import HostTier
 from omniserve.ops.isa import instruction_set_in_use
@@ -53,10 +54,11 @@ class Tasks:
         layer_bytes = num_blocks * spec_of(1).host_block_bytes(BLOCK_SIZE, kv_dtype)
         self.num_layers = max(1, -(-cold_bytes // layer_bytes))
         self._context, self._layers = context, itertools.cycle(range(self.num_layers))
-        self._tier = HostTier(
-            spec=spec_of(self.num_layers), dtype=dtype, block_size=BLOCK_SIZE, kv_bytes=self.num_layers * layer_bytes,
-            num_slots=requests, num_threads=len(cpus), cores=tuple(cpus), kv_dtype=kv_dtype, max_rows=max_rows,
+        setup = HostTierSetup(
+            block_size=BLOCK_SIZE, kv_bytes=self.num_layers * layer_bytes, kv_dtype=kv_dtype, num_slots=requests,
+            max_rows=max_rows, num_threads=len(cpus), cores=tuple(cpus),
         )  # fmt: skip
+        self._tier = HostTier(setup, spec=spec_of(self.num_layers), dtype=dtype)
         if self._tier.scales_LBK2S is None:
             fill(self._tier.pool_LBK2SH, normal_tile(dtype, 0), len(cpus))
         else:

@@ -1,4 +1,4 @@
-"""What host rows in the first sub-batch bring `apex`: output tokens a second with them and without, on the simulator.
+"""Simulates `apex` with host rows in the first sub-batch and without: output tokens a second.
 
     python -m benchmarks.hybrid_batch --record benchmarks/results/hybrid_batch.json
 

@@ -1,4 +1,4 @@
-"""How well each latency model predicts an engine's steps: fitted on one load, tested on another.
+"""Measures how well each latency model predicts an engine's steps: fitted on one load, tested on another.
 
     python -m benchmarks.latency_model --trace azure.csv --record benchmarks/results/latency_model.json
 

@@ -156,7 +156,8 @@ def main() -> None:
 
 
 ENVIRONMENT = {"GOMP_SPINCOUNT": "10000", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""What libgomp and malloc read when they are loaded: as in the Makefile, and huge pages for oneDNN's weights."""
+"""Environment variables that libgomp and malloc read at start: as in the Makefile, and huge pages for oneDNN's
+weights."""
 
 if __name__ == "__main__":
     if missing := {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}:

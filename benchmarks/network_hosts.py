@@ -38,6 +38,7 @@ from benchmarks.common.terminal import argument_parser, table, table_of
 from benchmarks.common.timing import OtherLoad, in_turn, median_ratio
 from omniserve import Engine, EngineConfig, HostsConfig
 from omniserve.core.plan import HOST_BLOCKS
+from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.host.cores import available_cores
 from omniserve.host.remote import NetworkHosts
@@ -60,7 +61,7 @@ class Rows:
         shape: Query heads / KV heads / head size, of bf16.
         requests: Tasks at once.
         context: Tokens of a request.
-        hosts: Of one host; None: this machine's tier.
+        hosts: Settings of one host; None: this machine's tier.
     """
 
     def __init__(self, shape: str, requests: int, context: int, hosts: HostsConfig | None) -> None:
@@ -72,17 +73,15 @@ class Rows:
             attention=layers,
         )  # fmt: skip
         blocks_each = -(-context // BLOCK_SIZE)
-        self._tier = HostTier(
-            spec=spec, dtype=torch.bfloat16, block_size=BLOCK_SIZE, num_slots=requests, num_threads=1,
+        setup = HostTierSetup(
+            block_size=BLOCK_SIZE, num_slots=requests, num_threads=1,
             kv_bytes=requests * blocks_each * spec.host_block_bytes(BLOCK_SIZE, "auto"),
         )  # fmt: skip
+        self._tier = HostTier(setup, spec=spec, dtype=torch.bfloat16)
         self._hosts: NetworkHosts | None = None
         first = 0
         if hosts is not None:
-            self._hosts = NetworkHosts(
-                hosts, self._tier, spec=spec, dtype=torch.bfloat16, block_size=BLOCK_SIZE, kv_dtype="auto",
-                num_slots=requests,
-            )  # fmt: skip
+            self._hosts = NetworkHosts(hosts, self._tier)
             while not self._hosts.poll([]):
                 time.sleep(0.01)
             first = HOST_BLOCKS

@@ -1,4 +1,4 @@
-"""What passes between an engine and a CPU host or a prefill engine, over plain TCP and through NIXL.
+"""Times messages between an engine and a CPU host or a prefill engine, over plain TCP and through NIXL.
 
     pip install --no-deps nixl nixl-cu12
     python -m benchmarks.nixl_link --record benchmarks/results/nixl_link.json

@@ -39,7 +39,7 @@ class Chats:
         self._texts = [list(systems[number % tenants]) for number in range(chats)]
         self._turns_left = [turns] * chats
         self.num_turns = chats * turns
-        """Of all chats together."""
+        """Turns of all chats together."""
 
     def _tokens(self, count: int) -> list[int]:
         return [self._rng.randrange(1, 400) for _ in range(count)]
@@ -56,7 +56,7 @@ class Chats:
         return self._turns_left[number] == self._turns - 1
 
     def answered(self, number: int, token_ids: list[int]) -> None:
-        """Go on with an answer."""
+        """Continue a chat with an answer."""
         self._texts[number] += token_ids
 
 

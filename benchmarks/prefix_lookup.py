@@ -1,4 +1,4 @@
-"""What the prefix cache's bookkeeping costs the scheduler: many requests, long prompts, with the cache and without.
+"""Measures what the prefix cache's bookkeeping costs the scheduler: many requests, long prompts, with and without it.
 
     python -m benchmarks.prefix_lookup --record benchmarks/results/prefix_lookup.json
 

@@ -27,7 +27,7 @@ COMMANDS = {
     ),
     "shared_cores.json": ("benchmarks.shared_cores",),
 }  # fmt: skip
-"""What made a record: module and arguments, without ``--record``."""
+"""The command that made each record: module and arguments, without ``--record``."""
 
 
 def kind_of(hardware: Mapping[str, Any]) -> dict[str, Any]:

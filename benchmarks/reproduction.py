@@ -49,11 +49,11 @@ from omniserve.simulate.runner import StepRecord
 EXPERIMENTS: dict[str, Experiment] = {
     each.name: each for part in (omniserve_paper, apex, conserve, bros) for each in part.EXPERIMENTS
 }
-"""In the order of the page. Rates are not the papers' axes, which their text does not print; they lie around what the
-text names."""
+"""The experiments, in the order of the page. Rates are not the papers' axes, which their text does not print; they lie
+around what the text names."""
 RECORD = Path("benchmarks/results/reproduction.json")
 DRAIN_S = 300.0
-"""How long LS requests may go on after the load; those that are unfinished then count as missed."""
+"""Seconds that LS requests may go on after the load; those that are unfinished then count as missed."""
 
 
 def make_machine(spec: MachineSpec) -> Machine:

@@ -1,4 +1,4 @@
-"""What layer-wise preemption brings and costs: how soon an LS request runs, what is lost, and the price of asking.
+"""Measures layer-wise preemption: how soon an LS request runs, what is lost, and the price of asking.
 
     python -m benchmarks.safepoints --record benchmarks/results/safepoints.json
 
@@ -10,7 +10,7 @@ safepoints that keep what rows had computed; safepoints that drop it (the paper'
 
 Of the LS requests that came in a step of BE work alone: `delay`, from the arrival to the end of that step, when they
 can be scheduled; `ttft`, from the arrival to the end of their first step. `alone_step_s`: steps of BE work that
-nobody left. `overhead`: a BE decode step with and without a look for new requests between all layers, while none
+no row left. `overhead`: a BE decode step with and without a look for new requests between all layers, while none
 comes, turn and turn about. The first steps of each engine, halted and resumed ones among them, are not counted.
 Paper: conserve 4.3 and 6.5.
 """

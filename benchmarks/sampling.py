@@ -1,4 +1,4 @@
-"""What sampling takes a step: temperature alone and with each filter, by vocabulary and by rows.
+"""Measures what sampling takes a step: temperature alone and with each filter, by vocabulary and by rows.
 
     python -m benchmarks.sampling --record benchmarks/results/sampling.json
 

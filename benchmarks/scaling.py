@@ -1,4 +1,4 @@
-"""What more devices and hosts bring, on the simulator: the same number of GPUs, used in different ways.
+"""Simulates more devices and hosts: the same number of GPUs, used in different ways.
 
     python -m benchmarks.scaling --record benchmarks/results/scaling.json
 
@@ -28,11 +28,11 @@ from omniserve.simulate.models import find_model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """How eight devices are used."""
+    """A way to use eight devices."""
 
     engines: int
     devices: int
-    """Of a stage, tensor parallel."""
+    """Devices of a stage, tensor parallel."""
     stages: int = 1
     prefill_engines: int = 0
 

@@ -1,4 +1,4 @@
-"""What scheduling costs: seconds of `schedule()` and `update()` as a share of the step that they plan.
+"""Measures what scheduling costs: seconds of `schedule()` and `update()` as a share of the step that they plan.
 
     python -m benchmarks.scheduling --record benchmarks/results/scheduling.json
 
@@ -27,7 +27,7 @@ MAX_RUNNING = 200
 
 
 def measure(scheduler: str, profile: Profile, num_requests: int, num_steps: int, seed: int) -> dict[str, float]:
-    """Return medians over the steps after all who can run do."""
+    """Return medians over the steps after all requests that can run do."""
     forecast = Forecast(LATENCY_MODELS.get("omniserve").from_profile(profile), profile.shape)
     config = EngineConfig(block_size=64, max_num_batched_tokens=512, max_num_seqs=MAX_RUNNING)
     limits = SchedulerLimits(config=config, num_layers=profile.shape.num_layers, max_model_len=2048, num_host_slots=256)

@@ -1,4 +1,5 @@
-"""What a neighbour costs: decode steps with all cores and with one less, beside a process that takes a share of a core.
+"""Measures what a neighbour costs: decode steps with all cores and with one less, beside a process that takes a share
+of one.
 
     python -m benchmarks.shared_cores --record benchmarks/results/shared_cores.json
 

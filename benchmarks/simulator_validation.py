@@ -74,7 +74,7 @@ class Mix:
     rate: float
     """Latency-sensitive requests a second."""
     cv: float = 1.0
-    """Of the gaps between them: 1 is a Poisson process."""
+    """Coefficient of variation of the gaps between them: 1 is a Poisson process."""
     ls_lengths: Lengths
     backlog: int
     """Best-effort requests that are kept unfinished."""
@@ -102,16 +102,17 @@ LOADS = {
         be_lengths=lognormal_lengths(48, 160, sigma=0.4, max_input=128, max_output=256),
     ),
 }  # fmt: skip
-"""With short memory the device does not hold all, and best-effort requests decode on the host if the scheduler knows
-how. ``half`` is for engines that have one core each. In ``residents`` best-effort prompts are short: soon many decode
-on the host."""
+"""Loads by name. With short memory the device does not hold all, and best-effort requests decode on the host if the
+scheduler knows how. ``half`` is for engines that have one core each. In ``residents`` best-effort prompts are short:
+soon many decode on the host."""
 _OTHER_CHAT = lognormal_lengths(96, 32, sigma=0.7, max_input=400, max_output=96)
 _OTHER_PILE = lognormal_lengths(180, 80, sigma=0.7, max_input=600, max_output=160)
 CALIBRATION = (
     Mix(device_kv_bytes=512 * MIB, rate=1.5, ls_lengths=_OTHER_CHAT, backlog=6, be_lengths=_OTHER_PILE),
     Mix(device_kv_bytes=48 * MIB, rate=1.5, ls_lengths=_OTHER_CHAT, backlog=10, be_lengths=_OTHER_PILE),
 )
-"""Other rates, lengths and seeds, and only the scheduler ``omniserve``: its host tier works if memory is short."""
+"""Loads of the calibration, with other rates, lengths and seeds, and the scheduler ``omniserve`` alone: its host tier
+works if memory is short."""
 
 
 @dataclass(slots=True)
@@ -144,7 +145,7 @@ class Replay(Predictor):
 
 
 class Validation:
-    """All cases, on one model."""
+    """The comparison of all cases on one model."""
 
     def __init__(self, args: argparse.Namespace, stack: ExitStack) -> None:
         self._args = args

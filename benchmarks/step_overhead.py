@@ -1,4 +1,4 @@
-"""Where the time of a step goes that is not kernels: scheduling, tensors of the plan, layers' calls, sampling.
+"""Measures a step's time outside of kernels: scheduling, tensors of the plan, layers' calls, sampling.
 
     python -m benchmarks.step_overhead --record benchmarks/results/step_overhead.json
 

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 
 async def chat(client: AsyncOpenAI, model: str) -> None:
-    """Stream an answer. Latency-sensitive: somebody reads along."""
+    """Stream an answer. Latency-sensitive: a person reads along."""
     stream = await client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": "What does json.dumps do?"}],
@@ -28,7 +28,7 @@ async def chat(client: AsyncOpenAI, model: str) -> None:
 
 
 async def summarize(client: AsyncOpenAI, model: str, name: str) -> str:
-    """Complete a prompt. Best effort: it runs when nobody waits."""
+    """Complete a prompt. Best effort: it gets the time that latency-sensitive requests leave."""
     completion = await client.completions.create(
         model=model,
         prompt=f"{name}\n\n",

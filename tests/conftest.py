@@ -1,4 +1,4 @@
-"""What every test gets."""
+"""Options and fixtures of all tests."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class FakeCuda:
     def __init__(self) -> None:
         self.current = 0
         self.noted: list[tuple[str, int]] = []
-        """What was done, and on which device."""
+        """Calls, each with the device that it was for."""
 
     def devices(self, what: str) -> set[int]:
         """Return the devices on which something was done."""

@@ -1,4 +1,4 @@
-"""What an installation holds, and what `import omniserve` does and does not do."""
+"""Tests of what an installation holds, and of what `import omniserve` does and does not do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ALLOWED = {
 """Cluster, {server, prefill}, launch, {profiling, simulate}, engine, parallel, {sched, runner},
 {latency, kv, layers, host, sampling}, ops, core."""
 ENTRY_MODULES = {"batch": "server", "explain": "latency", "profile": "launch", "rank": "parallel"}
-"""For ``python -m``, and the package of what each starts."""
+"""Modules for ``python -m``, and the package of what each starts."""
 MAX_ENTRY_LINES = 15
 
 # What must stay free of torch, models and ops.

@@ -1,4 +1,4 @@
-"""What host attention and dense device work lose when both run: the two tiers of a machine without a GPU.
+"""Measures what host attention and dense device work lose when both run: the two tiers of a machine without a GPU.
 
 Attention is a HostTier over a pool far larger than the caches, never out of work; dense work is a chain of bf16 matrix
 products, as of a small model's layers, on torch's threads.
@@ -22,6 +22,7 @@ from benchmarks.common.bandwidth import ReadLimit, Sample, fill, normal_tile
 from benchmarks.common.models import SMOLLM_135M
 from benchmarks.common.timing import OtherLoad
 from omniserve.core.plan import HostEventKind
+from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.host.tier import HostTier
 from omniserve.simulate.results import percentile
@@ -46,11 +47,11 @@ class AttentionLoad:
         )  # fmt: skip
         blocks_each = -(-context_len // BLOCK_SIZE)
         num_blocks = self._num_slots * blocks_each
-        self.tier = HostTier(
-            spec=spec, dtype=torch.bfloat16, block_size=BLOCK_SIZE,
-            kv_bytes=num_blocks * spec.host_block_bytes(BLOCK_SIZE), num_slots=self._num_slots,
+        setup = HostTierSetup(
+            block_size=BLOCK_SIZE, kv_bytes=num_blocks * spec.host_block_bytes(BLOCK_SIZE), num_slots=self._num_slots,
             num_threads=len(cores), cores=tuple(cores),
         )  # fmt: skip
+        self.tier = HostTier(setup, spec=spec, dtype=torch.bfloat16)
         fill(self.tier.pool_LBK2SH, normal_tile(torch.bfloat16, seed), len(cores))
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(num_blocks, generator=generator).view(self._num_slots, blocks_each).tolist()

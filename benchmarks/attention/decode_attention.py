@@ -30,7 +30,7 @@ BLOCK_SIZE, PEER_BLOCK_SIZE = 64, 128
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One decode step of one layer: a query token for each request, queries and KV in bf16."""
+    """A decode step of one layer: a query token for each request, queries and KV in bf16."""
 
     num_heads: int
     kv_heads: int
@@ -43,7 +43,7 @@ class Work:
 
     @property
     def num_bytes(self) -> int:
-        """Of K and V."""
+        """Bytes of K and V."""
         return self.num_tokens * self.kv_heads * 2 * self.head_size * 2
 
     @property
@@ -58,7 +58,7 @@ class Work:
 
 
 class Candidate(Protocol):
-    """Something that computes a layer's decode attention over an arena."""
+    """A way to compute a layer's decode attention over an arena."""
 
     name: str
     num_layers: int
@@ -173,7 +173,7 @@ class Peer:
 
     version: str
     library: str
-    """Its file name: there is one for each instruction set."""
+    """The library's file name: there is one for each instruction set."""
 
 
 def find_peer(wheel: Path | None, folder: Path | None) -> Peer | None:

@@ -39,7 +39,7 @@ class Row:
 
     @property
     def layer_bytes(self) -> int:
-        """Of a layer in whole blocks of the largest block size."""
+        """Bytes of K and V in a layer, in whole blocks of the largest block size."""
         blocks = sum(-(-length // PEER_BLOCK_SIZE) for length in self.work.context_lens)
         return blocks * PEER_BLOCK_SIZE * (self.work.num_bytes // self.work.num_tokens)
 

@@ -1,4 +1,4 @@
-"""What share of the read limit the host tier sustains inside the engine, and where the rest of its time goes.
+"""Measures the share of the read limit that the host tier sustains inside the engine, and where its other time goes.
 
 A small model with large attention decodes best-effort requests whose KV is on the host tier: the dense work is little,
 so what is lost is lost by the engine's loop, not by the size of a model.
@@ -159,7 +159,7 @@ def _measure_window(limit: ReadLimit, engine: Engine, size: Size, host_threads: 
 
 
 def _run_for(engine: Engine, seconds: float) -> list[int]:
-    """Step for so long; return the tasks in hand before each step."""
+    """Step for ``seconds``; return the tasks in hand before each step."""
     assert engine.host_tier is not None
     in_hand, end_s = [], time.perf_counter() + seconds
     while time.perf_counter() < end_s:

@@ -24,7 +24,7 @@ OURS = "ours"
 
 
 class Prefill:
-    """One request's chunk behind its context, causal: ours reads the paged cache, SDPA a contiguous copy.
+    """A chunk of one request behind its context, causal: ours reads the paged cache, SDPA a contiguous copy.
 
     SDPA has two ways for fewer KV heads than query heads (``enable_gqa``, or K and V expanded, which is not timed), and
     two for where its K and V come from: gathered beforehand, or in the time that is taken.

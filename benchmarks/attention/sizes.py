@@ -1,4 +1,4 @@
-"""How much a run of ``benchmarks.cpu_attention`` measures: FULL for figures, TINY to try the program."""
+"""The extent of a run of ``benchmarks.cpu_attention``: FULL for figures, TINY to try the program."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ RAGGED = "64x128..8192"
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much a run measures, and for how long."""
+    """The extent of a run: sizes, repeats and seconds."""
 
     arena_bytes: int
     repeats: int
     row_seconds: float
     rows: dict[str, tuple[str, ...]]
-    """By section."""
+    """Names of the rows to measure, by section."""
     busy: tuple[int, int]
     """Requests and their context."""
     prefill: tuple[tuple[str, int, int], ...]
@@ -23,7 +23,7 @@ class Size:
     engine: tuple[int, int]
     """Requests and tokens of a prompt."""
     seconds: float
-    """Of a measurement of the last three."""
+    """Seconds of a measurement of the last three kinds."""
     compiles: bool = True
 
 

@@ -1,1 +1,1 @@
-"""What the benchmarks share: servers, an open-loop client, loads, figures of what it saw, models, records."""
+"""Parts that the benchmarks share: servers, an open-loop client, loads, figures of what it saw, models, records."""

@@ -109,11 +109,11 @@ def normal_tile(dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One way to read an arena once."""
+    """A way to read an arena once."""
 
     name: str
     offsets: torch.Tensor
-    """Where the pieces begin, ``[num_pieces]`` int64 bytes; thread t takes the t-th contiguous share of the list."""
+    """Offsets of the pieces, ``[num_pieces]`` int64 bytes; thread t takes the t-th contiguous share of the list."""
     piece_bytes: int
     ways: int
     """Pieces that a thread reads at a time, in turns of 256 bytes."""
@@ -163,7 +163,7 @@ def available_bytes(lines: Iterable[str] | None = None, *, group: Path = Path("/
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One timing between two of the read limit, in GB/s."""
+    """A timing between two of the read limit, in GB/s."""
 
     gb_per_s: float
     limit_before: float
@@ -182,10 +182,10 @@ class ReadLimit:
     """An arena, and how fast threads read it: the limit of so many threads is the fastest of the sequential readings.
 
     Args:
-        num_bytes: Of the arena, which is filled with N(0, 1) in bf16.
+        num_bytes: Bytes of the arena, which is filled with N(0, 1) in bf16.
         cpus: Thread i of a team is pinned to the i-th.
         repeats: Samples of each reading.
-        seed: Of the arena's content and of the order of samples.
+        seed: Seed of the arena's content and of the order of samples.
     """
 
     def __init__(self, num_bytes: int, cpus: Sequence[int], *, repeats: int, seed: int) -> None:

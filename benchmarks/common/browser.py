@@ -1,4 +1,4 @@
-"""A headless Chromium that asks nobody but the server it is sent to. Needs Playwright (the extra ``dev``)."""
+"""A headless Chromium that asks no server but the one it is sent to. Needs Playwright (the extra ``dev``)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ TEXT = "\n".join(topics.topics.values())
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """One completion to ask for."""
+    """A completion to ask for."""
 
     send_at_s: float
     """Seconds after the start of the load."""
@@ -42,14 +42,14 @@ class LoadRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """What a server is sent beside the fields that all of them know (``ignore_eos`` is one of these)."""
+    """The fields that a server is sent beside those that all servers know (``ignore_eos`` is one of these)."""
 
     omniserve_fields: bool = True
     """``service_tier`` and ``slo``; without them only this client tells LS from BE."""
     priority_field: bool = False
     """vLLM's ``priority``, which serves low numbers first under ``--scheduling-policy priority``: 0 is LS, 1 is BE."""
     model: str | None = None
-    """For servers that insist on a name."""
+    """The model's name, for servers that insist on one."""
 
 
 OMNISERVE_WIRE = Wire()
@@ -57,7 +57,7 @@ OMNISERVE_WIRE = Wire()
 
 @dataclass(kw_only=True)
 class RequestRecord:
-    """What the client saw of one request; times are seconds after the start of the load. Filled while it runs."""
+    """A request as the client saw it; times are seconds after the start of the load. Filled while the request runs."""
 
     service_tier: str
     send_at_s: float
@@ -65,17 +65,17 @@ class RequestRecord:
     first_token_s: float | None = None
     last_token_s: float | None = None
     token_times_s: list[float] = field(default_factory=list)
-    """One entry per streamed chunk that carries a choice."""
+    """Times of the streamed chunks that carry a choice."""
     num_prompt_tokens: int = 0
     """The ids that were sent; for a text, as the server's usage says and 0 until the request has finished."""
     num_output_tokens: int = 0
-    """As the server's usage says; 0 until the request has finished."""
+    """The count of the server's usage; 0 until the request has finished."""
     finished: bool = False
     error: str | None = None
     rejected: bool = False
     """The server answered 429."""
     predicted_ttft_s: float | None = None
-    """As the server said when it accepted the request."""
+    """The server's prediction when it accepted the request."""
 
     @property
     def tpot_s(self) -> float | None:

@@ -37,8 +37,8 @@ class EngineRun:
     Args:
         engine: Without requests.
         load: What comes; without a duration, until all of it is done.
-        seed: Of the prompts' tokens.
-        slo: Of LS requests, sent along; None: their class's.
+        seed: Seed of the prompts' tokens.
+        slo: Objectives of LS requests, sent along; None: their class's.
     """
 
     def __init__(self, engine: Engine, load: Load, seed: int = 0, slo: SLO | None = None) -> None:

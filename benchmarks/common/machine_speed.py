@@ -1,4 +1,4 @@
-"""How fast this machine is at one moment: memory read by all threads, and its fastest matrix product."""
+"""The speed of this machine at one moment: memory read by all threads, and its fastest matrix product."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROWS, _WIDTH = 512, 2048
 
 @dataclass(frozen=True, kw_only=True)
 class MachineSpeed:
-    """How fast this machine was at one moment."""
+    """The speed of this machine at one moment."""
 
     bytes_per_s: float
     """Memory read by all threads at once."""
@@ -29,7 +29,7 @@ class SpeedMeter:
     Args:
         cpus: The CPUs that servers get; one thread on each.
         arena_bytes: Memory to read; more than all caches hold.
-        seed: Of its content.
+        seed: Seed of its content.
         repeats: Timings a sample, of which the best is taken: a floor is what the machine can do.
     """
 
@@ -40,7 +40,7 @@ class SpeedMeter:
         self._read.everywhere()
         self._products = {name: make() for name, make in PRODUCTS.items() if name in available_products()}
         self.flop_per_s_by_product: dict[str, float] = {}
-        """At the first sample, of every arithmetic."""
+        """Operations a second of each arithmetic's product, measured with the first sample."""
 
     def sample(self) -> MachineSpeed:
         """Return the speeds of this moment; takes about a second, and all CPUs."""

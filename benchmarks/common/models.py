@@ -67,7 +67,7 @@ def saved_llama(name: str, shape: Mapping[str, Any]) -> Path:
     """Return a folder with a random bf16 Llama of this shape, and a tokenizer with a word for each token; made once.
 
     Args:
-        name: Of the folder; a name stands for one shape.
+        name: Name of the folder; a name stands for one shape.
         shape: Fields of the config.
     """
     folder = ROOT / ".cache" / "models" / name

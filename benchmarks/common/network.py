@@ -37,7 +37,7 @@ def cpu_host(secret: Path, *, threads: int, kv_gib: float) -> Iterator[Address]:
 
 @contextlib.contextmanager
 def paced_cpu_host(secret: Path, *, threads: int, kv_gib: float, bits_per_s: float) -> Iterator[Address]:
-    """``cpu_host``, but the kernel lets each connection send so many bits a second at most, in either direction.
+    """Run a ``cpu_host`` whose connections the kernel lets send ``bits_per_s`` at most, in either direction.
 
     No program stands in between, unlike with ``slow_link``, but there is no delay.
     """
@@ -106,7 +106,7 @@ def slow_link(target: Address, *, delay_s: float, bits_per_s: float) -> Iterator
     Args:
         target: Where connections go.
         delay_s: One way.
-        bits_per_s: Of each direction; connections share it in chunks of 32 KiB, first come, first served.
+        bits_per_s: Speed of each direction; connections share it in chunks of 32 KiB, first come, first served.
     """
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
@@ -121,7 +121,7 @@ def slow_link(target: Address, *, delay_s: float, bits_per_s: float) -> Iterator
 
 
 class _Wire:
-    """One direction: a chunk passes after those before it."""
+    """A direction of the link: a chunk passes after those before it."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s

@@ -1,4 +1,4 @@
-"""Where the engine of ``simulator_validation`` runs: in a process, with ranks, with a CPU host, with a prefill engine.
+"""The places where ``simulator_validation`` runs an engine: a process, ranks, with a CPU host, with a prefill engine.
 
 Each place knows the settings of the engine and of the simulated one, the model, and the machine to simulate.
 """
@@ -28,21 +28,21 @@ from omniserve.simulate import Calibration, Machine, PrefillNode
 from omniserve.simulate.calibration import read_samples
 
 EVEN_HEADS = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
-"""Of the model for two ranks, which cannot share nine heads."""
+"""Sizes of the model for two ranks, which cannot share nine heads."""
 FAR_MEMORY = 31 / 32
-"""Of a CPU host on the network: its part of the host tier."""
+"""The network CPU host's part of the host tier."""
 LINK_S = 0.5e-3
-"""There and back over loopback, threads included (``network_hosts``)."""
+"""Seconds of a round trip over loopback, threads included (``network_hosts``)."""
 LINK_BYTES_PER_S = 1e9
-"""Of a message with KV over loopback, copies included."""
+"""Speed of a message with KV over loopback, copies included."""
 ONE_CORE: dict[str, Any] = {"block_size": 16, "device_threads": 1, "host_threads": 1}
 """Settings of an engine and of its prefill engine, which share this machine."""
 _PREFILL_KV_GIB = 0.5
-"""Of each tier of a prefill engine."""
+"""Memory for KV of each tier of a prefill engine."""
 
 
 class Place:
-    """One process.
+    """An engine in one process.
 
     Args:
         stack: Ends the processes that the place has started.
@@ -55,9 +55,9 @@ class Place:
     def __init__(self, stack: ExitStack, host_kv_bytes: int) -> None:
         self._stack = stack
         self.settings: dict[str, Any] = {}
-        """Of the engine, where they are others than those of one process."""
+        """Settings of the engine that differ from those of one process."""
         self.simulated_settings: dict[str, Any] = {}
-        """The same of the simulated engine."""
+        """Settings of the simulated engine that differ from those of one process."""
 
     def load(self, config: EngineConfig) -> tuple[PreTrainedModel, RankGroup | None]:
         """Return the model, and the other ranks if it has such."""

@@ -16,18 +16,18 @@ from benchmarks.common.client import LoadRequest
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixStructure:
-    """What stands in front of the prompts of one class.
+    """The prefixes in front of the prompts of one class.
 
     A *front* is a tenant's system prompt, the examples of an evaluation, the template of a batch. A *chat* begins with
     a front, and each of its turns with all that was said before.
     """
 
     fronts: int = 0
-    """So many different ones, each prompt begins with one of them; 0: none."""
+    """The number of different fronts, each prompt begins with one of them; 0: none."""
     front_tokens: int = 0
     """Length of a front."""
     chats: int = 0
-    """Each prompt is the next turn of one of so many open chats; 0: there are none."""
+    """The number of open chats, each prompt is the next turn of one of them; 0: there are none."""
     chat_tokens: int = 1024
     """A chat that would be longer with its next turn is over, and another one takes its place."""
 
@@ -39,7 +39,7 @@ class PrefixStructure:
 
     @property
     def is_plain(self) -> bool:
-        """Nothing stands in front of any prompt."""
+        """Prompts have nothing in front of them."""
         return not (self.fronts or self.chats)
 
     def put_before(

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 _PERIOD_S = 0.5
 _LEAST_LEFT_S = 1.0
-"""What is left of a stage that takes longer than expected, until it ends."""
+"""Seconds left that are shown of a stage which takes longer than expected, until it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Stage:
 
     name: str
     expected_s: float
-    """About how long it takes, in seconds."""
+    """Expected length in seconds, roughly."""
 
 
 class StageProgress:

@@ -28,7 +28,7 @@ class ServerFailed(RuntimeError):
 
 
 class Server:
-    """A server of somebody else's at ``url``, with or without ``/v1``; that it is gone shows in a failed request."""
+    """A server of another owner at ``url``, with or without ``/v1``; that it is gone shows in a failed request."""
 
     def __init__(self, url: str) -> None:
         self.base_url = url.rstrip("/").removesuffix("/v1")
@@ -103,7 +103,7 @@ class ServerProcess(Server):
 
     @property
     def is_running(self) -> bool:
-        """Whether the server's first process has not ended."""
+        """The server's first process has not ended."""
         return self._process.poll() is None
 
     @property

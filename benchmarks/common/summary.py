@@ -1,4 +1,4 @@
-"""What a client saw of a load, in figures: latencies, attainment of objectives, BE throughput."""
+"""Figures of a load as a client saw it: latencies, attainment of objectives, BE throughput."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels read, write and multiply on a GPU: of eager code, and of a model's layers as they are compiled.
+"""Bytes and operations of kernels on a GPU: of eager code, and of a model's layers as they are compiled.
 
 Nothing here needs a GPU: the layers are traced with fake tensors as ``omniserve.layers.patching`` compiles them; only
 the device, an H200, is put in by hand, and what torch would ask the driver. ``pretend_to_have_a_gpu`` changes torch for
@@ -43,14 +43,14 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """One launch of one kernel."""
+    """A launch of a kernel."""
 
     kind: Kind
     name: str
     num_bytes: float
     """Read from and written to device memory, each element once."""
     flops: float = 0.0
-    """Of matrix products and attention; what else a kernel computes does not count."""
+    """Operations of matrix products and attention; what else a kernel computes does not count."""
     bus_bytes: float = 0.0
     """Read from or written to page-locked memory of the host."""
 
@@ -241,7 +241,7 @@ def recorded(model_type: str, fields: Mapping[str, Any]) -> TracedFamily:
 
     Args:
         model_type: transformers' name of the architecture.
-        fields: Of its configuration.
+        fields: Fields of its configuration.
     """
     small = {"num_hidden_layers": 2, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = AutoConfig.for_model(model_type, **{**fields, **small})

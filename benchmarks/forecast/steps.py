@@ -68,9 +68,9 @@ class StepCounter:
         in_layer = sum(each.numel() for each in self._model.model.layers[0].parameters())
         embedding: Any = self._model.get_input_embeddings()
         self.embedding_bytes: int = _BF16 * embedding.weight.numel()
-        """Of which a step reads a few rows."""
+        """Bytes of the embedding, of which a step reads a few rows."""
         self.parameter_bytes = _BF16 * (total + (self.num_layers - 2) * in_layer)
-        """All weights, the embedding included."""
+        """Bytes of all weights, the embedding included."""
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Return the bytes of K and V of so many tokens, all layers."""
@@ -104,7 +104,7 @@ class StepCounter:
     # -- around the layers ---------------------------------------------------------------------------------------------
 
     def _first(self, num_rows: int, step: Decode | None = None) -> tuple[Work, ...]:
-        """Embedding and rotary tables; seats have a row of these for each layer."""
+        """Count embedding and rotary tables; seats have a row of these for each layer."""
         model = self._model
         seats = step.seats if step is not None else 0
         with self._mode:
@@ -122,7 +122,7 @@ class StepCounter:
             return eager_work(run)
 
     def _last(self, num_rows: int) -> tuple[Work, ...]:
-        """The rows that sample, final norm, head and the likeliest tokens."""
+        """Count the rows that sample, final norm, head and the likeliest tokens."""
         model = self._model
         with self._mode:
             hidden = torch.empty(num_rows, self.spec.hidden_size, dtype=torch.bfloat16)

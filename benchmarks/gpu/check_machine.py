@@ -1,4 +1,4 @@
-"""What this machine is, what of it is not supported, and whether the C++ extension loads."""
+"""Reports what this machine is, what of it is not supported, and whether the C++ extension loads."""
 
 from __future__ import annotations
 

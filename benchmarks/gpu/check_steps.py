@@ -32,7 +32,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"prompt_logprobs": 2},
     {"logit_bias": ((5, 2.0),)},
 )
-"""What requests may ask of the sampler beside the likeliest token."""
+"""Sampling parameters beyond the likeliest token that requests may ask for."""
 
 
 def steps(script: Script) -> None:

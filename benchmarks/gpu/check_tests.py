@@ -16,7 +16,7 @@ from benchmarks.gpu.script import NotHere, Script, run_program, scrubbed
 _HISTORIES_S, _TESTS_S, _TOOL_S = 90.0, 160.0, 60.0
 _KERNELS = ("tests/ops/test_kernel_rows.py", "tests/ops/test_device_attention.py")
 _MARKED = re.compile(r"mark\.gpu|\bDEVICES\b")
-"""What a file with tests marked ``gpu`` contains; ``DEVICES`` are parameters of which one is so marked."""
+"""Text that shows tests marked ``gpu`` in a file; ``DEVICES`` are parameters of which one is so marked."""
 
 
 def exactness(script: Script) -> None:

@@ -126,7 +126,7 @@ class Primed(OmniServePolicy):
 
 
 PRIMED = f"{__name__}:Primed"
-"""Its name for ``EngineConfig.scheduler``."""
+"""The name of ``Primed`` for ``EngineConfig.scheduler``."""
 
 
 def config_of(model: Any, execution: Mapping[str, Any] | None = None, **settings: Any) -> EngineConfig:

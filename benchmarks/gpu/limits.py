@@ -40,7 +40,7 @@ class Limits:
 
     @functools.cached_property
     def to_host_bytes_per_s(self) -> float:
-        """The same the other way round."""
+        """Bytes a second from the device to page-locked memory, in one piece."""
         return self._transfer(to_host=True)
 
     def _transfer(self, *, to_host: bool) -> float:

@@ -1,4 +1,4 @@
-"""One page of all records in a folder, steps beside the forecast: ``python -m benchmarks.gpu --only report``."""
+"""Writes one page of all records in a folder, steps beside the forecast: ``python -m benchmarks.gpu --only report``."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.limits import Limits
 
 GRACE_S = 5.0
-"""From SIGABRT, at which Python shows the stacks of all threads, to SIGKILL."""
+"""Seconds from SIGABRT, at which Python shows the stacks of all threads, to SIGKILL."""
 
 
 class NotHere(Exception):
@@ -33,7 +33,7 @@ class NotHere(Exception):
 
 @dataclass(kw_only=True)
 class Case:
-    """One check, or one figure; as the record has it."""
+    """A check or a figure, as the record has it."""
 
     case: str
     outcome: str = "PASS"
@@ -41,11 +41,11 @@ class Case:
     measured: float | None = None
     unit: str = ""
     limit: float | None = None
-    """What the hardware allows, or what this one is compared with, in the same unit."""
+    """The hardware's limit, or the value that this one is compared with, in the same unit."""
     ratio: float | None = None
     """Measured over limit."""
     goal: str = ""
-    """Of the ratio, or of ``measured`` where there is no limit."""
+    """The goal for the ratio, or for ``measured`` where there is no limit."""
     met: bool | None = None
     note: str = ""
     seconds: float = 0.0
@@ -67,7 +67,8 @@ class Case:
 
 
 class Script:
-    """One part's run; its record is written after every case, so that a crash or time limit cuts off only the rest."""
+    """The run of a part; its record is written after every case, so that a crash or time limit cuts off only the
+    rest."""
 
     def __init__(self, name: str, *, dry: bool, out: Path) -> None:
         logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s %(message)s")
@@ -79,7 +80,7 @@ class Script:
 
     @functools.cached_property
     def limits(self) -> Limits:
-        """What the hardware does, measured when first asked for."""
+        """The hardware's limits, measured when first asked for."""
         from benchmarks.gpu.limits import Limits  # loads the extension, which may be what is broken
 
         return Limits(self.device, dry=self.dry)

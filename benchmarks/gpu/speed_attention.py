@@ -12,9 +12,9 @@ from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention import AttentionMetadata, HostLengths, is_graph_safe, resolve_attention
 
 _LOADS = ((32, 1, 1024), (8, 1, 1024), (1, 2048, 2048))
-"""So many requests, each with so many queries at the end of so many tokens."""
+"""Loads: (requests, queries of each, tokens that the queries are the end of)."""
 _LAYERS = 8
-"""Each attends to KV of its own: what fits into a cache would be read from there."""
+"""Layers, each with KV of its own: a cache would serve what fits into it."""
 
 
 def attention(script: Script) -> None:

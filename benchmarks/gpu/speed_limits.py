@@ -8,7 +8,7 @@ from benchmarks.gpu.script import Script
 
 
 def limits(script: Script) -> None:
-    """Record all of them."""
+    """Record all limits of the hardware."""
     found = script.limits
     rates: dict[str, tuple[Callable[[], float], float, str]] = {
         "copy inside device memory, read + written": (lambda: found.copy_bytes_per_s, 1e-9, "GB/s"),

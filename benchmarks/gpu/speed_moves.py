@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 
 from benchmarks.common.timing import seconds
-from benchmarks.gpu.engines import LLAMA_8B, config_of, open_decoding, patched_model, reclaim_memory, renew, step_ms
+from benchmarks.gpu.engines import LLAMA_8B, open_decoding, patched_model, reclaim_memory, renew, step_ms
 from benchmarks.gpu.script import Script
 from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
+from omniserve.core.setup import HostTierSetup
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 
@@ -29,10 +30,11 @@ def moves(script: Script) -> None:
     reclaim_memory(script.device)
     patched = model.omniserve
     block_bytes = patched.spec.kv_block_bytes(_BLOCK)
-    tier = HostTier.of(
-        config_of(model, block_size=_BLOCK, max_host_requests=1), patched.spec, dtype=patched.dtype,
-        device=patched.device, num_threads=script.limits.host_threads, kv_bytes=max(counts) * block_bytes,
+    setup = HostTierSetup(
+        block_size=_BLOCK, kv_bytes=max(counts) * block_bytes, num_slots=1, num_threads=script.limits.host_threads,
+        pin_memory=script.on_gpu,
     )  # fmt: skip
+    tier = HostTier(setup, spec=patched.spec, dtype=patched.dtype, device=patched.device)
     storage = DeviceKVStorage(
         patched.spec, num_blocks=max(counts), block_size=_BLOCK, dtype=patched.dtype, device=patched.device
     )

@@ -1,4 +1,4 @@
-"""What piggyback rows cost: the operators that bring them in and out, and steps with and without them.
+"""Measures what piggyback rows cost: the operators that bring them in and out, and steps with and without them.
 
 Paper: omniserve reports 75 us a layer for 400 rows; the goal here is 10.
 """

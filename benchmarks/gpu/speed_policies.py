@@ -21,7 +21,8 @@ KEPT = 0.9
 """Share of the LS requests that must meet their objectives for a rate to count as kept."""
 OBJECTIVES = SLO(ttft_s=1.0, tpot_s=0.05)
 _BUDGET_SHARE = 0.6
-"""Of a TPOT, at the rate of one large product: the rest is for what reaches less, and for decodes."""
+"""Share of a TPOT for the token budget, at the rate of one large product: the rest is for slower kernels and for
+decodes."""
 
 
 def policies(script: Script) -> None:

@@ -38,7 +38,7 @@ MODES: dict[str, dict[str, Any]] = {
     "no async steps": {"async_steps": False},
     "neither": {"step_graphs": "off", "async_steps": False},
 }
-"""Other ways to run the same steps."""
+"""Settings for other ways to run the same steps."""
 BATCHES = (256, 128, 64, 32, 8, 1)
 """Largest first: the others are what is left of it when requests are aborted."""
 

@@ -61,4 +61,4 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     _offline("apex-7-slow", "As APEX Fig. 7, with CPU attention at a tenth of its speed", CONTROL,
              replace(A10, host_share=0.07), {x: _LONG[x] for x in ("100 out", "800 out")}, 160),
 )  # fmt: skip
-"""In the order of the page."""
+"""The experiments, in the order of the page."""

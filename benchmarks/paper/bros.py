@@ -73,4 +73,4 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         ),
     ),
 )  # fmt: skip
-"""In the order of the page."""
+"""The experiments, in the order of the page."""

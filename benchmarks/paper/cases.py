@@ -1,4 +1,4 @@
-"""What an experiment is: machine, load, systems, objectives, and what the paper says of its figure."""
+"""The parts of an experiment: machine, load, systems, objectives, and what the paper says of its figure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omniserve.core.request import SLO
 FIXED_BUDGET = 512
 """Tokens of a step of the systems that bound no step's time: what keeps Yi-34B within its TPOT."""
 MOST_TOKENS = 2048
-"""The same for those that do: the bound decides."""
+"""Tokens of a step of the systems that bound a step's time: the bound decides."""
 BOUNDED = ("omniserve", "omniserve-paper", "neo", "apex", "conserve")
 PAPER_ORDER = "paper's order"
 """Variant that prefills best-effort prompts before it decodes (omniserve 3.3.2; apex, Algorithm 1)."""
@@ -19,30 +19,30 @@ PAPER_ORDER = "paper's order"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineSpec:
-    """What it runs on, by the simulator's names."""
+    """The machine of a case, by the simulator's names."""
 
     model: str
     device: str
     hosts: str | None = None
     memory_gb: float | None = None
-    """Of a device, if the paper's has not what the data sheet says."""
+    """Memory of a device, if the paper's differs from the data sheet's."""
     bandwidth_gb_per_s: float | None = None
-    """The same of its memory's bandwidth."""
+    """Bandwidth of a device's memory, if the paper's differs from the data sheet's."""
     host_share: float | None = None
-    """Of a host's peak bandwidth that its attention reaches, if not the simulator's."""
+    """Share of a host's peak bandwidth that its attention reaches, if not the simulator's."""
     network_gb_per_s: float | None = None
-    """To a remote host, if not the simulator's."""
+    """Bandwidth to a remote host, if not the simulator's."""
     max_model_len: int | None = None
-    """If requests are longer than the model's own context."""
+    """Longest context, if requests are longer than the model's own."""
     prompts_come_computed: bool = False
-    """It is the decode instance of a prefill-decode pair: prompts come with their KV, and take no time."""
+    """The machine is the decode instance of a prefill-decode pair: prompts come with their KV, and take no time."""
     prefill_engines: int = 0
     """Machines like this one, with a host of their own, that compute prompts for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One simulation: a point of a figure."""
+    """A simulation: a point of a figure."""
 
     x: str
     """Place on the figure's axis: a row of its table."""
@@ -53,11 +53,11 @@ class Case:
     load: LoadSpec
     slo: SLO = field(default_factory=SLO)
     slo_scale: float = 1.0
-    """Of the objectives that come from ``Experiment.slo_from``."""
+    """Factor of the objectives that come from ``Experiment.slo_from``."""
     settings: tuple[tuple[str, object], ...] = ()
-    """Of EngineConfig, and options of policies; each policy gets those that it has."""
+    """Settings of EngineConfig, and options of policies; each policy gets those that it has."""
     drafts_right: float = 0.0
-    """How often the drafts of best-effort requests are right; 0: they have none."""
+    """Probability that a draft of a best-effort request is right; 0: requests have no drafts."""
 
     @property
     def column(self) -> str:
@@ -72,11 +72,11 @@ class Experiment:
     name: str
     figure: str
     says: str
-    """What the paper's text says of it."""
+    """The paper's text on the figure."""
     x_name: str
     cases: tuple[Case, ...] = field(repr=False)
     cell: str
-    """Which figures its table shows: see ``report.CELLS``."""
+    """The figures that the experiment's table shows: a key of ``report.CELLS``."""
     slo_from: str | None = None
     """The LS objectives are this system's own P99 at the same x (conserve 6.2); it comes first there."""
     times: float = 1.0

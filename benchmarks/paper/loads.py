@@ -30,7 +30,7 @@ class Side:
     """Tokens of prompts, or of outputs: log-normal with a mean, cut to ``[least, most]``; sigma 0: all the same."""
 
     mean: float
-    """Before the cut."""
+    """Mean before the cut."""
     sigma: float
     most: int
     least: int = 1
@@ -74,7 +74,7 @@ MIXTURES = {"mixed": ("dureader", "multinews", "vcsum")}
 LENGTH_FILES = {"sharegpt": "lengths/sharegpt_v3_first_turn.csv", "azure": "azure2023_conv.csv"}
 """Name -> file of a trace folder that is drawn from instead."""
 TIMES_FILE = "azure2023_conv.csv"
-"""Whose arrival pattern best-effort arrivals follow (omniserve 5.1.1), if there is a folder."""
+"""File of a trace folder whose arrival pattern best-effort arrivals follow (omniserve 5.1.1), if there is a folder."""
 
 
 def lengths_named(name: str, trace_dir: Path | None = None) -> Lengths:
@@ -106,13 +106,13 @@ def random_rates(low: float, high: float, interval_s: float, duration_s: float, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSpec:
-    """What comes."""
+    """The requests of a case: rates, lengths and arrivals of both kinds."""
 
     ls_rate: float = 0.0
     """Requests a second; 0: none."""
     ls_lengths: str = "sharegpt"
     ls_cv: float = 1.0
-    """Of the gaps between arrivals (gamma); 1 is Poisson."""
+    """Coefficient of variation of the gaps between arrivals (gamma); 1 is Poisson."""
     ls_rates: tuple[float, float, float] | None = None
     """(low, high, seconds): rates drawn anew, instead of ``ls_rate``."""
     ls_after: float = 0.0

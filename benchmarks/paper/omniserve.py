@@ -15,7 +15,7 @@ YI = MachineSpec(model="yi-34b-200k", device="2xA100-80GB-PCIe")
 LLAMA = MachineSpec(model="llama-2-70b", device="4xA100-80GB-PCIe", max_model_len=16384)  # of 4,096
 SLO_OF = {YI: SLO(ttft_s=2.0, tpot_s=0.2), LLAMA: SLO(ttft_s=3.0, tpot_s=0.25)}
 HEADROOM_FRACTION = 0.8
-"""Of the KV memory that Llumnix keeps for LS requests where the paper motivates its own design (2.3, Fig. 2a)."""
+"""Share of the KV memory that Llumnix keeps for LS requests where the paper motivates its own design (2.3, Fig. 2a)."""
 HEADROOM = f"{100 * HEADROOM_FRACTION:g} % headroom"
 OFFLOADING = "offloading for time"
 SHORT = {YI: "yi", LLAMA: "llama"}
@@ -113,7 +113,7 @@ _ADMISSION = _ordered(
 )
 
 _STOCK_SHARE = 0.5
-"""Of the run, before LS requests come: BE prompts are prefilled, and as many requests held as both tiers hold."""
+"""Share of the run before LS requests come: BE prompts are prefilled, and as many requests held as both tiers hold."""
 
 
 def _stock() -> Experiment:
@@ -305,4 +305,4 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         ),
     ),
 )  # fmt: skip
-"""In the order of the page."""
+"""The experiments, in the order of the page."""

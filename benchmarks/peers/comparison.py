@@ -24,7 +24,7 @@ from benchmarks.peers.processes import Engine, Pool, cpu_seconds, start_times
 from benchmarks.peers.report import line
 
 ENGINE_BYTES = 2 << 30
-"""What an engine takes beside weights and KV, roughly."""
+"""Memory of an engine beside weights and KV, roughly."""
 
 
 def interleaved(names: Sequence[str], rounds: int) -> list[tuple[int, str]]:
@@ -48,9 +48,9 @@ class Comparison:
     Args:
         engines: By name, OmniServe first.
         settings: What they were made with.
-        sizes: Of the loads.
+        sizes: Sizes of the loads.
         rounds: How often each contender meets each load.
-        seed: Of the first round; round ``i`` has ``seed + i``.
+        seed: Seed of the first round; round ``i`` has ``seed + i``.
         in_turns: Start servers in turns, although memory may hold all.
         folder: For logs and caches.
         save: Called with the results so far after each sample.

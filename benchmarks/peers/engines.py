@@ -1,4 +1,4 @@
-"""How the server of each engine is started for this comparison, and what is sent to it."""
+"""Starts the server of each engine for this comparison, and says what is sent to it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _NO_OBJECTIVE = (600.0, 600.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all engines are given alike."""
+    """Settings that all engines are given alike."""
 
     model: SavedModel
     dtype: str
     """bfloat16 or float32."""
     cpus: tuple[int, ...]
-    """One thread of the engine on each."""
+    """The cores of the engine's threads, one thread on each."""
     kv_gib: int
     """Memory for KV, but for llama.cpp, which is told a number of tokens."""
     slots: int

@@ -1,4 +1,4 @@
-"""What the machine's memory and arithmetic allow: how long a decode step or a prompt takes at least.
+"""Lower bounds of a decode step's and a prompt's time, by the machine's memory and arithmetic.
 
 A floor counts the linear layers (a matrix product each, weights as bf16 values, read once a step), and in attention the
 KV of earlier tokens in bf16. Norms, rotary embeddings, softmax and sampling are left out, so no engine can reach it.
@@ -17,7 +17,7 @@ _VALUE_BYTES = 2  # of a weight, and of K or V, whose values are bf16 ones in ev
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCost:
-    """What a Llama's tokens cost, by its config."""
+    """The cost of a Llama's tokens, by its config."""
 
     layer_weights: int
     """Number of values in the linear layers but for the language modelling head."""

@@ -34,7 +34,7 @@ def write_gguf(checkpoint: Path, config: Mapping[str, Any], path: Path, dtype: t
         checkpoint: Folder with ``model.safetensors`` of a ``LlamaForCausalLM`` without biases.
         config: Fields of its config.
         path: File to write.
-        dtype: Of matrices, bfloat16 or float32; vectors are float32, as llama.cpp asks for.
+        dtype: Dtype of matrices, bfloat16 or float32; vectors are float32, as llama.cpp asks for.
 
     Raises:
         ValueError: The checkpoint has a tensor that no Llama has, or the dtype is another one.

@@ -34,7 +34,7 @@ CUTOFF_S = 1800.0
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much is sent; tokens, unless a name says otherwise."""
+    """Sizes of the loads; tokens, unless a name says otherwise."""
 
     decode_batches: tuple[int, ...] = (1, 8, 32)
     decode_prompt: int = 16
@@ -52,9 +52,9 @@ class Sizes:
     be_output: int = 64
     shared_requests: int = 64
     shared_front: int = 512
-    """The same in all prompts of the phase."""
+    """The tokens that all prompts of the phase begin with."""
     shared_prompt: int = 64
-    """What comes behind it."""
+    """The tokens of a prompt behind the shared ones."""
     shared_output: int = 32
 
 
@@ -67,11 +67,11 @@ QUICK = Sizes(
 
 
 class Case(Protocol):
-    """One load of a phase, on which the contenders take turns."""
+    """A load of a phase, on which the contenders take turns."""
 
     @property
     def phase(self) -> str:
-        """One of PHASES."""
+        """The name of the phase, one of PHASES."""
 
     @property
     def name(self) -> str:
@@ -147,7 +147,7 @@ class _Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Decode(_Load):
-    """So many short prompts at once, long outputs: tokens a second."""
+    """Short prompts, ``batch`` at once, with long outputs: tokens a second."""
 
     batch: int
     phase: str = "decode"
@@ -174,7 +174,7 @@ class Decode(_Load):
 
 @dataclass(frozen=True, kw_only=True)
 class Prefill(_Load):
-    """One prompt at a time, one token out: TTFT."""
+    """Prompts one at a time, one token out: TTFT."""
 
     prompt: int
     phase: str = "prefill"
@@ -253,7 +253,7 @@ class SharedFront(_Load):
 
 @dataclass(frozen=True, kw_only=True)
 class CoServing(_Load):
-    """Both at once; LS figures are of the requests that came while BE work was left."""
+    """LS requests beside BE work; LS figures are of the requests that came while BE work was left."""
 
     phase: str = "coserve"
     name: str = "LS and BE"

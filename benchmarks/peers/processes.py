@@ -25,7 +25,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """How to start the server of an engine."""
+    """The program, arguments and environment that start an engine's server."""
 
     name: str
     program: tuple[str, ...]
@@ -34,7 +34,7 @@ class Engine:
     wire: Wire
     version: str
     settled_arguments: tuple[str, ...] = ()
-    """More of them where a server is wanted that neither compiles nor measures beside what it serves."""
+    """Further arguments where a server is wanted that neither compiles nor measures beside what it serves."""
 
 
 def private_folders(folder: Path) -> dict[str, str]:

@@ -25,7 +25,7 @@ FIGURES: dict[str, tuple[tuple[str, str, float, bool], ...]] = {
     "shared": (("be_tokens_per_s", "tokens/s in and out", 1.0, True),),
     "start": (("cold_s", "cold, s", 1.0, False), ("warm_s", "warm, s", 1.0, False)),
 }  # fmt: skip
-"""Of each phase: the figures' names, how they are shown, the factor to that unit, and whether more is better."""
+"""Figures of each phase: their names, how they are shown, the factor to that unit, and whether more is better."""
 CO_SERVING = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "attained_of_all", "be_tokens_per_s")
 """The figures of LS and BE together that are printed as they come."""
 

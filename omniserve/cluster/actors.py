@@ -1,4 +1,4 @@
-"""What runs on a node of the cluster: a CPU host, a rank or a prefill engine, in the process of a Ray actor."""
+"""The Ray actors on a node of the cluster: each process is a CPU host, a rank or a prefill engine."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class PrefillEngine:
         secret: What the engine's ``prefill_secret_file`` has.
         ip: Where it listens; None: at the node's own address.
         port: The same again if Ray starts it again, so that the engine finds it.
-        flags: Of the server. Those that are not an engine's are left out, and so are the files of its disk tier and of
-            its trace, which two processes must not share, and of its profile, which is of another machine.
+        flags: Flags of the server. Those that are not an engine's are left out, and so are the files of its disk tier
+            and of its trace, which two processes must not share, and of its profile, which is of another machine.
     """
 
     def __init__(self, secret: bytes, ip: str | None, port: int, flags: Sequence[str]) -> None:

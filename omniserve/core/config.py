@@ -14,9 +14,9 @@ GIB = 1 << 30
 MOST_HOSTS = 127
 """CPU hosts on the network that an engine can have (``kMostHosts`` in ``ops/csrc/host_tier.h``)."""
 CPU_HOST_SECRET_VARIABLE: Final = "OMNISERVE_CPU_HOST_SECRET"
-"""Has the secret of CPU hosts where there is no file with it."""
+"""Environment variable with the secret of CPU hosts, where no file has it."""
 PREFILL_SECRET_VARIABLE: Final = "OMNISERVE_PREFILL_SECRET"
-"""Likewise, of prefill engines."""
+"""Environment variable with the secret of prefill engines, where no file has it."""
 
 
 DEFAULT_CLASSES = (
@@ -27,7 +27,7 @@ DEFAULT_CLASSES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """How the device tier gets its model, runs a step, and keeps KV.
+    """Settings of the device tier: how it gets its model, runs a step, and keeps KV.
 
     Raises:
         ValueError: A setting is out of its range; the message says which and what to give instead.
@@ -103,7 +103,7 @@ class DiskKVConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How many processes serve one model, and where they come from.
+    """Settings of the processes that serve one model: their number, and where they come from.
 
     Raises:
         ValueError: A setting is out of its range.
@@ -122,7 +122,7 @@ class ParallelConfig:
     rank_secret_file: str | None = None
     """File with a secret of at least 16 characters, which ranks that join must know, too."""
     rank_timeout_s: float = 20.0
-    """A rank that does not answer another one for so long is taken for dead, and the engine is started again."""
+    """Seconds without an answer after which a rank is taken for dead, and the engine is started again."""
 
     def __post_init__(self) -> None:
         if self.tensor_parallel_size < 1:
@@ -136,7 +136,7 @@ class ParallelConfig:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks serve the model."""
+        """The number of ranks that serve the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
@@ -154,7 +154,7 @@ class HostsConfig:
     cpu_host_secret_file: str | None = None
     """File with a secret of at least 16 characters, which the hosts must know, too."""
     cpu_host_timeout_s: float = 5.0
-    """A host that says nothing for so long is lost: what is there is recomputed, until it comes back."""
+    """Seconds of silence after which a host is lost: what is there is recomputed, until it comes back."""
 
     def __post_init__(self) -> None:
         if self.cpu_hosts and self.cpu_host_secret_file is None:
@@ -181,13 +181,13 @@ class PrefillConfig:
     prefill_secret_file: str | None = None
     """File with a secret of at least 16 characters, which the prefill engines must know, too."""
     prefill_placement: str = "in-time"
-    """Which prompts go there, a name in PLACEMENTS or ``package.module:Class``. Latency-sensitive ones: ``in-time``, if
-    their first token is predicted within its objective there, or sooner than here; ``sooner``: only in the latter case.
-    Best-effort ones while an engine has little to do. ``always``: all."""
+    """Prompts that go to prefill engines, a name in PLACEMENTS or ``package.module:Class``. Latency-sensitive ones:
+    ``in-time``, if their first token is predicted within its objective there, or sooner than here; ``sooner``: only in
+    the latter case. Best-effort ones while an engine has little to do. ``always``: all."""
     prefill_timeout_s: float = 10.0
-    """A prefill engine that says nothing for so long is lost: its prompts are computed here."""
+    """Seconds of silence after which a prefill engine is lost: its prompts are computed here."""
     is_prefill_engine: bool = False
-    """This engine is one: it computes prompts for others. Set by ``python -m omniserve.prefill``."""
+    """This engine is a prefill engine: it computes prompts for others. Set by ``python -m omniserve.prefill``."""
 
     def __post_init__(self) -> None:
         if self.prefill_engines and self.prefill_secret_file is None:
@@ -215,7 +215,7 @@ class EngineConfig:
     host; ``incremental``: the same, and preempted requests resume from checkpoints; ``bidirectional``: likewise, and LS
     requests share blocks with BE ones."""
     execution: ExecutionConfig = field(default_factory=ExecutionConfig)
-    """How the device tier runs a step."""
+    """Settings of the device tier."""
 
     device_kv_bytes: int = 1 * GIB
     """Memory for the device tier's KV pool; without a GPU it is taken from main memory, all of it, at the start. If the
@@ -247,9 +247,9 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Several processes for one model."""
     hosts: HostsConfig = field(default_factory=HostsConfig)
-    """More machines for the host tier."""
+    """Further machines for the host tier."""
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
-    """More machines that compute prompts."""
+    """Further machines that compute prompts."""
 
     trace_steps: str | None = None
     """File that gets one JSON line a step, for ``python -m omniserve.explain``."""

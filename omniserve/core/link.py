@@ -1,7 +1,7 @@
 """Link: messages between two processes of one engine, over a TCP connection of their own.
 
 Both ends first prove that they know a secret: each answers the other's random challenge with an HMAC-SHA256 of it. What
-follows has checksums (CRC-32), but is neither encrypted nor signed: use a network that nobody else can write to.
+follows has checksums (CRC-32), but is neither encrypted nor signed: use a network that no stranger can write to.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
 
 
 class Codec(NamedTuple):
-    """How messages become bytes."""
+    """A pair of functions that turn messages into bytes and back."""
 
     dumps: Callable[[Any], bytes]
     loads: Callable[[bytes], Any]
 
 
 PICKLE = Codec(lambda message: pickle.dumps(message, pickle.HIGHEST_PROTOCOL), pickle.loads)
-"""Any object; who knows the secret can run code at the other end."""
+"""Any object. A peer that knows the secret can run code at the other end."""
 JSON = Codec(lambda message: json.dumps(message).encode(), json.loads)
 
 
@@ -169,7 +169,7 @@ def connect(address: tuple[str, int], secret: bytes, timeout_s: float, name: str
 
     Raises:
         PeerLost: It does not, or does not answer in time.
-        OSError: Nobody listens there.
+        OSError: No process listens there.
     """
     return _shake_hands(socket.create_connection(address, timeout_s), secret, name, codec, b"client", b"server")
 
@@ -198,7 +198,7 @@ def _shake_hands(
 
 
 def _digest(secret: bytes, who: bytes, challenge: bytes, other_challenge: bytes) -> bytes:
-    """Return the answer to a challenge. It names who answers, so that none can be sent back as one's own."""
+    """Return the answer to a challenge. It names its sender, so that none can be sent back as one's own."""
     return hmac.new(secret, who + challenge + other_challenge, hashlib.sha256).digest()
 
 

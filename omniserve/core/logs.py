@@ -42,7 +42,7 @@ _set_up: tuple[str, str] | None = None
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and what is known of the request.
+    """Writes one JSON object a line: time, level, logger, message, and what is known of the request.
 
     Args:
         names: For each engine request the ``x-request-id`` of the call that it belongs to, of which a call may have

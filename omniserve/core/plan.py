@@ -1,6 +1,10 @@
-"""What a scheduler decides (StepPlan) and what comes of it (StepOutput, HostEvent). Ids and counts, no tensors.
+"""The decision of a scheduler (StepPlan) and what comes of it (StepOutput, HostEvent). Ids and counts, no tensors.
 
 A step runs the batch ``[device rows | P piggyback seats]`` through all layers (one pass: the papers' iteration).
+
+The number of rows is constant through a step, and P is one of a small set of buckets, so one compiled function serves
+every layer. The number changes within a step only at a safepoint, or where rows that left come back. A step without
+piggyback rows is plain continuous batching with chunked prefill.
 """
 
 from __future__ import annotations
@@ -44,16 +48,17 @@ class DeviceChunk:
     samples: bool
     """The newest known token is among the rows, so a new token is sampled from its row."""
     num_drafts: int = 0
-    """So many of the last tokens are drafts: guesses at the tokens that follow the newest known one. A token is sampled
-    from their rows, too, and what a draft's row gives counts if the row before it has given the draft."""
+    """Number of drafts at the end of ``token_ids``: guesses at the tokens that follow the newest known one. A token is
+    sampled from their rows, too, and what a draft's row gives counts if the row before it has given the draft."""
     is_reversed: bool = False
     """The blocks run from the right: offset i of a block is its slot ``block_size - 1 - i``."""
     from_layer: int = 0
     """Above 0: these very tokens left an earlier step before this layer, and go on there (``StepOutput.halted``)."""
     scores: PromptScores | None = None
-    """None unless the request asked for log-probabilities of its prompt and these rows are the first to tell them."""
+    """Scores of the prompt that the rows tell; None unless the request asked for log-probabilities of its prompt and
+    these rows are the first to tell them."""
     state_slot: int = -1
-    """Where the request's recurrent states are, if the model has such; a chunk that starts at 0 begins with none."""
+    """Slot of the request's recurrent states, if the model has such; a chunk that starts at 0 begins with none."""
 
     @property
     def drafts(self) -> tuple[int, ...]:
@@ -72,16 +77,16 @@ class PiggybackEntry:
 
     request_id: str
     token_id: int
-    """May be PENDING_TOKEN, but not in ``StepPlan.pipelined``."""
+    """The token's id. May be PENDING_TOKEN, but not in ``StepPlan.pipelined``."""
     position: int
     slot: int
     """Host slot: the row in the residual store and in the host tier's queues."""
     epoch: int
-    """Raised whenever the slot changes hands; a result with another epoch is stale."""
+    """The slot's epoch, raised whenever the slot changes hands; a result with another epoch is stale."""
     block_ids: tuple[int, ...]
     """Host blocks that cover ``[0, position + num_rows)``, in order."""
     state_slot: int = -1
-    """As in ``DeviceChunk``."""
+    """Slot of the request's recurrent states, as in ``DeviceChunk``."""
     draft_ids: tuple[int, ...] = ()
     """Drafts of the tokens behind it. They pass the layers with it, a row each, and are verified after the last one."""
 
@@ -101,7 +106,7 @@ class PiggybackJoin:
     epoch: int
     layer: int
     state_slot: int = -1
-    """As in ``DeviceChunk``."""
+    """Slot of the request's recurrent states, as in ``DeviceChunk``."""
     draft_ids: tuple[int, ...] = ()
     """The drafts that go on with it: those that entered with it, or the first of them."""
     is_ready: bool = True
@@ -110,7 +115,7 @@ class PiggybackJoin:
 
     @property
     def num_rows(self) -> int:
-        """As in ``PiggybackEntry``."""
+        """Rows of the token and its drafts, as in ``PiggybackEntry``."""
         return 1 + len(self.draft_ids)
 
 
@@ -145,7 +150,7 @@ class DiskCopy:
     """Copy host blocks of prefixes (all layers, K and V) to the file of the disk tier, or back, beside the steps."""
 
     move_id: int
-    """From the same numbers as those of ``KVMove``; its event is MOVE_DONE or MOVE_FAILED, too."""
+    """Number of the copy, of the same series as ``KVMove``'s; its event is MOVE_DONE or MOVE_FAILED, too."""
     to_disk: bool
     host_block_ids: tuple[int, ...]
     slots: tuple[int, ...]
@@ -159,19 +164,19 @@ class RemotePrefill:
     """Have a prefill engine compute the first tokens of a prompt, and bring their KV into host blocks."""
 
     move_id: int
-    """From the same numbers as those of ``KVMove``; its event is PREFILL_DONE or PREFILL_FAILED."""
+    """Number of the prefill, of the same series as ``KVMove``'s; its event is PREFILL_DONE or PREFILL_FAILED."""
     engine: int
-    """Which prefill engine, from 1."""
+    """Number of the prefill engine, from 1."""
     token_ids: tuple[int, ...]
-    """Of full blocks."""
+    """Tokens of full blocks, from the prompt's first token on."""
     first_block: int
     """The KV of the blocks before it is here already."""
     host_block_ids: tuple[int, ...]
-    """For the blocks from there on."""
+    """Host blocks for the KV from ``first_block`` on."""
     service_class: str
     ttft_s: float | None
-    """Within so many seconds its KV should be here, for the first token to be in time; None: it has no objective, or it
-    is late anyway."""
+    """Seconds within which the KV should be here for the first token to be in time; None: the request has no objective,
+    or is late anyway."""
     cache_salt: str
 
 
@@ -221,7 +226,7 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """Why a step is what it is. Seconds; None where the policy has no latency model."""
+    """The reasons why a step is what it is. Seconds; None where the policy has no latency model."""
 
     predicted_s: float | None = None
     """The whole step."""
@@ -230,8 +235,8 @@ class Decision:
     bound_s: float | None = None
     """The bound up to which best-effort work was added, in seconds; None without a bound."""
     bound_by: str = ""
-    """Where the bound comes from: ``tpot of <request>``, ``ttft of <request>``, ``ttft of a new request``,
-    ``residual time of <request>``."""
+    """The source of the bound: ``tpot of <request>``, ``ttft of <request>``, ``ttft of a new request``, ``residual time
+    of <request>``."""
     left_out: tuple[LeftOut, ...] = ()
 
 
@@ -249,15 +254,15 @@ class StepPlan:
     num_piggyback_seats: int = 0
     """P: seats for piggyback rows, one of a small set of buckets; 0 is plain continuous batching."""
     state_loads: tuple[StateLoad, ...] = ()
-    """Done before anything else of the step reads or writes."""
+    """Recurrent states to put into their slots before anything else of the step reads or writes."""
     relocations: tuple[SlotCopy, ...] = ()
-    """Done in this order before anything else of the step reads or writes."""
+    """Slots to copy, in this order, before anything else of the step reads or writes."""
     moves: tuple[KVMove, ...] = ()
     """Copies to start; they run beside the steps."""
     disk_copies: tuple[DiskCopy, ...] = ()
-    """Likewise."""
+    """Copies to and from the disk to start; they run beside the steps."""
     prefills: tuple[RemotePrefill, ...] = ()
-    """To be asked of prefill engines."""
+    """Prompts to ask prefill engines for."""
     prefill_cancels: tuple[int, ...] = ()
     """``move_id`` of earlier prefills whose requests have ended: they are stopped. Each still has its event."""
     pipelined: tuple[PiggybackEntry | PiggybackJoin, ...] = ()
@@ -348,7 +353,7 @@ def is_whole(plan: StepPlan, halted: Mapping[str, int]) -> bool:
 
 
 HOST_BLOCKS = 1 << 24
-"""Ids of blocks for each host (``kHostBlocks`` in ``ops/csrc/host_tier.h``): those of host h on the network are from
+"""Ids of blocks for each host (``kHostBlocks`` in ``ops/csrc/host_tier.h``): blocks of host h on the network are from
 ``h * HOST_BLOCKS`` on, those of this machine's host tier below."""
 
 
@@ -367,7 +372,7 @@ class HostEventKind(enum.StrEnum):
     PREFILL_JOINED = "prefill_joined"
     """A prefill engine can be asked; its number is ``host``."""
     PREFILL_LOST = "prefill_lost"
-    """It cannot any more; what it was asked for has failed."""
+    """A prefill engine, ``host``, can no longer be asked; what it was asked for has failed."""
     HOST_LOST = "host_lost"
     """A CPU host on the network is lost: what is there must be recomputed."""
     HOST_JOINED = "host_joined"
@@ -385,14 +390,16 @@ class HostEvent:
     position: int = -1
     move_id: int = -1
     host: int = 0
-    """Of a host on the network: its number, from 1."""
+    """Number of the network host or prefill engine, from 1; 0: this machine's host tier."""
     num_blocks: int = 0
-    """Of one that joined: its blocks, and how many threads attend there. Of a prefill: the blocks that have come."""
+    """HOST_JOINED: KV blocks of the new host. PREFILL_DONE and PREFILL_FAILED: blocks whose KV has come."""
     num_threads: int = 0
+    """HOST_JOINED: threads that attend on the new host."""
     seconds: float = 0.0
-    """How long a ``DiskCopy`` took, from when a thread began it, or a ``RemotePrefill`` behind the one before it."""
+    """Seconds that a ``DiskCopy`` took, from when a thread began it, or a ``RemotePrefill`` behind the one before
+    it."""
     at_s: float = 0.0
-    """When a ``RemotePrefill`` ended, on the engine's clock."""
+    """End of a ``RemotePrefill``, seconds on the engine's clock."""
     states: bytes | None = field(default=None, repr=False)
-    """Of a ``RemotePrefill`` that is done: the recurrent states behind its last token, if the model has such."""
+    """PREFILL_DONE: the recurrent states behind the last token, if the model has such."""
     message: str = ""

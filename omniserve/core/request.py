@@ -17,7 +17,7 @@ class ServiceClass(enum.StrEnum):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended."""
+    """The reason why a request ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -56,7 +56,7 @@ class ClassSpec:
     slo: SLO = field(default_factory=SLO)
     """Objectives of its requests that bring none of their own."""
     speculation: bool = False
-    """Its requests that do not say otherwise are decoded speculatively."""
+    """Requests of the class that do not say otherwise are decoded speculatively."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -98,17 +98,17 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence token."""
     min_tokens: int = 0
-    """Before so many tokens, no stop string counts, and no token that ends the output is taken unless a grammar leaves
-    nothing else."""
+    """Number of tokens before which no stop string counts, and no token that ends the output is taken unless a grammar
+    leaves nothing else."""
     logprobs: int | None = None
     """Return the log-probability of each output token and of this many likeliest ones (0 to 20); None for none."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first, which nothing predicts."""
+    """Return the same for each token of the prompt but the first, which nothing predicts."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit, in [-100, 100]); a mapping is taken, too. A token with -100 never comes.
     While one with 100 may come, none without does."""
     grammar: str | None = None
-    """What the output has to be, in llguidance's dialect of Lark; see ``omniserve.json_grammar``. Needs a tokenizer."""
+    """Grammar of the output, in llguidance's dialect of Lark; see ``omniserve.json_grammar``. Needs a tokenizer."""
 
     def __post_init__(self) -> None:
         # Sequences are accepted for convenience; the stored value is hashable.
@@ -169,7 +169,7 @@ class Request:
     """Guess the next tokens from the text, and check several in one step; the output is the same. None: as the class
     has it, but yes if there is a prediction."""
     predicted_token_ids: Sequence[int] = ()
-    """What the output will be, about: the next tokens are guessed from it, too."""
+    """Rough prediction of the output: the next tokens are guessed from it, too."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))
@@ -203,7 +203,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestTimes:
-    """When things happened to a request, seconds on the engine's monotonic clock; None: not yet."""
+    """Times at which things happened to a request, seconds on the engine's monotonic clock; None: not yet."""
 
     arrival_s: float
     first_scheduled_s: float | None = None
@@ -212,11 +212,11 @@ class RequestTimes:
     predicted_ttft_s: float | None = None
     """The TTFT that admission control predicted at arrival; None without prediction."""
     host_since_s: float | None = None
-    """Since when it has been on the host tier, or on its way there or back; None: it is not."""
+    """Time since which the request has been on the host tier, or on its way there or back; None: it is not."""
 
 
 Stay = tuple[float, float]
-"""When a request left the device, and when it was back or had given way; seconds on the engine's monotonic clock."""
+"""Times at which a request left the device, and was back or had given way; seconds on the engine's monotonic clock."""
 _MAX_STAYS = 64
 
 
@@ -241,7 +241,8 @@ class RequestOutput:
     new_logprobs: tuple[TokenLogprob, ...] = ()
     """A log-probability for each of ``new_token_ids``; empty if none were asked for."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Of the prompt's tokens from the second on, once, in the request's first output; empty if not asked for."""
+    """Log-probabilities of the prompt's tokens from the second on, once, in the request's first output; empty if not
+    asked for."""
     finish_reason: FinishReason | None = None
     """The reason of the end; None while the request goes on."""
     stop_reason: int | str | None = None
@@ -256,7 +257,7 @@ class RequestOutput:
     host_stays: tuple[Stay, ...] = ()
     """Stays on the host tier that ended since the last output."""
     num_accepted_drafts: int = 0
-    """The first so many of ``new_token_ids`` were guessed right; see ``Request.speculation``."""
+    """Number of ``new_token_ids``, from the first on, that were guessed right; see ``Request.speculation``."""
     num_rejected_drafts: int = 0
     """Guesses that the step computed for the request and that are not among ``new_token_ids``."""
 
@@ -340,7 +341,7 @@ class RequestLimits:
         return next((token_id for token_id in ends if not 0 <= token_id < self.vocab_size), None)
 
     def check(self, request: Request) -> None:
-        """Refuse what can never be served.
+        """Refuse a request that can never be served.
 
         Raises:
             ValueError: A token is outside the vocabulary, the prompt plus output is longer than the model or the KV

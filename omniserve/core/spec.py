@@ -28,9 +28,9 @@ class AttentionSpec:
     chunk: int = 0
     """The query at position p sees keys at positions [p - p % chunk, p] (Llama 4); 0 sees all of [0, p]."""
     sinks: tuple[float, ...] | None = None
-    """For each query head a logit that joins the softmax's denominator and has no value (gpt-oss)."""
+    """Logits, one for each query head, that join the softmax's denominator and have no value (gpt-oss)."""
     alibi_slopes: tuple[float, ...] | None = None
-    """For each query head a slope: slope * (key position - query position) is added to the scaled score (ALiBi)."""
+    """Slopes, one for each query head: slope * (key position - query position) is added to the scaled score (ALiBi)."""
 
     def first_key(self, position: int) -> int:
         """Return the lowest position that the query at ``position`` sees; it never falls from one to the next."""
@@ -65,7 +65,7 @@ class ModelSpec:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    """Each ends a sequence; see ``eos_token_ids``."""
+    """Ids of the tokens that end a sequence; see the function ``eos_token_ids``."""
     dtype_bytes: int
     attention: tuple[AttentionSpec, ...]
     """The attention of each layer."""
@@ -77,11 +77,11 @@ class ModelSpec:
         return dataclasses.replace(self, num_layers=len(layers), attention=self.attention[layers.start : layers.stop])
 
     def kv_block_bytes(self, block_size: int) -> int:
-        """Bytes of one KV block over all layers, K and V."""
+        """Return the bytes of one KV block over all layers, K and V."""
         return 2 * self.num_layers * self.num_kv_heads * block_size * self.head_size * self.dtype_bytes
 
     def host_block_bytes(self, block_size: int, kv_dtype: str = "auto") -> int:
-        """Bytes of one block of the host pool over all layers, K, V and scales.
+        """Return the bytes of one block of the host pool over all layers, K, V and scales.
 
         Raises:
             ValueError: The dtype is not one of HOST_KV_DTYPES.

@@ -15,9 +15,9 @@ class CPUHostStats:
     tasks: int = 0
     """Attention tasks that were sent."""
     row_bytes: int = 0
-    """Of q, k and v, and of results."""
+    """Bytes of q, k and v, and of results."""
     moved_bytes: int = 0
-    """Of KV blocks, both ways."""
+    """Bytes of KV blocks, both ways."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,9 +80,9 @@ class PrefillEngineStats:
     times_lost: int
     """Counter."""
     prompts: int
-    """Counter: those that it was asked for."""
+    """Counter: prompts that the engine was asked for."""
     failed: int
-    """Counter: of these, those that did not come, or in part."""
+    """Counter: prompts whose KV did not come, or in part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,9 +101,9 @@ class EngineStats(SchedulerStats):
     disk_failures: int = 0
     """Counter: copies from and to disk that failed; a copy with a damaged block counts as one."""
     cpu_hosts: Mapping[str, CPUHostStats] = field(default_factory=dict)
-    """By address; those of the network."""
+    """Hosts on the network, by address."""
     prefill_engines: Mapping[str, PrefillEngineStats] = field(default_factory=dict)
-    """By address."""
+    """Prefill engines, by address."""
     steps: int = 0
     step_seconds: float = 0.0
     """Counter: time spent in steps."""

@@ -9,25 +9,25 @@ class Others(Protocol):
     """Work that upkeep gives way to, again and again."""
 
     def are_waiting(self) -> bool:
-        """Tell whether there is any."""
+        """Tell whether such work waits."""
         ...
 
     def run(self) -> None:
-        """Do it until there is none."""
+        """Do the waiting work until there is none."""
         ...
 
 
 class Upkeep(Protocol):
-    """Something that improves an engine while it serves."""
+    """Work that improves an engine while it serves."""
 
     @property
     def is_done(self) -> bool:
-        """Nothing is left to do."""
+        """The upkeep has nothing left to do."""
         ...
 
     @property
     def is_due(self) -> bool:
-        """There is something to do in a moment without requests."""
+        """The upkeep has something to do in a moment without requests."""
         ...
 
     def poll(self) -> None:

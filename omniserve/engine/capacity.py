@@ -1,4 +1,4 @@
-"""What fits into an engine: blocks of its pools and its context. Plain numbers, no tensors."""
+"""The sizes that fit into an engine: blocks of its pools and its context. Plain numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -130,10 +130,10 @@ def rows_per_host_request(config: EngineConfig, spec: ModelSpec, *, has_own_memo
 
 
 def fit_states(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """Return a configuration with so many requests at most that their recurrent states fit into half the device pool.
+    """Return a configuration whose recurrent states, of all its requests, fit into half the device pool.
 
     Raises:
-        ValueError: They do not even for one request of each kind.
+        ValueError: The states do not fit even for one request of each kind.
     """
     has_hosts = has_host_tier(config)
     wanted = num_state_slots(config, spec, has_host_tier=has_hosts) * spec.state_bytes
@@ -162,7 +162,7 @@ def fit_states(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
 
 
 def pool_bytes(kv_bytes: int, config: EngineConfig, spec: ModelSpec) -> int:
-    """Return the ``device_kv_bytes`` of a pool with so much KV at least, beside the states of as many requests."""
+    """Return the ``device_kv_bytes`` of a pool with at least ``kv_bytes`` of KV beside the states of its requests."""
     has_hosts = has_host_tier(config)
     wanted = num_state_slots(config, spec, has_host_tier=has_hosts) * spec.state_bytes
     states = min(wanted, max(kv_bytes, (2 + has_hosts) * spec.state_bytes))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
 import os
-import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -21,38 +19,24 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.errors import EngineStopped, PeerLost, Stalled
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Completion, Request, RequestLimits, RequestOutput, ServiceClass
-from omniserve.core.spec import ModelSpec, eos_token_ids
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
-from omniserve.engine.assembly import check_policy, check_ranks, make_host_tier, make_runner, num_late_layers
-from omniserve.engine.capacity import fit_states, largest_part, max_model_len, num_blocks, prefix_settings
-from omniserve.engine.disk import check_disk, open_disk
-from omniserve.engine.fingerprint import fingerprint_of
-from omniserve.engine.network import connect_hosts, connect_prefill_engines
 from omniserve.engine.outputs import OutputCollector
-from omniserve.engine.stepping import FinishedStep, OpenRequest, StepLog, Stepper
-from omniserve.host.cores import default_host_threads
-from omniserve.host.disk import DiskStats, DiskTier
-from omniserve.host.remote import HostUser
-from omniserve.host.tier import HostTier
-from omniserve.kv import KV_MANAGERS, KeepsPrefixesOnDisk
-from omniserve.kv.disk_prefixes import DiskPrefixes
-from omniserve.kv.storage import DeviceKVStorage
-from omniserve.latency import LATENCY_MODELS, CorrectedModel, ModelShape
+from omniserve.engine.parts import EngineParts, latency_model_of
+from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
+from omniserve.host.disk import DiskStats
+from omniserve.kv import KeepsPrefixesOnDisk
 from omniserve.latency.profile import Profile
-from omniserve.latency.trace import StepTracer
-from omniserve.layers.patching import patched_model
 from omniserve.ops.streams import drain
 from omniserve.parallel.group import RankGroup
 from omniserve.sampling.grammar import Grammar, GrammarCompiler
-from omniserve.sampling.sampler import Sampler
-from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 
 logger = logging.getLogger(__name__)
 
 _COPY_POLL_S = 0.001
 _PREFILL_WAIT_S = 0.005
-"""Nothing but prefill engines works for this one: to look more often for new requests would take their cores."""
+"""Least seconds of a wait while nothing but prefill engines works for this one: to look more often for new requests
+would take their cores."""
 _LAST_WRITES_S = 10.0
 _IDLE_STEPS = 3  # a block that has just been filled is copied two plans later at the soonest
 
@@ -87,129 +71,45 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         group: RankGroup | None = None,
     ) -> None:
-        config = config or EngineConfig()
-        check_ranks(config, model, group)
-        num_stages = config.parallel.pipeline_parallel_size
+        this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
+        self._clock, self._ids, self._outputs = clock, itertools.count(), OutputCollector(tokenizer)
+        parts = EngineParts.of(
+            config or EngineConfig(), model, profile=profile, tokenizer=tokenizer, clock=clock, group=group,
+            safepoint=lambda: this()._ask_who_must_leave(),
+        )  # fmt: skip
+        setup, spec = parts.setup, parts.spec
+        self.config, self.spec, self.max_model_len = setup.config, spec, setup.max_model_len
+        self.model = parts.model
+        """The patched model."""
         self.group = group
         """The other ranks, if there are any."""
-        self.model = patched = patched_model(model, compile=config.execution.compile)
-        """The patched model."""
-        self._clock = clock
-        self._outputs = OutputCollector(tokenizer)
-        self._ids = itertools.count()
-        self._closed = False
-        self._process_id = os.getpid()
-        ends = {*patched.spec.eos_token_ids, *eos_token_ids(patched.spec.vocab_size, tokenizer)}
-        self.spec: ModelSpec = dataclasses.replace(patched.spec, eos_token_ids=tuple(sorted(ends)))
-        self.config = config = fit_states(config, self.spec)
-        self._grammars = GrammarCompiler(
-            tokenizer, vocab_size=self.spec.vocab_size, eos_token_ids=self.spec.eos_token_ids
-        )
-        self.max_model_len = max_model_len(config, self.spec)
-        policy, options = policy_of(config)
-        check_policy(config, self.spec)
-        check_disk(config, self.spec)
-        num_device_blocks, num_host_blocks = num_blocks(config, largest_part(config, self.spec))
-        storage = DeviceKVStorage(
-            self.spec,
-            num_blocks=num_device_blocks,
-            block_size=config.block_size,
-            dtype=patched.dtype,
-            device=patched.device,
-            layers=patched.layers,
-        )
-        host_threads = config.host_threads or default_host_threads(patched.device)
-        self.host_tier: HostTier | None = None
-        if num_host_blocks > 0:
-            self.host_tier = make_host_tier(config, patched, group, num_threads=host_threads)
-        caches = prefix_settings(
-            config, self.spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks
-        )
-        self.disk: DiskTier | None = None
-        if self.host_tier is not None and (disk := open_disk(config, self.spec, model, self.host_tier)):
-            self.disk = disk
-            caches["disk"] = DiskPrefixes(disk.file.num_slots, disk.file.entries)
-        self.kv = KV_MANAGERS.get(config.kv)(
-            num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size,
-            **caches,
-        )  # fmt: skip
-        overlaps = config.execution.async_steps
-        if overlaps is None:
-            overlaps = patched.device.type == "cuda" or num_stages > 1
-        shape = ModelShape.of(self.spec)
-        self._latency: CorrectedModel | None = None
-        self._latency_model = LATENCY_MODELS.get(options.latency_model)
-        self._profile = profile
-        forecast: Forecast | None = None
-        if profile is not None:
-            profile.require(fingerprint_of(model, config))
-            self._latency = CorrectedModel(self._latency_model.from_profile(profile), is_coarse=profile.is_coarse)
-            forecast = Forecast.of_profile(profile, self._latency)
-        limits = SchedulerLimits.of(
-            config, options, self.spec, self.kv, max_model_len=self.max_model_len,
-            late_layers=num_late_layers(config, patched, group) if self.host_tier is not None else 0,
-            max_host_drafts=self.host_tier.max_rows - 1 if self.host_tier is not None else 0,
-        )  # fmt: skip
-        if limits.num_state_slots:
-            num_bytes = limits.num_state_slots * self.spec.state_bytes
-            logger.info("recurrent states of %d requests take %d bytes", limits.num_state_slots, num_bytes)
-        self.scheduler = Scheduler(
-            policy, options, limits=limits, kv=self.kv, forecast=forecast, num_stages=num_stages if overlaps else 1
-        )
-        self._sampler = Sampler(
-            vocab_size=self.spec.vocab_size,
-            device=patched.device,
-            seed=config.seed,
-            eos_token_ids=self.spec.eos_token_ids,
-        )
+        self.kv, self.scheduler, self.runner = parts.kv, parts.scheduler, parts.runner
+        self.host_tier, self.disk = parts.host_tier, parts.disk
+        self.hosts, self.prefill_engines = parts.hosts, parts.prefills
+        """The CPU hosts on the network and the prefill engines, if the settings ask for any."""
+        self._sampler, self._log, self._latency, self._profile = parts.sampler, parts.log, parts.latency, profile
+        self._grammars = GrammarCompiler(tokenizer, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
         self.limits = RequestLimits(
-            vocab_size=self.spec.vocab_size,
-            max_model_len=self.max_model_len,
-            pool_tokens=num_device_blocks * config.block_size,
-            has_tokenizer=tokenizer is not None,
-        )
+            vocab_size=spec.vocab_size, max_model_len=setup.max_model_len,
+            pool_tokens=setup.num_device_blocks * setup.config.block_size, has_tokenizer=tokenizer is not None,
+        )  # fmt: skip
+        self._stepper = Stepper(
+            scheduler=self.scheduler, runner=self.runner, outputs=self._outputs, clock=clock,
+            record=lambda step: this()._record(step), overlaps=setup.overlaps, num_stages=setup.num_stages,
+            keeps_names=setup.config.trace_steps is not None,
+        )  # fmt: skip
+        self._process_id, self._closed = os.getpid(), False
         self.on_step: Callable[[StepPlan, bool, float], None] | None = None
         """Called with each step that computed something, as it is collected: plan, whether the host tier worked,
         seconds. These run from the end of the step before it, or from its own planning after a pause; without a GPU and
         with ``async_steps`` they are those of the step launched meanwhile."""
-        self._to_preempt: frozenset[str] = frozenset()
-        """Requests whose rows must leave the running step."""
         self.upkeep: Upkeep | None = None
-        """What is still to be done on the engine beside requests; the process that steps it does it."""
+        """Work that is still to be done on the engine beside requests; the process that steps the engine does it."""
         self.on_safepoint: Callable[[], None] | None = None
         """Called between the layers of a step that rows may leave; it looks for requests that have come
         and tells ``arriving`` of them."""
-        tracer = StepTracer(config.trace_steps, classes=config.classes) if config.trace_steps is not None else None
-        self._log = StepLog(shape, latency=self._latency, tracer=tracer)
-        this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
-        user = HostUser(secrets.token_hex(16), num_ranks=config.parallel.num_ranks)
-        with contextlib.ExitStack() as undo:  # if this fails, their threads would connect again and again
-            self.hosts = connect_hosts(config, patched, self.host_tier, user)
-            """The CPU hosts on the network, if the settings ask for any."""
-            if self.hosts is not None:
-                undo.callback(self.hosts.close)
-            self.prefill_engines = connect_prefill_engines(config, self.spec, self.host_tier, self.kv, model, clock)
-            """The prefill engines, if the settings ask for any."""
-            if self.prefill_engines is not None:
-                undo.callback(self.prefill_engines.close)
-            self.runner = make_runner(
-                config, group, model=patched, tier=self.host_tier, user=user, host_threads=host_threads,
-                max_model_len=self.max_model_len, num_device_blocks=num_device_blocks,
-                num_state_slots=limits.num_state_slots, overlaps=overlaps,
-                ask_who_must_leave=lambda: this()._ask_who_must_leave(), storage=storage, sampler=self._sampler,
-                disk=self.disk, hosts=self.hosts, prefills=self.prefill_engines,
-            )  # fmt: skip
-            undo.pop_all()
-        self._stepper = Stepper(
-            scheduler=self.scheduler,
-            runner=self.runner,
-            outputs=self._outputs,
-            record=lambda step: this()._record(step),
-            clock=clock,
-            overlaps=overlaps and num_stages == 1,
-            num_stages=num_stages if overlaps else 1,
-            keeps_names=tracer is not None,
-        )
+        self._to_preempt: frozenset[str] = frozenset()
+        """Requests whose rows must leave the running step."""
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -365,7 +265,7 @@ class Engine:
         """
         assert self._profile is not None and self._latency is not None, "the engine has no profile to replace"
         profile.require(self._profile.fingerprint)
-        self._latency.replace(self._latency_model.from_profile(profile), is_coarse=profile.is_coarse)
+        self._latency.replace(latency_model_of(self.config).from_profile(profile), is_coarse=profile.is_coarse)
         self._profile = profile
 
     def generate(self, requests: Iterable[Request], *, progress: bool = False) -> list[Completion]:

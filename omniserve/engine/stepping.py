@@ -2,6 +2,24 @@
 
 StepLog has what is kept of the steps that ran: counters, the trace, what the latency model learns from. Nothing here
 needs torch: the engine and the simulator take the same steps, with other runners.
+
+With ``async_steps`` on a GPU the device does not wait for the host between steps. As a step is launched,
+``Scheduler.advance`` books what is certain of it, with ``PENDING_TOKEN`` for each token that it samples. The next step
+is planned and launched, and gets those tokens on the device (``PendingTokens``). Only then does the host wait for the
+first step's tokens, and ``settle`` fills them in. So at most one step is ahead of another.
+
+* A request that ends meanwhile has its row in the next step dropped. Its blocks are free at once, as device work runs
+  in the order of its launch. A request whose pending token is certainly its last is ENDING: it has given its KV back,
+  and no policy sees it.
+* Late joins are assumed to join (``HostResidents.assume``). If ``settle`` finds that one did not, its token is again
+  where it was, and the row that the next step already has for it misses that step, too.
+* A plan whose outcome decides more than that ends before the next one is made: safepoints, a second sub-batch, prompt
+  log-probabilities, a grammar, drafts that it verifies, late joins at the last layer. A pending token behind which a
+  request could have drafts is waited for first (``Scheduler.awaits_tokens``).
+* A step's bound counts from ``Policy.busy_until_s``, when the step in flight ends. The price: a request that comes
+  while a step runs is in the step after the next, and so is a host result at the last layer.
+
+With several stages as many steps are in flight, all of them advanced before they are known (``omniserve.parallel``).
 """
 
 from __future__ import annotations
@@ -64,11 +82,11 @@ class FinishedStep:
     plan: StepPlan
     result: StepOutput
     outputs: Sequence[RequestOutput]
-    """What requests got from it."""
+    """Outputs that requests got from the step."""
     host_works: bool
-    """The host tier worked meanwhile."""
+    """The host tier worked during the step."""
     started_s: float
-    """When it began, on the clock of the outputs' times."""
+    """Begin of the step, on the clock of the outputs' times."""
     seconds: float
     ran_alone: bool
     """No other step was in another stage of the model meanwhile."""
@@ -100,7 +118,7 @@ class Stepper:
         record: Is given each step that computed something, as it is collected.
         clock: Monotonic seconds.
         overlaps: Launch a step while the one before it runs, where its plan is certain.
-        num_stages: Of the model: with several, so many steps are in flight. ``overlaps`` is then of no use.
+        num_stages: Stages of the model: with several, as many steps are in flight. ``overlaps`` is then of no use.
         keeps_names: Every step needs its requests as they were, also those that end while it runs: it is traced.
     """
 

@@ -77,4 +77,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         server.close()
         return 0
-    return 1  # nobody can connect any more
+    return 1  # no engine can connect any more

@@ -9,6 +9,8 @@ for the slowest one. So a core that others use much is left to them (``python -m
 2 threads are slower than 1 where others use a fifth to two thirds of a core, by the model and the batch, and take 1.3
 to 3.4 times as long where they use all of it. How much others use is read from Linux's ``/proc``. Short bursts do not
 count: a client that sends a request, and the server that reads it, are done before a step could make room for them.
+
+Cores that niced processes use are not left to them.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _num_sharing = 1  # processes that share the quota of this one
 
 
 def share_quota(num_processes: int) -> None:
-    """Note that so many processes, this one included, work on one task: each takes its part of their CPU quota."""
+    """Note that ``num_processes``, this one included, work on one task: each takes its part of their CPU quota."""
     global _num_sharing
     _num_sharing = num_processes
 

@@ -45,7 +45,7 @@ class _Flight:
         self.copy = copy
         self.num_left = num_pieces
         self.began_s: float | None = None
-        """When its first piece began."""
+        """Time at which the copy's first piece began; None before."""
         self.errors: list[str] = []
 
 
@@ -165,7 +165,7 @@ class DiskTier:
 
 
 def _give_way(niceness: int) -> None:
-    """Make this thread alone so much nicer than the process."""
+    """Make this thread alone nicer than the process, by ``niceness``."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + niceness)
     except OSError as error:

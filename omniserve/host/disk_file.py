@@ -71,7 +71,7 @@ class DiskFile:
             raise ValueError(f"the disk tier has {num_bytes} bytes, less than a KV block takes: give at least {least}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = folder / f"kv-{fingerprint}.omniserve" if fingerprint is not None else None
-        """None: the file has no name."""
+        """Path of the file; None: the file has no name."""
         self._checksums: dict[int, tuple[bytes, int]] = {}
         """Slot -> key and checksum of the block that it holds."""
         self._writes = itertools.count()

@@ -1,4 +1,9 @@
-"""Memory for the host pool: huge pages, spread over the NUMA nodes of the cores that read it, page-locked for a GPU."""
+"""Memory for the host pool: huge pages, spread over the NUMA nodes of the cores that read it, page-locked for a GPU.
+
+The host pool has a layout of its own (``ops/csrc/attention.h``): a block ``[K, 2, S, H]`` is one run of memory, read in
+the order in which it lies, each byte once for all query heads of its group; V of bf16 lies in token pairs. Moves repack
+at the speed of a copy. An idle-priority thread touches the pool's huge pages ahead of the work.
+"""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class DirectMover(Mover):
         """Compile the kernels of both directions now; otherwise the first moves would stall a step."""
         dtype, shape = self._pool_LBK2SH.dtype, self._pool_LBK2SH.shape[2:]
         pool = torch.empty(1, 1, *shape, dtype=dtype, pin_memory=True)
-        device = torch.device("cuda", torch.cuda.current_device())  # `HostTier.of` made the tier's device current
+        device = torch.device("cuda", torch.cuda.current_device())  # the tier made its device current
         cache = torch.empty(1, 1, shape[0], *shape[2:], dtype=dtype, device=device)
         block = torch.zeros(1, dtype=torch.int64, device=device)
         for to_host in (True, False):

@@ -45,8 +45,8 @@ class PrefillEngines(PrefillReceiver):
     Args:
         config: Where they are.
         pool_LBK2SH: The host tier's pool, into which blocks come.
-        fingerprint: Of the weights, and of how blocks are laid out.
-        state_bytes: Of a request's recurrent states.
+        fingerprint: Fingerprint of the weights, and of how blocks are laid out.
+        state_bytes: Bytes of a request's recurrent states.
         classes: Names of the classes of requests.
         parallel: The engine's ranks, and so those of each prefill engine.
         clock: The engine's.

@@ -1,4 +1,4 @@
-"""What an engine and a prefill engine tell each other. Pickled (``core.link``); both ends are of the same version.
+"""The messages between an engine and a prefill engine. Pickled (``core.link``); both ends are of the same version.
 
 Blocks are sent as they lie in the sender's host pool. So both ends must have the same model, the same weights and the
 same layout of blocks (``Hello.fingerprint``). With several ranks each rank of the engine has a connection to the one of
@@ -15,65 +15,68 @@ from omniserve.core.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """From an engine that has connected. It asks for prompts."""
+    """The first message of an engine that has connected and asks for prompts."""
 
     fingerprint: str
-    """Of the weights, and of how blocks are laid out."""
+    """Fingerprint of the weights, and of how blocks are laid out."""
     block_bytes: int
     classes: tuple[str, ...]
     """Names of the classes of its requests."""
     state_bytes: int = 0
-    """Of a request's recurrent states."""
+    """Bytes of a request's recurrent states."""
     parallel: tuple[int, int] = (1, 1)
-    """Its sizes of tensor and of pipeline parallel."""
+    """The engine's sizes of tensor and of pipeline parallel."""
     version: str = __version__
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """To that engine: it may ask. And to its other ranks: they are known."""
+    """The prefill engine's answer to ``Hello``: the engine may ask. To ``HelloOfRank`` it says that the rank is
+    known."""
 
     session: str = ""
-    """What the prefill engine knows this connection by."""
+    """The prefill engine's id of this connection."""
     ranks: tuple[tuple[str, int], ...] = ()
-    """Where its other ranks listen, from rank 1 on."""
+    """Addresses at which the prefill engine's other ranks listen, from rank 1 on."""
 
 
 @dataclass(frozen=True, slots=True)
 class HelloOfRank:
-    """From another rank of an engine, to that of the prefill engine."""
+    """The first message of an engine's further rank, to the prefill engine's rank with the same part."""
 
     session: str
     fingerprint: str
-    """Of its part of the weights."""
+    """Fingerprint of the rank's part of the weights."""
     block_bytes: int
     version: str = __version__
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """To it, instead of ``Welcome``."""
+    """The answer that refuses an engine or a rank, instead of ``Welcome``."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """From it: compute the prompt, and send the KV of its blocks from ``first_block`` on, in their order."""
+    """An engine's request: compute the prompt, and send the KV of its blocks from ``first_block`` on, in their
+    order."""
 
     prefill: RemotePrefill
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """From it: the request of this prefill has ended. The prefill engine stops it, and answers ``Failed``."""
+    """An engine's word that the request of this prefill has ended. The prefill engine stops it, and answers
+    ``Failed``."""
 
     move_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """To it: the next blocks."""
+    """The next blocks of a prefill, from the prefill engine or a rank of it."""
 
     move_id: int
     data: bytes
@@ -82,7 +85,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """To it: all blocks of this prefill have been sent."""
+    """The prefill engine's word that all blocks of this prefill have been sent."""
 
     move_id: int
     states: bytes | None = None
@@ -91,7 +94,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """To it: no more blocks of this prefill will be sent."""
+    """The prefill engine's word that no more blocks of this prefill will be sent."""
 
     move_id: int
     why: str
@@ -99,4 +102,4 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """To it, about once a second while there is nothing else to send: the prefill engine is still running."""
+    """A sign of life from the prefill engine, about once a second while there is nothing else to send."""

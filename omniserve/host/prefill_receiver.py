@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Order:
-    """What was asked for."""
+    """A prefill that was asked for."""
 
     prefill: RemotePrefill
     began_s: float
@@ -40,7 +40,7 @@ class Sender:
     name: str
     link: Link | None = None
     outbox: queue.SimpleQueue[object] = field(default_factory=queue.SimpleQueue)
-    """What is to be sent to it; a new one for each connection, as None ends it."""
+    """Messages to send to the engine; a new queue for each connection, as None ends it."""
     orders: dict[int, Order] = field(default_factory=dict)
     last_end_s: float = 0.0
     num_asked: int = 0
@@ -56,8 +56,8 @@ class PrefillReceiver:
     Args:
         names: What the engines are called in messages, in the order of their numbers, which begin at 1.
         pool_LBK2SH: The host tier's pool, into which blocks come.
-        state_bytes: Of a request's recurrent states.
-        timeout_s: An engine that says nothing for so long is lost.
+        state_bytes: Bytes of a request's recurrent states.
+        timeout_s: Seconds of silence after which an engine is lost.
         clock: The engine's.
     """
 

@@ -1,4 +1,5 @@
-"""What a prefill engine and each of its ranks do alike: they listen, and send blocks to an engine, or a rank of one."""
+"""The part that a prefill engine and each of its ranks share: they listen, and send blocks to an engine, or a rank of
+one."""
 
 from __future__ import annotations
 
@@ -36,9 +37,10 @@ class Session:
     def __init__(self, peer: Link, session_id: str, on_message: Callable[[Session, object], None]) -> None:
         self.peer, self.id = peer, session_id
         self.turned_s: float | None = None
-        """When the engine last began a step or looked for messages; None: the session always says that it is alive."""
+        """Time at which the engine last began a step or looked for messages; None: the session always says that it is
+        alive."""
         self.queued_bytes = 0
-        """Of blocks that are to be sent."""
+        """Bytes of blocks that are to be sent."""
         self._on_message = on_message
         self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -101,7 +103,7 @@ class Listener:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._socket = socket.create_server(address, family=family)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        """Where it listens."""
+        """The address at which it listens."""
         threading.Thread(target=self._accept, name="prefill-accept", daemon=True).start()
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ _LONGEST_GAP_S = 1.0  # if two polls are further apart, the caller was busy or s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostTierStats:
-    """What a host tier has done since its start, and what it has in hand."""
+    """Counters of a host tier since its start, and gauges of its work in hand."""
 
     tasks_done: int
     """Counter: attention tasks that gave a result."""
@@ -39,7 +39,7 @@ class HostTierStats:
 
 @dataclass(frozen=True, slots=True)
 class HostLinkStats:
-    """What an engine knows of a CPU host on the network. In the order of ``HostLinkStats`` in ``host_tier.h``."""
+    """The engine's figures of a CPU host on the network, in the order of ``HostLinkStats`` in ``host_tier.h``."""
 
     host: int
     is_lost: int
@@ -49,13 +49,13 @@ class HostLinkStats:
     """Counter since the engine began, like those that follow."""
     tasks_sent: int
     bytes_sent: int
-    """Of q, k and v."""
+    """Bytes of q, k and v."""
     bytes_received: int
-    """Of results."""
+    """Bytes of results."""
     bytes_moved: int
-    """Of blocks, both ways."""
+    """Bytes of blocks, both ways."""
     busy_ns: int
-    """As the host has told last in this session, like those that follow: time of its threads at work, summed."""
+    """Time of the host's threads at work, summed, as the host has told last in this session, like those that follow."""
     kv_bytes_read: int
     threads_alive: int
     tasks_done: int

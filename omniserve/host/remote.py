@@ -1,5 +1,15 @@
 """NetworkHosts: the CPU hosts on the network as an engine sees them: connects to them, again when one was lost.
 
+Host h has the block ids from ``h * HOST_BLOCKS`` on, so plans, tables and moves say where a request is without a word
+more. The engine's own tier takes rows and results as ever: a task whose blocks are elsewhere goes to that host's link
+(``host_tier_link*.cpp``), a message for each layer and host with q, k and v, and comes back as an event of the same
+queue. Each host has two connections, one for rows and one for blocks, so that no row waits behind a move. A frame has a
+checksum, a task its slot, epoch, layer and position.
+
+A host that is cut off, silent or wrong is lost as a whole: its tasks and moves fail, and its requests are recomputed
+(``RequestTable._leave_lost_hosts``). No rank connects again before the scheduler knows that all ranks have lost it, so
+no token goes to a session without its KV.
+
 Paper: omniserve 4 (distributed CPU attention).
 """
 
@@ -13,15 +23,12 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
-
-import torch
+from typing import Any
 
 from omniserve.core import link
-from omniserve.core.config import CPU_HOST_SECRET_VARIABLE, EngineConfig, HostsConfig
+from omniserve.core.config import CPU_HOST_SECRET_VARIABLE, HostsConfig
 from omniserve.core.errors import PeerLost, PeerRefused
 from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind
-from omniserve.core.spec import ModelSpec
 from omniserve.core.stats import CPUHostStats
 from omniserve.core.version import __version__
 from omniserve.host.server import spec_to_plain
@@ -37,7 +44,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 
 @dataclass(frozen=True, slots=True)
 class HostUser:
-    """Which of an engine's ranks uses the hosts."""
+    """The rank of an engine that uses the hosts."""
 
     engine: str
     """The engine's, the same on all of its ranks and on no other engine."""
@@ -57,9 +64,6 @@ class NetworkHosts:
     Args:
         config: Where the hosts are.
         tier: This machine's host tier, which gets the connections.
-        spec: The model's sizes.
-        dtype: Of rows and results.
-        block_size, kv_dtype, num_slots: Those of the tier.
         user: The rank whose tier it is; None: the engine has one.
 
     Raises:
@@ -67,20 +71,19 @@ class NetworkHosts:
         OSError: The file with the secret cannot be read.
     """
 
-    def __init__(
-        self, config: HostsConfig, tier: HostTier, *, spec: ModelSpec, dtype: torch.dtype, block_size: int,
-        kv_dtype: str, num_slots: int, user: HostUser | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: HostsConfig, tier: HostTier, *, user: HostUser | None = None) -> None:
         self._tier, self._timeout_s = tier, config.cpu_host_timeout_s
         user = user or HostUser(secrets.token_hex(16))
         self._is_led = user.num_ranks > 1
         self._addresses = [link.host_and_port(address) for address in config.cpu_hosts]
         assert config.cpu_host_secret_file is not None
         self._secret = link.read_secret(config.cpu_host_secret_file, CPU_HOST_SECRET_VARIABLE)
+        setup = tier.setup
         self._hello = {
             "purpose": "rows", "version": __version__, "engine": user.engine, "rank": user.rank,
-            "num_ranks": user.num_ranks, "spec": spec_to_plain(spec), "dtype": str(dtype).removeprefix("torch."),
-            "block_size": block_size, "kv_dtype": kv_dtype, "num_slots": num_slots, "max_rows": tier.max_rows,
+            "num_ranks": user.num_ranks, "spec": spec_to_plain(tier.spec),
+            "dtype": str(tier.dtype).removeprefix("torch."), "block_size": setup.block_size,
+            "kv_dtype": setup.kv_dtype, "num_slots": setup.num_slots, "max_rows": setup.max_rows,
             "timeout_s": config.cpu_host_timeout_s,
         }  # fmt: skip
         self._lock = threading.Lock()
@@ -88,9 +91,9 @@ class NetworkHosts:
         self._attempts = [0 for _ in self._addresses]
         """The number of each host's present attempt to connect; ``drop`` ends one. Needs the lock."""
         self._is_tried = [True for _ in self._addresses]
-        """It is connected, or will be without a word from anybody. Needs the lock."""
+        """Per host: connected, or reconnecting on its own. Guarded by the lock."""
         self._sockets: dict[int, socket.socket] = {}
-        """Of each connected host a second descriptor of one connection, to shut it down. Needs the lock."""
+        """Second descriptors of one connection of each connected host, to shut it down. Guarded by the lock."""
         self._is_wanted = [threading.Event() for _ in self._addresses]
         self._is_closed = threading.Event()
         self._first = [threading.Event() for _ in self._addresses]
@@ -107,17 +110,6 @@ class NetworkHosts:
         if self._refused:
             self.close()
             raise ValueError("; ".join(self._refused.values()))
-
-    @classmethod
-    def of(
-        cls, config: EngineConfig, tier: HostTier, spec: ModelSpec, *, dtype: torch.dtype, layers: range | None,
-        user: HostUser,
-    ) -> Self:  # fmt: skip
-        """Return the hosts that an engine's settings name; ``layers`` as in ``HostTier``."""
-        return cls(
-            config.hosts, tier, spec=spec if layers is None else spec.part(layers), dtype=dtype, user=user,
-            block_size=config.block_size, kv_dtype=config.host_kv_dtype, num_slots=config.max_host_requests,
-        )  # fmt: skip
 
     def name(self, host: int) -> str:
         """Return what a host is called in messages."""
@@ -257,7 +249,7 @@ class NetworkHosts:
         Raises:
             PeerRefused: The host refuses this engine, or does not know the secret.
             PeerLost: It does not answer.
-            OSError: Nobody listens there.
+            OSError: No process listens there.
         """
         name = self.name(host)
         peer = link.connect(self._addresses[host - 1], self._secret, _CONNECT_S, name, link.JSON)

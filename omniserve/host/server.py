@@ -24,6 +24,7 @@ import torch
 
 from omniserve.core import link
 from omniserve.core.errors import OmniServeError, PeerLost
+from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.core.version import __version__
 from omniserve.host.tier import HostTier
@@ -46,7 +47,7 @@ def spec_of_plain(plain: Mapping[str, Any]) -> ModelSpec:
     """Return the sizes that ``spec_to_plain`` made.
 
     Raises:
-        TypeError: They are of another version.
+        TypeError: The sizes are of another version.
     """
     layers = []
     for layer in plain["attention"]:
@@ -67,7 +68,7 @@ class _Session:
     connections: list[socket.socket] = field(default_factory=list)
     """Second descriptors of both, for shutting them down; the tier closes the first ones."""
     descriptors: dict[str, int] = field(default_factory=dict)
-    """By purpose."""
+    """Descriptors of the connections, by purpose."""
     is_whole: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
 
@@ -99,10 +100,10 @@ class HostServer:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._listener = socket.create_server(address, family=family)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        """Where it listens."""
+        """The address at which the server listens."""
         self._lock = threading.Lock()
         self._sessions: dict[int, _Session] = {}
-        """By rank; all of one engine. Needs the lock."""
+        """Sessions by rank, all of one engine. Guarded by the lock."""
         self._is_closed = False
         self._acceptor = threading.Thread(target=self._accept, name="host-accept", daemon=True)
 
@@ -117,7 +118,7 @@ class HostServer:
             self._acceptor.join(_LOOK_S)
 
     def close(self) -> None:
-        """Accept nobody any more, and end the session."""
+        """Accept no more connections, and end the session."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -183,11 +184,12 @@ class HostServer:
             elif each.thread is not None:
                 each.thread.join(_LAST_SESSION_S)
         num_threads = max(1, self._num_threads // num_ranks)
-        tier = HostTier(
-            spec=spec_of_plain(hello["spec"]), dtype=_DTYPES[hello["dtype"]], block_size=hello["block_size"],
-            kv_bytes=self._kv_bytes // num_ranks, num_slots=hello["num_slots"], num_threads=num_threads,
-            cores=self._cores_of(rank, num_ranks), kv_dtype=hello["kv_dtype"], max_rows=hello["max_rows"],
+        setup = HostTierSetup(
+            block_size=hello["block_size"], kv_bytes=self._kv_bytes // num_ranks, kv_dtype=hello["kv_dtype"],
+            num_slots=hello["num_slots"], max_rows=hello["max_rows"], num_threads=num_threads,
+            cores=self._cores_of(rank, num_ranks),
         )  # fmt: skip
+        tier = HostTier(setup, spec=spec_of_plain(hello["spec"]), dtype=_DTYPES[hello["dtype"]])
         session = _Session(hello["engine"], rank, secrets.token_hex(16), tier, float(hello["timeout_s"]))
         with self._lock:
             is_free = all(each.engine == session.engine for each in self._sessions.values())

@@ -1,5 +1,22 @@
 """HostTier, the papers' CPU Attention Manager: the Python interface of the C++ threads in ``ops/csrc/host_tier.cpp``.
 
+The mailbox is how a GPU hands rows over without a copy at the step's end. ``piggyback_send`` writes q, k and v into
+page-locked memory, and then the step's number as a flag. ``expect`` names the tasks of a step; a thread of the tier,
+which watches their flags, queues each task as ``submit`` would, once all of its rows are there. A row is the sender's
+until its flag, then the tier's until its event was polled. A cancelled row is waited for, as it is still written.
+
+With ``may_skip`` a device may say instead that a row was not sent. Behind each result the tier writes a flag that names
+it (``result_flag``). ``piggyback_receive`` compares the flag at the layer with what the row waits for, and fetches the
+result, or writes the step's number as a skip, upon which the tier drops what it expected. One tensor for each layer
+tells which rows have joined: the concatenation, the residuals, the next layer's rows and, after the step, the scheduler
+read it.
+
+The rows of a task go and come as one: a seat for each row, one event. Their k and v are appended first, then each row
+attends up to its own position. A later ``begin_token`` at a lower position takes tokens back. A row's result is that of
+a task of its own, to the bit, but for AMX's tiles and where a cut into pieces has another length for it.
+
+A tier ends in one order: the device is drained, threads stop, memory goes; what may still be in use is kept.
+
 Paper: omniserve 3.2.3, 3.2.4 and 4. Legend: L layers, B blocks, K KV heads, S block size, H head size, N query heads,
 P piggyback seats, R tasks that a step sends, M rows that a task may have, D = N*H, W = (N + 2K)*H. In ``results_SMD``
 and ``results_SD`` S are slots; in ``mailbox_SW`` and the flags S are the rows of all slots: row ``slot * M + i`` is
@@ -17,15 +34,14 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Self
 
 import torch
 from torch import Tensor
 
 import omniserve.ops  # noqa: F401 - loads the extension
-from omniserve.core.config import EngineConfig
 from omniserve.core.errors import Stalled
 from omniserve.core.plan import HostEvent, HostEventKind, KVMove
+from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import ModelSpec
 from omniserve.host.memory import allocate_pool
 from omniserve.host.moves import HostMoves
@@ -55,7 +71,6 @@ _ATTENTION_FAILED = 1
 _HOST_LOST = 5
 _NO_MOVE = -1  # the move_id of an attention event
 _MOVER_POLL_S = 0.0005
-_MOST_ROWS = 16  # kMaxTaskRows in host_tier.h
 _MOST_POSITIONS = 1 << 24  # kMaxResultPosition
 _CLOSE_S = 60.0  # a thread checks whether to end after each piece of work, which takes a few milliseconds
 
@@ -73,24 +88,12 @@ class HostTier:
     mailbox from the device, and a thread of the tier notices the flag that it writes last.
 
     Args:
+        setup: The tier's sizes.
         spec: The model's sizes and, per layer, how it attends.
         dtype: The dtype of the rows, the results and the device's cache.
-        block_size: Tokens per block.
-        kv_bytes: Size of the pool, which is ``kv_bytes // spec.host_block_bytes(block_size, kv_dtype)`` blocks.
-        num_slots: The number of requests that can have a task on the tier at the same time.
-        num_threads: The number of worker threads.
-        cores: Thread i is pinned to ``cores[i % len(cores)]``; with None no thread is pinned.
-        pin_memory: Allocate page-locked memory, which a CUDA device tier needs.
-        kv_dtype: With ``auto`` the pool is in `dtype`, and results are exact. With ``int8`` K and V are rounded to
-            int8, with a scale per token and KV head: about twice the tokens fit, and reading takes about half the time.
-        mailbox: Create `mailbox_SW`, `flags_S` and a thread that watches the flags of expected tasks.
-        mailbox_spin_s: The watching thread spins for this long after the last flag or `expect`.
-        mailbox_sleep_s: After that it sleeps for this long between two looks. It sleeps while nothing is expected.
-        device: The device whose work must end before the tier's memory is freed. None: the current GPU with
-            `pin_memory`, else the CPU.
-        max_rows: The highest number of consecutive tokens that a task may have, in [1, 16].
-        patience_s: The tier counts as stalled when it has work in hand and makes no progress for this long.
-        layers: Those of the model that the tier has, consecutive ones; None: all. They keep their numbers.
+        device: The device that uses the tier, whose work must end before the tier's memory is freed. None: the current
+            GPU with ``setup.pin_memory``, else the CPU.
+        layers: Layers of the model that the tier has, consecutive ones; None: all. They keep their numbers.
 
     Raises:
         ValueError: A size is out of range, the dtype does not fit the spec, or a core does not exist here.
@@ -98,117 +101,98 @@ class HostTier:
     """
 
     def __init__(
-        self,
-        *,
-        spec: ModelSpec,
-        dtype: torch.dtype,
-        block_size: int,
-        kv_bytes: int,
-        num_slots: int,
-        num_threads: int,
-        cores: tuple[int, ...] | None = None,
-        pin_memory: bool = False,
-        kv_dtype: str = "auto",
-        mailbox: bool = False,
-        mailbox_spin_s: float = 200e-6,
-        mailbox_sleep_s: float = 20e-6,
-        device: torch.device | None = None,
-        max_rows: int = 1,
-        patience_s: float = 10.0,
+        self, setup: HostTierSetup, *, spec: ModelSpec, dtype: torch.dtype, device: torch.device | None = None,
         layers: range | None = None,
-    ) -> None:
-        if layers is not None:
-            spec = spec.part(layers)
+    ) -> None:  # fmt: skip
+        self.setup = setup
+        """The tier's sizes."""
+        self.spec = spec if layers is None else spec.part(layers)
+        """The sizes of the layers that the tier has."""
+        self.dtype = dtype
+        """The dtype of the rows and of the results."""
         self._first_layer = layers.start if layers is not None else 0
-        for name, value in (("block_size", block_size), ("num_slots", num_slots), ("num_threads", num_threads)):
-            if value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
-        if not 1 <= max_rows <= _MOST_ROWS:
-            raise ValueError(f"max_rows must be in [1, {_MOST_ROWS}], got {max_rows}")
+        self._check()
+        self.num_blocks = setup.kv_bytes // self.spec.host_block_bytes(setup.block_size, setup.kv_dtype)
+        """The number of blocks in the pool."""
+        self.max_rows = setup.max_rows
+        """M."""
+        self._process_id = os.getpid()
+        self._device = device if device is not None else torch.device("cuda" if setup.pin_memory else "cpu")
+        # Page-locking creates a CUDA context on the current device, which may be a GPU that other processes use.
+        with torch.cuda.device(device) if setup.pin_memory and device is not None else contextlib.nullcontext():
+            self._allocate()
+            self._handle = self._start_threads()
+            # This runs at interpreter exit, too: the memory must outlive the threads and the device work that use it.
+            self._end = weakref.finalize(self, _end, self._handle, self._process_id, self._device)
+            # With a method there would be a reference cycle through `self`, which would keep the threads alive until
+            # the next garbage collection.
+            host_copy = functools.partial(_host.start_move, self._handle)
+            self._moves = HostMoves(self.pool_LBK2SH, dtype, host_copy, pin_memory=setup.pin_memory)
+        self._logged: set[str] = set()
+        self._progress = Progress(setup.patience_s)
+
+    def _check(self) -> None:
+        """Raise ValueError if the sizes do not fit the model."""
+        setup, spec, dtype = self.setup, self.spec, self.dtype
         if dtype.itemsize != spec.dtype_bytes:
             raise ValueError(f"dtype {dtype} has {dtype.itemsize} bytes, but the model's has {spec.dtype_bytes}")
-        if mailbox and spec.max_model_len > _MOST_POSITIONS:
+        if setup.mailbox and spec.max_model_len > _MOST_POSITIONS:
             raise ValueError(
                 f"a mailbox takes positions below {_MOST_POSITIONS}, but the model's max_model_len is "
                 f"{spec.max_model_len}"
             )
         if len(spec.attention) != spec.num_layers:
             raise ValueError(f"spec.attention needs one entry per layer: {spec.num_layers}, got {len(spec.attention)}")
-        block_bytes = spec.host_block_bytes(block_size, kv_dtype)
-        self.num_blocks = kv_bytes // block_bytes
-        """The number of blocks in the pool."""
-        if self.num_blocks < 1:
+        block_bytes = spec.host_block_bytes(setup.block_size, setup.kv_dtype)
+        if setup.kv_bytes < block_bytes:
             raise ValueError(
-                f"kv_bytes={kv_bytes} is less than one block of {block_size} tokens: give at least {block_bytes}"
+                f"kv_bytes={setup.kv_bytes} is less than one block of {setup.block_size} tokens: give at least "
+                f"{block_bytes}"
             )
-        is_int8 = kv_dtype == "int8"
-        shape = (spec.num_layers, self.num_blocks, spec.num_kv_heads, 2, block_size, spec.head_size)
-        self.pool_LBK2SH = allocate_pool(shape, torch.int8 if is_int8 else dtype, pin_memory=pin_memory, cores=cores)
+
+    def _allocate(self) -> None:
+        """Make the pool, and the rows and flags through which the tier and the device speak."""
+        setup, spec, dtype, pin_memory = self.setup, self.spec, self.dtype, self.setup.pin_memory
+        is_int8 = setup.kv_dtype == "int8"
+        shape = (spec.num_layers, self.num_blocks, spec.num_kv_heads, 2, setup.block_size, spec.head_size)
+        self.pool_LBK2SH = allocate_pool(
+            shape, torch.int8 if is_int8 else dtype, pin_memory=pin_memory, cores=setup.cores
+        )
         """K and V of all blocks, in the layout of ``host_layout`` in ``ops/csrc/attention.h``."""
-        self.scales_LBK2S = allocate_pool(shape[:-1], torch.float32, cores=cores) if is_int8 else None
+        self.scales_LBK2S = allocate_pool(shape[:-1], torch.float32, cores=setup.cores) if is_int8 else None
         """The scales of the values in an int8 pool; None in any other pool."""
         row_size = spec.num_heads * spec.head_size
-        self.results_SMD = torch.zeros(num_slots, max_rows, row_size, dtype=dtype, pin_memory=pin_memory)
+        self.results_SMD = torch.zeros(setup.num_slots, self.max_rows, row_size, dtype=dtype, pin_memory=pin_memory)
         """Attention rows by slot, in the order of their tokens. As many rows as the slot's task has are valid from its
         ATTENTION_DONE event until the slot's next task."""
-        self.max_rows = max_rows
-        """M."""
         self.results_SD = self.results_SMD[:, 0]
         """The first row of each slot in `results_SMD`: with `max_rows` of 1 all there is."""
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
-        num_rows = num_slots * max_rows
-        self.mailbox_SW = torch.empty(num_rows, width, dtype=dtype, pin_memory=pin_memory) if mailbox else None
+        num_rows = setup.num_slots * self.max_rows
+        self.mailbox_SW = torch.empty(num_rows, width, dtype=dtype, pin_memory=pin_memory) if setup.mailbox else None
         """q, k and v of each row, side by side, as `piggyback_send` writes them. A row belongs to the sender until its
         flag is written, then to the tier until `poll` has returned the task's event. None without a mailbox."""
-        flags_3S = torch.zeros(3, num_rows, dtype=torch.int64, pin_memory=pin_memory) if mailbox else None
-        flags: Sequence[Tensor | None] = flags_3S.unbind() if flags_3S is not None else (None, None, None)
+        self._flags_3S: Tensor | None = None
+        if setup.mailbox:
+            self._flags_3S = torch.zeros(3, num_rows, dtype=torch.int64, pin_memory=pin_memory)
+        flags: Sequence[Tensor | None] = (None, None, None) if self._flags_3S is None else self._flags_3S.unbind()
         self.result_flags_S, self.flags_S, self.skips_S = flags
-        """Of each row, int64, 0 at first; None without a mailbox.
+        """Flags of each row, int64, 0 at first; None without a mailbox.
 
         ``result_flags_S``: `result_flag` of the slot's last result, which the tier writes behind the result, for its
         first token. ``flags_S``: the step in which `piggyback_send` last sent the row. ``skips_S``: the step in which
         `piggyback_receive` last skipped it; the tier looks at that of the first token."""
-        kinds = [[layer.scale, layer.window, layer.softcap, layer.chunk] for layer in spec.attention]
-        self._handle: int = _host.create(
-            self.pool_LBK2SH, self.scales_LBK2S, self.results_SMD, torch.tensor(kinds, dtype=torch.float64),
-            _per_head(spec), spec.num_heads, num_threads, torch.tensor(cores or (), dtype=torch.int64), not pin_memory,
-            self.mailbox_SW, flags_3S, mailbox_spin_s, mailbox_sleep_s,
-        )  # fmt: skip
-        self._process_id = os.getpid()
-        self._device = device if device is not None else torch.device("cuda" if pin_memory else "cpu")
-        # This runs at interpreter exit, too: the memory must outlive the threads and the device work that use it.
-        self._end = weakref.finalize(self, _end, self._handle, self._process_id, self._device)
-        # With a method there would be a reference cycle through `self`, which would keep the threads alive until the
-        # next garbage collection.
-        host_copy = functools.partial(_host.start_move, self._handle)
-        self._moves = HostMoves(self.pool_LBK2SH, dtype, host_copy, pin_memory=pin_memory)
-        self._logged: set[str] = set()
-        self._progress = Progress(patience_s)
 
-    @classmethod
-    def of(
-        cls,
-        config: EngineConfig,
-        spec: ModelSpec,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        num_threads: int,
-        kv_bytes: int | None = None,
-        mailbox: bool = False,
-        max_rows: int = 1,
-        layers: range | None = None,
-    ) -> Self:
-        """Return the host tier that an engine's settings describe; `kv_bytes` of None takes the configured size."""
-        on_cuda = device.type == "cuda"
-        # Page-locking creates a CUDA context on the current device, which may be a GPU that other processes use.
-        with torch.cuda.device(device) if on_cuda else contextlib.nullcontext():
-            return cls(
-                spec=spec, dtype=dtype, block_size=config.block_size, num_slots=config.max_host_requests,
-                kv_bytes=config.host_kv_bytes if kv_bytes is None else kv_bytes, kv_dtype=config.host_kv_dtype,
-                num_threads=num_threads, cores=config.host_cores, pin_memory=on_cuda, mailbox=mailbox, device=device,
-                max_rows=max_rows, layers=layers,
-            )  # fmt: skip
+    def _start_threads(self) -> int:
+        """Start the tier's threads, and return the number by which they are called."""
+        setup, spec = self.setup, self.spec
+        kinds = [[layer.scale, layer.window, layer.softcap, layer.chunk] for layer in spec.attention]
+        handle: int = _host.create(
+            self.pool_LBK2SH, self.scales_LBK2S, self.results_SMD, torch.tensor(kinds, dtype=torch.float64),
+            _per_head(spec), spec.num_heads, setup.num_threads, torch.tensor(setup.cores or (), dtype=torch.int64),
+            not setup.pin_memory, self.mailbox_SW, self._flags_3S, setup.mailbox_spin_s, setup.mailbox_sleep_s,
+        )  # fmt: skip
+        return handle
 
     def begin_token(self, slot: int, epoch: int, position: int, block_ids: Sequence[int], num_rows: int = 1) -> None:
         """Bind a slot, which has no task in flight, to the `num_rows` tokens from `position` on, for all layers.

@@ -1,4 +1,4 @@
-"""What a KV manager must do, and what only some of them can.
+"""The contract of a KV manager, and protocols for abilities that only some managers have.
 
 ``KVManager`` is the contract of all. The other classes here are protocols: a manager can do what it has the methods
 for. The scheduler's request table asks once which of them that is (``isinstance``).
@@ -18,7 +18,7 @@ from omniserve.core.request import ServiceClass
 
 
 class Tier(enum.StrEnum):
-    """Where KV is."""
+    """The memory that has a request's KV."""
 
     DEVICE = "device"
     HOST = "host"
@@ -285,7 +285,7 @@ class CanCache(Protocol):
     """
 
     def caches_prefixes(self) -> bool:
-        """Whether it was asked to; if not, none of the following is called."""
+        """Tell whether the manager was asked to keep a cache; if not, none of the following is called."""
 
     def has_cached(self, key: bytes) -> bool:
         """Tell whether the device has the block of this key."""
@@ -394,7 +394,7 @@ class KeepsPrefixesOnHost(Protocol):
 
         Args:
             host_keys: Blocks on the host that will be used with them, which stay until then.
-            keys: Those of the blocks that are to come.
+            keys: Keys of the blocks that are to come.
             reserve_blocks: Host blocks that must still be free afterwards, those of prefixes counted as free.
 
         Returns:
@@ -402,7 +402,7 @@ class KeepsPrefixesOnHost(Protocol):
         """
 
     def end_awaiting_prefix(self, move_id: int, num_blocks: int) -> None:
-        """Book that so many of the blocks have come, the first ones, and that no more will."""
+        """Book that the first ``num_blocks`` of the blocks have come, and that no more will."""
 
 
 @runtime_checkable
@@ -450,7 +450,7 @@ class KeepsPrefixesOnDisk(Protocol):
         """Return the id of the copy that is bringing the block of this key from disk; None: there is none."""
 
     def start_writing_prefixes(self, *, max_blocks: int) -> DiskCopy | None:
-        """Begin to copy host blocks of prefixes that the disk has not, up to so many; None: there is none."""
+        """Begin to copy host blocks of prefixes that the disk has not, at most ``max_blocks``; None: there is none."""
 
     def start_reading_prefix(
         self, host_keys: Sequence[bytes], disk_keys: Sequence[bytes], *, reserve_blocks: int = 0

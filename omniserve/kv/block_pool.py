@@ -268,7 +268,7 @@ class HostCheckpoints:
         return sum(len(self._checkpoints[request_id].blocks) for request_id in request_ids)
 
     def reclaim(self, num_blocks: int, request_ids: Iterable[str]) -> None:
-        """Free so many blocks, or all there are: of these requests' checkpoints, in this order, each from its end."""
+        """Free ``num_blocks``, or all there are: of these requests' checkpoints, in this order, each from its end."""
         for request_id in request_ids:
             if num_blocks <= 0:
                 return

@@ -1,4 +1,8 @@
-"""DiskPrefixes: which blocks of the prefix cache are in the disk tier's file, and where."""
+"""DiskPrefixes: which blocks of the prefix cache are in the disk tier's file, and where.
+
+The file has a slot for each block (``host/disk_file.py``), and threads copy between it and the host pool
+(``host/disk.py``). What the host gets is written in the order in which it came.
+"""
 
 from __future__ import annotations
 

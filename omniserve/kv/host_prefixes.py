@@ -2,6 +2,10 @@
 
 That is copies of device blocks, and full blocks of requests that came to the host or were preempted there. Requests on
 the host share them. ``KeepsPrefixes`` lets a KV manager have them. A disk tier below has copies of these.
+
+Full blocks of requests that move to the host get their keys there, and the next request that begins alike shares them:
+its move copies what is behind them, as behind a checkpoint. The blocks of a request that is preempted on the host stay
+as prefixes, and so does the checkpoint of one that is preempted on the device.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ class PrefixPool(RunPool):
         return block in self._num_users
 
     def hold(self, block: int, *, num_users: int) -> None:
-        """Hold a block that is taken, and has so many users."""
+        """Hold a block that is taken, and has ``num_users`` users."""
         assert block not in self._num_users, f"{self.name} block {block} is held already"
         self._num_users[block] = num_users
         self.num_used += num_users > 0
@@ -106,7 +110,7 @@ class HostPrefixes:
         self._readers: Counter[bytes] = Counter()
         """Moves that read the block of a key; it stays meanwhile."""
         self._coming: dict[int, tuple[Sequence[bytes], Sequence[bytes], Sequence[int]]] = {}
-        """What comes from elsewhere: keys of blocks here that will be used with it, its keys and its blocks."""
+        """Incoming KV by move id: (keys of host blocks that it continues, its keys, its blocks)."""
         self._copies: dict[int, KVMove] = {}
         self._sources: dict[int, tuple[int, bytes]] = {}
         """Device block -> the copy under way that is of use for it, and its key."""

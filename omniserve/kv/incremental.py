@@ -4,6 +4,9 @@ Its device blocks count as free, but hold their KV until other requests take the
 tokens on. Its checkpoint stays on the host. So each of its blocks is on the device, on the host, on both, or must be
 recomputed. As blocks are lost from the end, the tokens that still have their KV are always a prefix.
 
+Any policy may evict. When the request's turn comes again, or before, if there is memory, what the device lost is copied
+back beside the steps; the rest is recomputed.
+
 Paper: conserve 4.4. The paper speaks of tokens; its pages, like the blocks here, are what is copied and discarded.
 """
 

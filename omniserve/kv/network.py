@@ -1,5 +1,7 @@
 """Pools of blocks on CPU hosts on the network, and the choice among them.
 
+The local pool comes first, then the host with most memory and speed left.
+
 Paper: omniserve 4 (distributed CPU attention).
 """
 
@@ -22,7 +24,7 @@ class NetworkPool(RunPool):
         self._first = host * HOST_BLOCKS
 
     def has_room(self, count: int, reserve_blocks: int) -> bool:
-        """Tell whether ``count`` blocks can be taken, and so many are free then."""
+        """Tell whether ``count`` blocks can be taken, and ``reserve_blocks`` are free then."""
         return not self.is_lost and self.num_free >= count + reserve_blocks
 
     def free_ids(self) -> list[int]:
@@ -52,11 +54,11 @@ class NetworkPools:
         self._pools[host] = NetworkPool(host, num_blocks, speed)
 
     def lose(self, host: int) -> None:
-        """Note that a host is lost. Whoever has blocks there gives them back to its pool all the same."""
+        """Note that a host is lost. Requests with blocks there give them back to its pool all the same."""
         self._pools.pop(host).is_lost = True
 
     def choose(self, num_blocks: int, reserve_blocks: int) -> NetworkPool | None:
-        """Return the host that is to take so many blocks: the one that then has the least KV for its speed.
+        """Return the host that is to take ``num_blocks``: the one that then has the least KV for its speed.
 
         ``reserve_blocks`` are for requests to grow into, on all hosts; each keeps the share of its memory.
         """

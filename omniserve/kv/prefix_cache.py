@@ -1,5 +1,11 @@
 """The prefix cache of the device: full blocks are found again by the tokens that they and all blocks before them hold.
 
+A full block has a key, a hash of its tokens and of the key before. A request begins behind the blocks that are there,
+but computes its last token at least, so no shared block is ever written. Each block has a count of users. Blocks that
+an LS request has published or found are marked; of the marked idle blocks a share of the pool (``ls_prefix_share``),
+those used last, goes after all others. After a step that failed nothing is found or kept any more: blocks may have keys
+that it was to fill.
+
 Paper: vLLM 4.4 (shared prefix). The chain of hashes is that of vLLM's automatic prefix caching. A block without users
 keeps its KV until a request needs the memory; the one that has been without users for the longest time is taken first.
 A share of the blocks may be protected: prefixes of LS requests stay there as long as there are others to take.
@@ -69,7 +75,7 @@ class CachingPool(BlockPool):
         self._blocks: dict[bytes, int] = {}
         self._is_marked = bytearray(num_blocks)
         self._idle: OrderedDict[int, int] = OrderedDict()
-        """Those without a mark: block -> when it became idle; the longest idle first."""
+        """Idle blocks without a mark: block -> when it became idle; the longest idle first."""
         self._idle_marked: OrderedDict[int, int] = OrderedDict()
         self._clock = itertools.count()
 

@@ -38,7 +38,7 @@ class DeviceKVStorage:
             pool.zero_()
         # Indexing a layer costs microseconds, so the views are made once.
         self.k_layers = dict(zip(layers, self.k_LBKSH.unbind(0), strict=True))
-        """By the layer's number in the model."""
+        """K of each layer, by the layer's number in the model."""
         self.v_layers = dict(zip(layers, self.v_LBKSH.unbind(0), strict=True))
 
     def copy_slots(self, copies: Iterable[SlotCopy]) -> None:

@@ -3,6 +3,11 @@
 A request that the host of this machine has no room for moves to a host on the network, if there is one; checkpoints and
 prefixes stay on this machine.
 
+A move keeps both copies until it is done; a failed move changes nothing. With ``checkpoint_kv``, full blocks of BE
+requests were copied to the host before: a move copies the rest, and gives the device blocks of what was copied back at
+once; if the rest fails to copy, the request is recomputed. If an LS prompt needs memory that a slow move to the host
+still holds, the move is *abandoned*: its device blocks are free at once, and its result is not used.
+
 Paper: omniserve 3.2.4 (swap-out beside the step; when to swap in is the scheduler's decision), conserve 4.4.
 """
 

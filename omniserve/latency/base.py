@@ -37,7 +37,7 @@ class Predictor(ABC):
         return self
 
     def has_seen(self, num_rows: int) -> bool:
-        """Return whether predictions for steps of so many rows are worth a refusal."""
+        """Return whether predictions for steps of ``num_rows`` rows are worth a refusal."""
         return True
 
     def note_prompt(self, num_rows: int) -> None:  # noqa: B027 (most predictors do not ask)

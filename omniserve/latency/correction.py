@@ -29,7 +29,7 @@ class ScaledModel(Predictor):
             raise ValueError(f"the model has {len(model.term_names)} terms, got {len(factors)} factors")
         self.model = model
         self.factors = tuple(factors)
-        """One for each of ``term_names``."""
+        """A factor for each of ``term_names``."""
         self.term_names, self.layer_terms, self.num_layers = model.term_names, model.layer_terms, model.num_layers
         self.attention_terms = model.attention_terms
 
@@ -56,16 +56,17 @@ class ScaledModel(Predictor):
 BOUNDS = (0.7, 1.5)
 """A term that is off by more than this is not drift: the machine is another one, or has other work."""
 _WINDOW = 9
-"""The pace is the median of so many steps. It follows after five like ones, and four odd ones do not move it."""
+"""Number of steps whose median is the pace. It follows after five like ones, and four odd ones do not move it."""
 _PACE_BOUNDS = (1 / 16, 16.0)
 _PACE_HALF_LIFE_S = 0.25
-"""In so many seconds without steps the logarithm of the pace halves: after 2 s, 16 has become 1.01."""
+"""Half-life of the pace's logarithm, in seconds without steps: after 2 s, 16 has become 1.01."""
 _FACTOR_HALF_LIFE_S = 30.0
-"""In so many seconds without steps the logarithms of the terms' factors halve; they took many steps to learn."""
+"""Half-life of the logarithms of the terms' factors, in seconds without steps; they took many steps to learn."""
 COARSE_MARGIN = 1.2
-"""Predictions by a coarse profile are so many times what it says: bounds and admission are that much tighter."""
+"""Factor on the predictions of a coarse profile: bounds and admission are that much tighter."""
 FEW_STEPS = 5
-"""After so many steps at least half as large, a coarse profile's word on a step counts: the pace follows by then."""
+"""The number of steps, at least half as large, after which a coarse profile's word on a step counts: the pace follows
+by then."""
 
 
 class StepPace:
@@ -86,7 +87,7 @@ class StepPace:
         self._update()
 
     def rest(self, seconds: float) -> None:
-        """Let the pace return towards 1, as there were no steps for so long."""
+        """Let the pace return towards 1, as there were no steps for ``seconds``."""
         kept = 0.5 ** (seconds / _PACE_HALF_LIFE_S)
         self._recent = deque([kept * each for each in self._recent], maxlen=_WINDOW)
         self._update()
@@ -113,7 +114,7 @@ class CorrectedModel(ScaledModel):
     MAX_ERROR = 0.3
     """Larger errors count as this: a garbage collection is not a trend."""
     MAX_LOG_RATIO = math.log(3)
-    """The same for ``drift``: a step that compiled something took a hundred times its time."""
+    """Largest |log ratio| that counts for ``drift``: a step that compiled something took a hundred times its time."""
     MEMORY = 0.02
     """Weight of a new step in ``drift`` and ``error``."""
     LASTING = 1000
@@ -138,7 +139,8 @@ class CorrectedModel(ScaledModel):
         self._log_ratio = 0.0
         self._pace = StepPace()
         self._last_s: float | None = None
-        """Until when there were steps, or what was learned has lost its say already."""
+        """Time until which idle seconds are accounted for: the last step, or the last call that let factors decay; None
+        before."""
         self._sizes: Counter[int] = Counter()
         """Steps and prompts since then by the bit length of their rows; a coarse model's."""
         self._num_steps = 0
@@ -171,7 +173,7 @@ class CorrectedModel(ScaledModel):
         return ScaledModel(self.model, [min(1.0, self._pace.value * factor) for factor in self.factors])
 
     def has_seen(self, num_rows: int) -> bool:
-        """Return whether a prediction for steps of so many rows was ever compared with what came.
+        """Return whether a prediction for steps of ``num_rows`` rows was ever compared with what came.
 
         What a coarse profile says of sizes that it did not measure may be ten times what such a step takes. So it asks
         for a few steps of at least half the size, or a few prompts for which such steps were predicted.
@@ -194,7 +196,7 @@ class CorrectedModel(ScaledModel):
             self._last_s = now_s
 
     def observe(self, features: BatchFeatures, seconds: float, now_s: float) -> None:
-        """Learn from a step that took so many seconds and ended at ``now_s``; one of 0 seconds says nothing."""
+        """Learn from a step that took ``seconds`` and ended at ``now_s``; a step of 0 seconds says nothing."""
         raw = self.model.terms(features)
         total = sum(raw)
         if total <= 0 or seconds <= 0:

@@ -183,7 +183,7 @@ def _takes_part(request_id: str, step: TracedStep) -> bool:
 
 
 def _stopped_by_memory(outcome: Outcome, step: TracedStep, trace: Trace) -> bool:
-    """Was there no memory for the request, or for one of its kind before it? A step names the first only."""
+    """Tell whether memory ran out for the request, or for one of its kind before it. A step names the first only."""
     kind = trace.kinds[outcome.service_class]
     return any(
         bound in _MEMORY_BOUNDS and (first == outcome.request_id or work.startswith(kind))

@@ -1,4 +1,4 @@
-"""What a step's latency depends on: counts of rows and of the keys that they see, no tensors.
+"""The quantities that a step's latency depends on: counts of rows and of the keys that they see, no tensors.
 
 Symbols as in the papers: n(t) rows, c_PA(t) and c_DA(t) attention loads, g(t) decoding requests (omniserve 3.3.1).
 """
@@ -40,7 +40,7 @@ class ModelShape:
 
 
 def _keys_seen(start: int, count: int, window: int) -> int:
-    """Sum of min(i, window) over i in ``[start + 1, start + count]``; window 0 is none."""
+    """Return the sum of min(i, window) over i in ``[start + 1, start + count]``; window 0 is none."""
     if window == 0 or start + count <= window:
         return count * start + count * (count + 1) // 2
     inside = max(0, window - start)  # rows that see less than a whole window, or just that
@@ -48,7 +48,7 @@ def _keys_seen(start: int, count: int, window: int) -> int:
 
 
 def _keys_seen_in_chunks(start: int, count: int, chunk: int) -> int:
-    """Sum of p % chunk + 1 over p in ``[start, start + count)``."""
+    """Return the sum of p % chunk + 1 over p in ``[start, start + count)``."""
 
     def up_to(end: int) -> int:
         whole, rest = divmod(end, chunk)
@@ -93,7 +93,7 @@ class BatchFeatures:
     pipelined_layers: float = 0.0
     """Layers that they have left, on average."""
     hybrid_rows: int = 0
-    """So many of them are not in the second sub-batch but in the first."""
+    """Number of these rows that are in the first sub-batch, not in the second."""
     swap_bytes: int = 0
     """KV that must have come from the host before the step can run; 0 in this engine: its moves run beside steps."""
 

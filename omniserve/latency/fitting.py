@@ -1,4 +1,5 @@
-"""From measurements to models: where to measure a curve, a regression, and how accurate predictions are."""
+"""Fits models to measurements: the points at which to measure a curve, a regression, and the accuracy of
+predictions."""
 
 from __future__ import annotations
 
@@ -127,7 +128,7 @@ def fit_terms(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accuracy:
-    """One minus relative errors, |predicted - measured| / measured; 1 is perfect."""
+    """Accuracies of predictions, one minus |predicted - measured| / measured; 1 is perfect."""
 
     mean: float
     """1 - the mean error."""

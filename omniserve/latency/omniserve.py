@@ -76,11 +76,12 @@ def lower_envelope(values: list[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class HostSpeed:
-    """What the host tier needs for the attention of one layer.
+    """The time that the host tier needs for the attention of one layer.
 
     ``(per_key context + per_draft_key draft_keys + per_request requests) / threads + per_call``, seconds; a regression
     over the profile. ``draft_keys`` are the keys that drafts see, those of each draft counted: they are read for the
-    draft's token already, so they take less than the others."""
+    draft's token already, so they take less than the others.
+    """
 
     per_key_s: float
     per_request_s: float
@@ -105,7 +106,7 @@ class HostSpeed:
         return cls(per_key_s, per_request_s, per_call_s, threads, per_draft_key_s if profile.host_drafts else per_key_s)
 
     def __call__(self, requests: int, context: float, draft_keys: float = 0.0) -> float:
-        """Return the seconds for one layer's tasks, with so many keys together, on all host threads."""
+        """Return the seconds for one layer's tasks, with ``context`` keys together, on all host threads."""
         if requests <= 0:
             return 0.0
         work_s = self.per_key_s * context + self.per_draft_key_s * draft_keys + self.per_request_s * requests
@@ -178,7 +179,7 @@ class OmniServeModel(LatencyModel):
             self._piggyback = fit_terms(quantities, [row[-1] for row in profile.piggyback])
         self._host = HostSpeed.from_profile(profile)
         self.scales = tuple(scales) if scales is not None else self._PRIOR
-        """What measured steps say each module's time must be multiplied by, and the overheads in seconds."""
+        """Factors for each module's time, and the overheads in seconds, as measured steps give them."""
 
     @classmethod
     def from_profile(cls, profile: Profile) -> Self:
@@ -261,7 +262,7 @@ def _prefill_loads(profile: Profile) -> Loads:
 
 
 def _decode_loads(profile: Profile) -> Loads:
-    """Requests of equal context, each row seeing its request's keys up to itself."""
+    """Return the loads of requests of equal context, each row seeing its request's keys up to itself."""
     return lambda requests, context: (requests * profile.shape.keys_seen(int(context / requests) - 1, 1), requests)
 
 

@@ -41,7 +41,7 @@ class StepSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """Everything that a measured time depends on. Two profiles are comparable only if all of it is equal."""
+    """The conditions that a measured time depends on. Two profiles are comparable only if all of these are equal."""
 
     model: str
     """Hash of the model's configuration."""
@@ -51,9 +51,9 @@ class Fingerprint:
     device_threads: int
     """CPU threads of the device tier while the host tier is idle."""
     shared_threads: int
-    """The same while it works."""
+    """CPU threads of the device tier while the host tier works."""
     host_threads: int
-    """0: no host tier."""
+    """CPU threads of the host tier; 0: there is none."""
     host_kv_dtype: str
     block_size: int
     attention: str
@@ -70,7 +70,7 @@ class Fingerprint:
     constant_steps: bool = False
     """Modules were measured as they run in steps of constant shapes, on a GPU as CUDA graphs."""
     ranks: str = ""
-    """How many ranks serve the model, and over which network; empty: one."""
+    """The number of ranks that serve the model, and their network, as text; empty: one rank."""
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Return ``field: mine, not other's`` for each field that differs."""
@@ -134,7 +134,7 @@ class Profile:
     fingerprint: Fingerprint
     shape: ModelShape
     seconds: float
-    """How long measuring took, without what does not count against the time limit (see ``profile_model``)."""
+    """Seconds that measuring took, without what does not count against the time limit (see ``profile_model``)."""
     dense: Mapping[str, Points]
     """State -> (rows, seconds) of pre- and post-attention of a layer (Algorithm 1's points)."""
     head: Mapping[str, Points]
@@ -162,10 +162,10 @@ class Profile:
     conditions: Conditions | None = None
     """The conditions of measuring; None in a profile of an earlier version."""
     is_coarse: bool = False
-    """It was measured in little time, so that a server can begin, and is to be replaced."""
+    """The profile was measured in little time, so that a server can begin, and is to be replaced."""
 
     def __post_init__(self) -> None:
-        """Refuse what no model can be made of.
+        """Refuse measurements that no model can be made of.
 
         Raises:
             ValueError: A module lacks one of the states, or its rows are not of positive seconds.
@@ -179,7 +179,7 @@ class Profile:
 
     @property
     def disturbances(self) -> list[str]:
-        """Why the profile's times are of a busy machine, in words; empty if nothing shows that they are."""
+        """The signs that the profile's times are of a busy machine, in words; empty if nothing shows that they are."""
         return self.conditions.disturbances() if self.conditions is not None else []
 
     def require(self, fingerprint: Fingerprint) -> Profile:

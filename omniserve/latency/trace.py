@@ -39,7 +39,7 @@ class Outcome:
     predicted_s: float | None
     """TTFT that was predicted at arrival."""
     cached_tokens: int = 0
-    """Of a ``ttft``: tokens of the prompt that the prefix cache had when the request began."""
+    """Tokens of the prompt that the prefix cache had when the request began; for a ``ttft`` alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class TracedStep:
     measured_s: float
     predicted_s: float | None
     predicted_ls_s: float | None
-    """Without the best-effort work."""
+    """Predicted seconds of the step without its best-effort work."""
     bound_s: float | None
     bound_by: str
     features: dict[str, float]

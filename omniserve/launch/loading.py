@@ -47,7 +47,7 @@ class EngineLoader:
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         config: The engine's settings.
         profile: Latency profile to read; None takes the cached one, or measures.
-        profile_time_limit_s: Of measuring; what a GPU compiles and captures first does not count.
+        profile_time_limit_s: Seconds of measuring; what a GPU compiles and captures first does not count.
         with_profile: False makes an engine without a latency model.
         serves: The engine's process does the engine's ``upkeep``: on a CPU nothing is compiled before it begins, and
             a coarse profile, measured in ``profile_start_s``, is refined later; with 0 s both are done before.
@@ -162,7 +162,7 @@ class EngineLoader:
         Raises:
             OSError: There is no such model.
             UnsupportedModelError: Its type cannot be split.
-            ValueError: The device is not there, or the model has too few heads for so many ranks.
+            ValueError: The device is not there, or the model has too few heads for its ranks.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""How much main memory this process may still take. Plain files, no torch."""
+"""The main memory that this process may still take, in bytes. Plain files, no torch."""
 
 from __future__ import annotations
 

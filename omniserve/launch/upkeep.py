@@ -3,6 +3,10 @@
 It began with uncompiled halves, if they had never been compiled, and with a coarse latency profile, if there was no
 other. A child process compiles the halves, which are taken when it is done. Then a refined profile is measured, sample
 by sample, while the engine has no request; a sample is short enough for one that comes meanwhile.
+
+Before each sample ``profile_model`` asks whether requests wait, and serves them. A sample is predicted to last no
+longer than a quarter of the shortest TTFT. The predictions of a coarse profile are multiplied by a margin. Measuring
+has KV pools of its own.
 """
 
 from __future__ import annotations
@@ -26,9 +30,9 @@ from omniserve.profiling.measure import keep_profile, profile_model
 logger = logging.getLogger(__name__)
 
 _SHARE_OF_TTFT = 0.25
-"""A sample takes at most so much of the TTFT of a request that comes as it begins."""
+"""Largest share of a sample in the TTFT of a request that comes as the sample begins."""
 _MOST_WAIT_S = 10.0
-"""Compiled halves are waited for to be taken in a quiet moment so long, then they are taken between two steps."""
+"""Seconds that compiled halves wait for a quiet moment to be taken; then they are taken between two steps."""
 
 
 class Upkeep:
@@ -39,7 +43,7 @@ class Upkeep:
         config: The settings that the engine was made with.
         compiling: Compiles its halves; None: they are compiled.
         refines: Measure a profile, as the engine's is coarse.
-        time_limit_s: Of measuring it.
+        time_limit_s: Seconds that measuring it may take.
         folder: Where it is kept; None: ``default_folder()``.
         clock: Monotonic seconds.
     """
@@ -58,12 +62,12 @@ class Upkeep:
 
     @property
     def is_done(self) -> bool:
-        """Nothing is left to do."""
+        """The upkeep has nothing left to do."""
         return self._compiling is None and self._compiled_at_s is None and not self._refines
 
     @property
     def is_due(self) -> bool:
-        """There is something to do in a quiet moment."""
+        """The upkeep has something to do in a quiet moment."""
         return self._compiled_at_s is not None or (self._refines and self._compiling is None)
 
     def poll(self) -> None:

@@ -42,9 +42,9 @@ class LayerArguments:
     def __init__(self, model: PreTrainedModel, unused: set[str], *, picks_keys: bool) -> None:
         self._model, self._unused, self._picks_keys = model, unused, picks_keys
         self.forms: list[TableForm] = []
-        """Of each table."""
+        """The form of each table."""
         self.mappings: list[Any] = []
-        """Those in which layers leave something for later ones."""
+        """The mappings in which layers leave something for later layers."""
         self._tables: list[Tensor] = []
         self._carried_tensors: list[tuple[Tensor, Carried]] = []
         self._masks: dict[int, set[Mask | None]] = {}

@@ -1,4 +1,4 @@
-"""What a model does around its layers: how it numbers positions, what its layers' input is, what passes between layers.
+"""The model around its layers: how it numbers positions, what its layers' input is, what passes between layers.
 
 Each is found, or checked, by runs of the model with other functions in the place of its layers (``ModelShell.run``).
 Tensor legend: T tokens, D hidden.

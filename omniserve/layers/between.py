@@ -3,6 +3,10 @@
 It either has recurrent state instead of KV or computes each row by itself. The layer's own forward runs; its cache is
 a ``StateCache``. That its states carry a request from chunk to chunk is proved when a model is patched.
 
+Layers are counted by attentions, so a layer without one runs before the attention layer behind it. The states of a
+token that is away on the host tier wait with it. A preempted request begins again at its first token. Safepoints and
+captured steps are off.
+
 Legend: n sequences of a call, L tokens of each, T rows of a step, D hidden, W columns of a row.
 """
 
@@ -19,7 +23,7 @@ from omniserve.layers.inspection import LinearWatch
 from omniserve.layers.states import RowGroup, StateCache, StateForm, StateKey, StatePool
 
 CACHE_NAMES = frozenset({"cache", "past_key_values", "cache_params", "past_key_value"})
-"""What layers and their modules call the argument that holds the model's cache."""
+"""The names by which layers and their modules take the model's cache as an argument."""
 _CHUNKS = (3, 2, 1, 1)
 """Lengths of the chunks by which a layer's states are tried."""
 
@@ -30,20 +34,21 @@ class BetweenLayer:
     def __init__(self, layer: nn.Module, name: str, *, behind: tuple[None, ...] | None) -> None:
         self.layer, self.behind = layer, behind
         self.part = layer
-        """What has the states and the linears."""
+        """The module that has the states and the linears: the layer, or a ``Mixer``'s module."""
         self.width = 0
         """D: the first columns of a row are its input."""
         self.columns = slice(0)
-        """Those of its output."""
+        """The columns of a row that receive the output."""
         self._name = name
         self.number = -1
-        """Its number among the layers with state; -1: it has none."""
+        """The layer's index among the layers with state; -1 for a layer without."""
         self.forms: dict[StateKey, StateForm] = {}
         """The states of one request."""
         self._by_token = False
-        """Of a chunk that goes on with a state, each token is a call."""
+        """The layer is called once for each token of a chunk that goes on with a state."""
         self.linears: list[nn.Linear] = []
-        """Its linears that are called. Of others the weights alone may be used, which must stay as they are."""
+        """The linears that the layer calls. A linear that it does not call must stay as it is: its weights may be used
+        alone."""
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
 

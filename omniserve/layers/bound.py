@@ -67,7 +67,7 @@ class BoundHalf:
         self._call: Half | None = None
         """Takes a list: parameters, inputs and numbers of tokens, in the graph's order."""
         self._arguments: list[Any] = []
-        """That list, with the parameters alone."""
+        """The list for ``_call`` with its parameters filled in, inputs and counts still open."""
         self._inputs: list[tuple[int, int]] = []
         """(place in the list, number of the tensor)."""
         self._counts: list[int] = []

@@ -155,7 +155,7 @@ class ShareProducts(CustomGraphPass):
 
 
 class CompiledHalf:
-    """One half, ``half(*layers, *tensors)``, compiled at its first call.
+    """A half of layers, ``half(*layers, *tensors)``, compiled at its first call.
 
     Every tensor has the packed tokens as its first dimension, and the function checks with ``torch._check`` that their
     numbers agree; None is passed on. ``name`` is for the log, ``structure`` that of the layers, and ``kept`` has the
@@ -175,7 +175,7 @@ class CompiledHalf:
 
     @property
     def is_deferred(self) -> bool:
-        """It runs as it is for now: it was not found, and is not compiled yet."""
+        """The half runs as eager code for now: no compiled one was found, and compiling is deferred."""
         if self.kept is None or not self.kept.deferred or self._compiled is not None:
             return False
         self.kept.missing.add(self._name)

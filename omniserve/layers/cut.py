@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 _NAME = "omniserve_halves"
-"""Of the attention function, in Hugging Face's registry; a model's config names it while a half runs."""
+"""The attention function's name in Hugging Face's registry; a model's config has it while a half runs."""
 _FAR = 1 << 24
 """A position behind every window."""
 
@@ -33,12 +33,12 @@ class Cut(Exception):
 
 
 class _Running:
-    """What the functions that are registered below do."""
+    """The state of the registered functions below: what they call while a half or a model runs."""
 
     attend: AttentionFunction | None = None
     """The attention function of the half that runs."""
     mix: MixerFunction | None = None
-    """What runs in the place of its mixers."""
+    """The function that runs in the place of the half's mixers."""
     describes_masks = False
     """The making of a mask describes it; a half needs none."""
 
@@ -93,7 +93,7 @@ class _ConstantTensors(TorchFunctionMode):
 
 
 class Mask(NamedTuple):
-    """What a causal mask lets a query see, in the words of ``AttentionSpec``."""
+    """The keys that a causal mask lets a query see, in the terms of ``AttentionSpec``; 0: no limit of this kind."""
 
     window: int = 0
     chunk: int = 0

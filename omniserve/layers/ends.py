@@ -28,9 +28,9 @@ class ModelEnds:
         self._model, self._shell, self._rows, self._tables = model, shell, rows, tables
         self.lm_head: Any = model.get_output_embeddings()
         self.vocab_size = 0
-        """How many logits a row has."""
+        """The number of logits in a row."""
         self.probe = torch.empty(0, dtype=model.dtype, device=model.device)
-        """Of a rotary module, which reads its dtype and device."""
+        """An empty tensor for rotary modules, which read its dtype and device."""
         self._embeds_alone = False
         self._rotary_module: Any = None
         self._last_norm: Any = None

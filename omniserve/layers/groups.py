@@ -68,7 +68,7 @@ class GroupLinear(nn.Linear):
     group_rows: int
     """Rows of the group."""
     group_last: _LastProduct
-    """The same object for all members."""
+    """The product that was computed last; one object for all members."""
 
     def group_product(self, input: Tensor) -> Tensor:
         """Return the products of all members, one after the other in the last dimension."""
@@ -176,7 +176,7 @@ def part(linears: Sequence[nn.Linear], kind: type[GroupLinear], dense_weight: Ca
     """Undo ``join``: each linear gets back its rows of the dense weight of the group, its bias and its class.
 
     Raises:
-        ValueError: They are not all the members of one group of this kind, in order.
+        ValueError: The linears are not all the members of one group of this kind, in order.
     """
     if not (isinstance(linears[0], kind) and is_group(linears)):
         raise ValueError("give all the linears of one group, in the order in which it was made")

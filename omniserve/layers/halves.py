@@ -29,7 +29,7 @@ class LayerHalves:
     def __init__(self, shell: ModelShell, rows: RowLayout, tables: PositionTables) -> None:
         self._shell, self._rows, self._tables = shell, rows, tables
         self.num_heads = self.num_kv_heads = self.head_size = 0
-        """Of the cache; known when each layer has run (``call``, ``forward``)."""
+        """Heads of the KV cache and their size; known when each layer has run (``call``, ``forward``)."""
 
     def pre_attention(
         self, layer: Any, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None

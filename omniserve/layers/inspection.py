@@ -1,4 +1,4 @@
-"""What one run of a model tells of its layers: their arguments, the operators and the linears that they call.
+"""Facts about a model's layers that one run shows: their arguments, and the operators and linears that they call.
 
 Tensor legend: T tokens, W values of a table.
 """
@@ -24,12 +24,12 @@ class Table(NamedTuple):
     """Stands for a tensor that follows from the positions, in the arguments of a layer."""
 
     number: int
-    """Of the model's tables."""
+    """The table's index among the model's tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableForm:
-    """How a tensor of a layer's arguments lies in rows ``[T, W]``."""
+    """The layout of a tensor among a layer's arguments, and its place in rows ``[T, W]``."""
 
     row_dim: int
     """The dimension of the tokens."""
@@ -74,9 +74,9 @@ class Place:
 
     number: int
     reads: dict[Any, Any]
-    """What is there for the layer: keys, and Carried in the place of tensors."""
+    """The entries that the mapping has for the layer: keys, each with a ``Carried`` in the place of its tensor."""
     leaves: dict[Any, Any]
-    """What the layer leaves there for others, in the same form."""
+    """The entries that the layer leaves for later layers, in the same form."""
 
 
 def filled(

@@ -52,7 +52,7 @@ class KeptHalf:
     """Python code of the compiler, with a function ``call`` that takes the list of arguments."""
     arguments: tuple[Argument, ...]
     is_single: bool
-    """It returns one tensor instead of several."""
+    """The function returns one tensor instead of several."""
 
     def load(self) -> Callable[[list[Any]], Any]:
         """Return the function, with its kernels from torch's cache; one that is missing there is compiled."""
@@ -65,7 +65,7 @@ class KeptHalves:
 
     Args:
         model: The model that the layers belong to.
-        digest: Of the operators that halves call, and of the instruction set.
+        digest: Returns a digest of the operators that halves call, and of the instruction set.
     """
 
     def __init__(self, model: nn.Module, digest: Callable[[], str]) -> None:

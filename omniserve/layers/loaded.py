@@ -1,4 +1,4 @@
-"""What a model must be before its halves are installed, and the wrappers that it may come in: PEFT's and accelerate's.
+"""Checks that a model can be given halves, and the wrappers that it may come in: PEFT's and accelerate's.
 
 A PEFT adapter works inside the modules of its model, so the model alone is served. On a model that is on one device a
 hook of accelerate moves tensors to where they are already; it is taken out while the model is patched, because the
@@ -20,7 +20,7 @@ from omniserve.core.errors import UnsupportedModelError
 # These have no dropout, so their mode says nothing; a resized embedding, for instance, is a new one in training mode.
 _WITHOUT_MODE = (nn.Linear, nn.Embedding)
 _OWN_CODE = ("torch.", "transformers.", "transformers_modules.", "omniserve.")
-"""Where modules come from of which the config of a model tells."""
+"""Prefixes of the modules whose code a model's config describes; other code is not covered by it."""
 
 
 def language_model(model: Any) -> PreTrainedModel:

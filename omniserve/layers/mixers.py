@@ -29,7 +29,7 @@ class Mixer(BetweenLayer):
         self.part = module
         self._own = type(module)
         self.overridden = Overridden(module, _mixed(self._own))
-        """It has another class while a half runs."""
+        """The module with the class that replaces its own while a half runs."""
         self._configs, self._replaced = configs, [self.overridden, Overridden(attention, _mixed(type(attention)))]
 
     def _forward(self, hidden_nLD: Tensor, cache: StateCache) -> Tensor:

@@ -26,7 +26,8 @@ _MODELS = "transformers.models."
 _OVERRIDES: dict[str, type] = {}
 """Name of an attention class -> class with the methods that replace its own."""
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-"""Of an override's result, relative to the largest value; the module itself may round its scores to the dtype."""
+"""Tolerance by dtype for an override's result, relative to the largest value; the module itself may round its scores to
+the dtype."""
 
 
 class Overridden(NamedTuple):

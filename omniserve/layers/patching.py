@@ -60,16 +60,16 @@ class PatchedModel:
         self.spec = family.spec()
         self.num_layers = self.spec.num_layers
         self.layers = range(self.num_layers)
-        """Those that are here: all, or after ``keep_layers`` a stage's."""
+        """Indices of the layers that this process has: all, or one stage's after ``keep_layers``."""
         self.freed: frozenset[int] = frozenset()
-        """By identity the modules of the model that are not."""
+        """``id()`` of each module whose weights ``keep_layers`` freed, because its layer belongs to another stage."""
         self.dtype: torch.dtype = family.model.dtype
         self.device: torch.device = family.model.device
         self.embed = family.ends.embed
         self.rotary = family.ends.rotary
         self.logits = family.ends.logits
         self.has_between = any(family.between)
-        """Some layers do not attend, or have state beside their attention: ``run_between`` runs what has."""
+        """Some layers do not attend, or have state beside their attention; ``run_between`` runs these."""
 
         # These are plain functions because aot_compile loses the self of a bound method.
         def pre(layer: nn.Module, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None) -> Any:

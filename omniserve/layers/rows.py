@@ -34,9 +34,9 @@ class RowLayout:
         self._row_dim = hidden.row_dim
         self._shared: list[Carried] = []
         self._queued: list[list[Carried]] = []
-        """Those of each layer."""
+        """The queued columns of each layer: what it alone is given."""
         self.width = hidden.width
-        """How many columns there are."""
+        """W, the number of columns."""
         self._left_start = self.width
         self._mixed: Carried | None = None
 

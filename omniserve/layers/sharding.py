@@ -109,7 +109,7 @@ def shard(model: PreTrainedModel, rank: int, num_ranks: int) -> PreTrainedModel:
 
     Raises:
         UnsupportedModelError: Its type has no plan, or one with a style that is not known; a weight is quantised.
-        ValueError: The model is patched or sharded, or its heads do not go into so many parts.
+        ValueError: The model is patched or sharded, or its heads do not go into ``num_ranks`` parts.
     """
     name = type(model).__name__
     if not 0 <= rank < num_ranks:

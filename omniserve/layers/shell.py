@@ -36,11 +36,12 @@ class TracedLayer(nn.Module):
         self.layer = layer
         self.layer_idx = index
         self.behind = behind
-        """What it returns behind its output, tensors as zeros of one row; None: it returns no tuple."""
+        """Values that the layer returns behind its output, tensors as zeros of one row; None: the layer returns no
+        tuple."""
         self.arguments: tuple[Any, ...] = ()
         """Positional and keyword arguments behind the layer's input, with what stands for tensors in their place."""
         self.turn = 0
-        """How many columns of a row's queue the layer uses (``RowLayout``)."""
+        """The number of columns that the layer uses of a row's queue (``RowLayout``)."""
         self.computes = ""
         """A digest of the arguments, and of the operators that the layer calls with all their constants and shapes."""
 
@@ -59,27 +60,27 @@ Member = TracedLayer | BetweenLayer
 
 
 class Run(NamedTuple):
-    """What one run of the model gave to its layers; of a run on one sequence the dimensions are ``[1, T, ...]``."""
+    """The layers' arguments in one run of the model; in a run on one sequence their dimensions are ``[1, T, ...]``."""
 
     inputs: list[Tensor]
     """The input of each layer, mostly ``[T, 1, D]``."""
     arguments: list[tuple[Any, ...]]
     """The other arguments of each layer: positional ones, and those with a name."""
     between: Sequence[tuple[Any, ...]] = ()
-    """The same of each layer that does not attend."""
+    """The same arguments for each layer that does not attend."""
 
 
 class _Watched(NamedTuple):
-    """What a run of a model called."""
+    """The modules that a run of a model called."""
 
     attentions: list[nn.Module]
     """The modules that attended, in order."""
     ended: list[nn.Module]
     """Members of module lists, in the order in which they ended."""
     began: set[nn.Module]
-    """All modules that ran."""
+    """Modules that ran."""
     behind: dict[nn.Module, tuple[Any, ...]]
-    """What those members returned behind their output, tensors as zeros of one row."""
+    """Values that the members returned behind their output, tensors as zeros of one row."""
 
 
 class ModelShell:
@@ -93,7 +94,7 @@ class ModelShell:
         self._model = model
         configs = [getattr(module, "config", None) for module in model.modules()]
         self.configs = list({id(config): config for config in configs if config is not None}.values())
-        """All that name the attention function of a part of the model."""
+        """Configs of the model and its parts, each of which may name the attention function."""
         self.overridden = overridden_in(model)
         self._takes_positions = _takes_positions(model)
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -176,9 +177,9 @@ class ModelShell:
         self.layers: list[TracedLayer] = []
         """The decoder layers that attend, in order."""
         self.between: list[list[BetweenLayer]] = [[]]
-        """The others that run: before the first that attends, before the second, ..., behind the last."""
+        """Layers that do not attend: those before the first that attends, before the second, ..., behind the last."""
         self.mixers: list[list[Mixer]] = []
-        """Of each layer that attends the modules that may have state beside its attention."""
+        """The modules of each attending layer that may have state beside its attention."""
         self._members: list[Member] = []
         attention_of = {layers[index]: module for index, module in zip(indices, watched.attentions, strict=True)}
         named = {module: f"{type(self._model).__name__}: {name}" for module, name in names.items()}

@@ -53,7 +53,7 @@ class StateCache:
         self.states = dict(states or {})
         """The states of the n sequences, ``[n, ...]`` each."""
         self.layer_indices: set[int] = set()
-        """The layers by whose numbers it was asked."""
+        """Indices of the layers that the cache was asked for."""
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return bool(self.states)
@@ -107,7 +107,7 @@ class StatePool:
             {key: torch.zeros(num_slots, *form.shape, dtype=form.dtype, device=device) for key, form in layer.items()}
             for layer in forms
         ]
-        """Of each layer its states, ``[S, ...]``."""
+        """States of each layer, ``[S, ...]`` for S slots."""
 
     def read(self, layer: int, group: RowGroup) -> StateCache:
         """Return the cache of a call with a group of rows."""
@@ -129,7 +129,7 @@ class StatePool:
         """Put states of the same model into a slot.
 
         Raises:
-            ValueError: They are not as large as those of this model.
+            ValueError: The states are not as large as those of this model.
         """
         pools = [pool for layer in self.layers for pool in layer.values()]
         sizes = [pool[slot].nbytes for pool in pools]

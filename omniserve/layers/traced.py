@@ -241,14 +241,14 @@ class TracedFamily:
             for part, given in (*layers, *mixers):
                 part.prepare(given, hidden.flatten(0, 1).unflatten(0, (-1, 7)))
         self.mixers = [[mixer for mixer in each if mixer.forms] for each in self._shell.mixers]
-        """Of each layer the module that has state beside its attention, if there is one."""
+        """The modules with state beside each attending layer's attention: at most one a layer."""
         for index, each in enumerate(self.mixers):
             if len(each) > 1:
                 raise self._unsupported(f"has {len(each)} modules with state in layer {index}")
             self.between[index] += each
             self._shell.overridden += [mixer.overridden for mixer in each]
         self.state_forms = [*number_states(self.between)]
-        """The states of those of them that have state."""
+        """States of each layer and mixer that has state, in the order of the model."""
 
     def _place_mixers(self) -> None:
         """Give columns of the rows to the mixers' output."""

@@ -28,7 +28,7 @@ class CollectiveCall(NamedTuple):
 
 
 class Group(Protocol):
-    """What collectives go through."""
+    """The ranks of a stage, and the operations that they perform together."""
 
     def size(self) -> int: ...
     def all_reduce(self, x: Tensor) -> Tensor: ...

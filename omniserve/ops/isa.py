@@ -18,7 +18,7 @@ class InstructionSet(NamedTuple):
     linear: str
     """The set whose linear kernels it selects: the same or a lesser one."""
     supported: bool
-    """This CPU has it, and the operating system lets this process use it."""
+    """The CPU has the instruction set, and the operating system lets this process use it."""
 
 
 def instruction_sets() -> list[InstructionSet]:

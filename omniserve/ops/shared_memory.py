@@ -28,7 +28,7 @@ class SharedMemoryGroup:
     """The ranks of a machine, from one of them.
 
     Args:
-        path: Of the file, as ``make_file`` made it.
+        path: Path of the file, as ``make_file`` made it.
         timeout_s: How long a rank waits for another one.
     """
 

@@ -22,8 +22,8 @@ class StageLink:
         before: The rank whose rows come here; None: this stage is the first.
         behind: The rank that gets this one's; None: this stage is the last.
         width: D.
-        most_under_way: So many sends are kept until they are waited for: more than there are steps in flight, so that
-            the oldest one has been received by then.
+        most_under_way: Number of sends that are kept until they are waited for: more than there are steps in flight, so
+            that the oldest one has been received by then.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class StageLink:
         """Return the rows ``[T, D]`` of the next step from the stage before; a CPU waits for them, a GPU's stream does.
 
         Raises:
-            RuntimeError: They do not come in time, or the rank is gone.
+            RuntimeError: The rows do not come in time, or the rank is gone.
         """
         assert self._group is not None and self._before is not None
         rows_TD = torch.empty(num_rows, self._width, dtype=self._dtype, device=self._device)

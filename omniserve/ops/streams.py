@@ -1,6 +1,9 @@
 """Copies between the host and the device that neither of them waits for, and waits for the device, with a deadline.
 
 A wait that takes longer than any step should raises ``Stalled``.
+
+Every wait for the device and for the host tier's threads (``host/progress.py``) has a deadline, but those inside
+torch's own calls. The error names what hangs, and the server starts the engine again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank other than rank 0 does: it loads its part of the model, and runs the steps that it is told."""
+"""Runs a rank other than rank 0: it loads its part of the model, and runs the steps that it is told."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from omniserve.core.config import PREFILL_SECRET_VARIABLE, EngineConfig
 from omniserve.core.errors import OmniServeError, PeerLost, PeerRefused
 from omniserve.core.link import Link, read_secret
 from omniserve.core.plan import HostEvent
+from omniserve.core.setup import RunnerSetup
 from omniserve.host.remote import HostUser, NetworkHosts
 from omniserve.host.tier import HostTier
-from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.layers.patching import PatchedModel, patched_model
 from omniserve.ops import collectives
@@ -26,7 +26,7 @@ from omniserve.parallel.group import versions
 from omniserve.parallel.meeting import connect_collectives, stage_link
 from omniserve.parallel.prefill import RankReceiver, RankSender
 from omniserve.runner.lockstep import Lockstep
-from omniserve.runner.runner import ModelRunner
+from omniserve.runner.runner import ModelRunner, RunnerParts
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +132,8 @@ class _Follower:
                 collectives.run(calls, rows, model.dtype, model.device)
             case messages.PassRows(rows):
                 self._stage.pass_on(rows)
-            case messages.Setup():
-                self._runner = self._set_up(model, message)
+            case messages.BeginEngine(setup):
+                self._runner = self._make_runner(model, setup)
                 if self._tier is not None:
                     self._teller = threading.Thread(target=self._tell_events, name="host-events", daemon=True)
                     self._teller.start()
@@ -210,22 +210,15 @@ class _Follower:
         host, port = self._sender.address
         return "" if message.is_local else host, port
 
-    def _set_up(self, model: PatchedModel, setup: messages.Setup) -> ModelRunner:
+    def _make_runner(self, model: PatchedModel, setup: RunnerSetup) -> ModelRunner:
         self._model, self._config = model, setup.config
-        storage = DeviceKVStorage(
-            model.spec, num_blocks=setup.num_device_blocks, block_size=setup.config.block_size, dtype=model.dtype,
-            device=model.device, layers=model.layers,
-        )  # fmt: skip
-        if setup.has_host_tier:
-            self._tier = HostTier.of(
-                setup.config, model.spec, dtype=model.dtype, device=model.device, num_threads=setup.host_threads,
-                mailbox=setup.has_mailbox, max_rows=setup.max_host_rows, layers=model.layers,
-            )  # fmt: skip
+        if setup.host_tier is not None:
+            self._tier = HostTier(
+                setup.host_tier, spec=model.spec, dtype=model.dtype, device=model.device, layers=model.layers
+            )
             if setup.config.hosts.cpu_hosts:
-                self._network = NetworkHosts.of(
-                    setup.config, self._tier, model.spec, dtype=model.dtype, layers=model.layers,
-                    user=HostUser(setup.host_user, self._place.rank, self._place.num_shards * self._place.num_stages),
-                )  # fmt: skip
+                user = HostUser(setup.engine_id, self._place.rank, setup.config.parallel.num_ranks)
+                self._network = NetworkHosts(setup.config.hosts, self._tier, user=user)
             if setup.config.prefill.prefill_engines:
                 self._receiver = RankReceiver(
                     setup.config.prefill, self._place.rank, self._tier.pool_LBK2SH,
@@ -233,16 +226,11 @@ class _Follower:
                     tell=lambda event: self._tell([event]),
                 )  # fmt: skip
         lockstep = FollowLockstep(
-            self._link, timeout_s=self._welcome.timeout_s, shares_tokens=setup.shares_tokens,
+            self._link, timeout_s=self._welcome.timeout_s, shares_tokens=setup.overlaps,
             join_or_drop=self._join_or_drop,
         )  # fmt: skip
-        return ModelRunner(
-            setup.config, model=model, storage=storage, sampler=None, tier=self._tier,
-            prefills=self._receiver,
-            host_threads=setup.host_threads, max_model_len=setup.max_model_len, is_directed=setup.is_directed,
-            keep_halted=setup.keep_halted, safepoint=frozenset if setup.has_safepoints else None,
-            num_state_slots=setup.num_state_slots, lockstep=lockstep, stage=self._stage,
-        )  # fmt: skip
+        parts = RunnerParts(model=model, tier=self._tier, prefills=self._receiver, lockstep=lockstep, stage=self._stage)
+        return ModelRunner(setup, parts)
 
     def _tell_events(self) -> None:
         """Tell rank 0 what the host tier does, as soon as it is done."""

@@ -31,6 +31,7 @@ from omniserve.core.errors import PeerLost
 from omniserve.core.link import Link
 from omniserve.core.logs import log_flags
 from omniserve.core.plan import HostEvent
+from omniserve.core.setup import RunnerSetup
 from omniserve.core.version import __version__
 from omniserve.host.cores import available_cores, cores_allowed, share_quota
 from omniserve.layers.patching import PatchedModel
@@ -45,7 +46,7 @@ from omniserve.parallel.place import Place
 logger = logging.getLogger(__name__)
 
 SECRET_VARIABLE: Final = "OMNISERVE_RANK_SECRET"
-"""Of a rank that rank 0 has started: the secret of this group."""
+"""Environment variable with the group's secret, for a rank that rank 0 has started."""
 _LOOPBACK = "127.0.0.1"
 _START_S = 900.0
 _LOOK_S = 0.2
@@ -83,7 +84,7 @@ class RankGroup:
         progress: Is told how the start gets on.
         shares_cores: All ranks compute on the cores of this machine: each gets its share of them.
         keeps_ranks: The attribute of this name.
-        on_lost: Called from a thread if a rank is gone and nobody has noticed for a few seconds, with the reason.
+        on_lost: Called from a thread if a rank is gone and no call has noticed for a few seconds, with the reason.
 
     Raises:
         PeerLost: A rank does not come, or is of another version.
@@ -97,7 +98,7 @@ class RankGroup:
         self._config = config.parallel
         self._compile = config.execution.compile
         self.size = self._config.num_ranks
-        """How many ranks there are, rank 0 included."""
+        """The number of ranks, rank 0 included."""
         self.place = Place.of(0, self._config)
         """Rank 0's."""
         self.stage = StageLink()
@@ -266,10 +267,10 @@ class RankGroup:
         )
         return [self._answer(each).address for each in self._links]
 
-    def begin_engine(self, setup: messages.Setup) -> None:
+    def begin_engine(self, setup: RunnerSetup) -> None:
         """Have the other ranks make their runners; meanwhile this one makes its own, and captures graphs with them."""
         self._has_engine = True
-        self.tell(setup)
+        self.tell(messages.BeginEngine(setup))
 
     def await_engine(self) -> None:
         """Wait until they have."""

@@ -38,7 +38,7 @@ class _Joining:
     """A CPU host or prefill engine, from when ranks begin to connect to it until all have lost it."""
 
     joined: list[HostEvent]
-    """What the ranks that are connected, or were, have told."""
+    """Events of the ranks that are connected, or were."""
     num_lost: int = 0
     """Ranks that have lost it, or given up to connect."""
 
@@ -50,7 +50,7 @@ class EventMerge:
         num_shards: Ranks of a stage.
         num_stages: Stages.
         drop: Called with the event if a rank has lost a CPU host or prefill engine: all ranks must drop it.
-        allow: Likewise if all have lost it: they may connect again once the scheduler knows of it.
+        allow: Called if all have lost it: they may connect again once the scheduler knows of it.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EventMerge:
     ) -> None:  # fmt: skip
         self._drop, self._allow = drop, allow
         self._joining: dict[tuple[bool, int], _Joining] = {}
-        """By whether it is a prefill engine, and its number."""
+        """Hosts and prefill engines that ranks connect to, by (it is a prefill engine, its number)."""
         self._num_shards, self._num_ranks = num_shards, num_shards * num_stages
         self._told: dict[tuple[int, ...], list[HostEvent]] = {}
         self._cancelled: dict[tuple[int, int], int] = {}  # slot, epoch -> ranks on which nothing uses it any more
@@ -200,7 +200,7 @@ class GroupHostTier(HostTier):
             self._prefills.allow(lost.host)  # the others follow
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until this rank's tier has something to tell, or a moment: those of other ranks wake nobody."""
+        """Sleep until this rank's tier has something to tell, or a moment: other ranks' tiers wake no caller."""
         super().wait(min(timeout_s, _LOOK_AGAIN_S))
 
     def inject(self, *, only_others: bool = False, **faults: Any) -> None:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from omniserve.core.errors import PeerLost
 from omniserve.core.plan import HostEvent, StepOutput, StepPlan
+from omniserve.core.setup import RunnerSetup
 from omniserve.ops import collectives
 from omniserve.parallel import messages
 from omniserve.parallel.group import RankGroup
 from omniserve.parallel.host_tier import GroupHostTier
 from omniserve.runner.lockstep import Lockstep
-from omniserve.runner.runner import LaunchedStep, ModelRunner
+from omniserve.runner.runner import LaunchedStep, ModelRunner, RunnerParts
 
 T = TypeVar("T")
 
@@ -44,11 +45,11 @@ class LeadRunner(ModelRunner):
         PeerLost: In any method, that another rank is gone, has failed, or does not answer.
     """
 
-    def __init__(self, config: Any, *, group: RankGroup, **settings: Any) -> None:
+    def __init__(self, setup: RunnerSetup, parts: RunnerParts, group: RankGroup) -> None:
         self._group = group
         self._lost: list[tuple[HostEvent, frozenset[int]]] = []
-        """What all ranks have lost, with the steps before whose end none may connect to it again."""
-        super().__init__(config, **settings)
+        """Losses that all ranks have told, each with the steps before whose end no rank may connect again."""
+        super().__init__(setup, parts)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Any:
@@ -97,10 +98,10 @@ class LastStageRunner(LeadRunner):
     done. What a plan gives the host tier is given to this rank's in the same order.
     """
 
-    def __init__(self, config: Any, **settings: Any) -> None:
+    def __init__(self, setup: RunnerSetup, parts: RunnerParts, group: RankGroup) -> None:
         self._under_way: dict[int, set[str]] = {}
         """Step -> requests that have ended since it was launched; their ids may be in use again."""
-        super().__init__(config, **settings)
+        super().__init__(setup, parts, group)
 
     def launch(self, plan: StepPlan) -> Any:
         self._tell(plan)

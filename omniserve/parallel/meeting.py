@@ -1,4 +1,4 @@
-"""How the ranks meet: process groups for the collectives of a stage's ranks, and for rows from stage to stage."""
+"""Connects the ranks: process groups for the collectives of a stage's ranks, and for rows from stage to stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks tell each other, in the order of their lives. Pickled; both ends are of the same version."""
+"""The messages between the ranks, in the order of a rank's life. Pickled; both ends are of the same version."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, StepPlan
+from omniserve.core.setup import RunnerSetup
 from omniserve.host.prefill_messages import Done, Failed
 from omniserve.ops.collectives import CollectiveCall
 from omniserve.parallel.place import Place
@@ -17,7 +17,7 @@ from omniserve.parallel.place import Place
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """From a rank that comes: its versions, and the rank that it wants, if it does."""
+    """The first message of a rank that comes: its versions, and the rank that it wants, if it does."""
 
     versions: str
     rank: int | None
@@ -25,7 +25,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """To it: its place, and how it loads the model, with its part of each layer."""
+    """Rank 0's answer to ``Hello``: the rank's place, and how it loads the model, with its part of each layer."""
 
     place: Place
     load: Callable[[Place], Any]
@@ -35,38 +35,38 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """To it, in the place of a welcome."""
+    """Rank 0's refusal, in the place of a welcome."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """From it: the model is loaded and patched; ``summary`` must be rank 0's."""
+    """A rank's word that its model is loaded and patched; ``summary`` must be rank 0's."""
 
     summary: str
 
 
 @dataclass(frozen=True, slots=True)
 class Compile:
-    """To it: take the compiled halves, which rank 0 has kept by now; ``fused`` as in ``PatchedModel.warm_up``."""
+    """Has a rank take the compiled halves, which rank 0 has kept by now; ``fused`` as in ``PatchedModel.warm_up``."""
 
     fused: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """To it: where the ranks meet for their collectives."""
+    """Tells a rank where the ranks meet for their collectives."""
 
     files: Sequence[str] | None
-    """For each stage a file that its ranks share. None: collectives go through torch.distributed."""
+    """Files that the ranks of a stage share, one for each stage. None: collectives go through torch.distributed."""
     store: tuple[str, int] | None
     """Address of the store at which they meet for torch.distributed. None: nothing goes through it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunCollectives:
-    """To it: call these, to measure them."""
+    """Has a rank call these collectives, to measure them."""
 
     calls: Sequence[CollectiveCall]
     rows: int
@@ -74,35 +74,21 @@ class RunCollectives:
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
-    """To it: pass so many rows on from stage to stage, to measure that."""
+    """Has a rank pass ``rows`` rows on from stage to stage, to measure that."""
 
     rows: int
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """To it: what its runner is made with."""
+class BeginEngine:
+    """Has a rank make a runner."""
 
-    config: EngineConfig
-    num_device_blocks: int
-    host_threads: int
-    has_host_tier: bool
-    has_mailbox: bool
-    max_host_rows: int
-    max_model_len: int
-    is_directed: bool
-    keep_halted: bool
-    has_safepoints: bool
-    num_state_slots: int
-    shares_tokens: bool
-    """Steps overlap: each rank needs the tokens that rank 0 samples."""
-    host_user: str
-    """What CPU hosts on the network know the engine by (``HostUser.engine``)."""
+    setup: RunnerSetup
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """From it: done with what it was told."""
+    """A rank's word that it is done with what it was told."""
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
@@ -110,42 +96,43 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """To a rank: run this step."""
+    """Has a rank run this step."""
 
     plan: StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """To a rank: what rank 0 has decided in the middle of a step (``Lockstep.agree``)."""
+    """Tells a rank what rank 0 has decided in the middle of a step (``Lockstep.agree``)."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """To a rank: a request has ended."""
+    """Tells a rank that a request has ended."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class DropHost:
-    """To a rank, also in the middle of a step: another one has lost this CPU host."""
+    """Tells a rank, also in the middle of a step, that another one has lost this CPU host."""
 
     host: int
 
 
 @dataclass(frozen=True, slots=True)
 class AllowHost:
-    """To a rank: all have lost this CPU host; connect to it again."""
+    """Has a rank connect to this CPU host again, as all ranks have lost it."""
 
     host: int
 
 
 @dataclass(frozen=True, slots=True)
 class JoinPrefillEngine:
-    """To a rank, also in the middle of a step: rank 0 has joined it; connect to its rank that has the same part."""
+    """Has a rank, also in the middle of a step, connect to its peer of a prefill engine that rank 0 has joined: the
+    rank with the same part of the model."""
 
     number: int
     session: str
@@ -154,14 +141,14 @@ class JoinPrefillEngine:
 
 @dataclass(frozen=True, slots=True)
 class DropPrefillEngine:
-    """To a rank, also in the middle of a step: another one has lost this prefill engine."""
+    """Tells a rank, also in the middle of a step, that another one has lost this prefill engine."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Inject:
-    """To a rank, in tests: faults of its host tier, the arguments of ``HostTier.inject``."""
+    """Puts faults into a rank's host tier, in tests: the arguments of ``HostTier.inject``."""
 
     faults: dict[str, Any]
 
@@ -171,25 +158,25 @@ class Inject:
 
 @dataclass(frozen=True, slots=True)
 class ServePrefills:
-    """To a rank of a prefill engine: listen for the ranks of engines."""
+    """Has a rank of a prefill engine listen for the ranks of engines."""
 
     address: tuple[str, int]
     """Port 0: any."""
     is_local: bool
-    """It is on the machine of rank 0. Else it listens at its own address instead."""
+    """The rank is on the machine of rank 0. Else it listens at its own address instead."""
     secret_file: str
 
 
 @dataclass(frozen=True, slots=True)
 class Listens:
-    """From it: where. An empty host: where rank 0 listens."""
+    """A rank's address for the ranks of engines. An empty host: the one at which rank 0 listens."""
 
     address: tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class SendBlocks:
-    """To it: send its part of the next blocks of a prompt."""
+    """Has a rank send its part of the next blocks of a prompt."""
 
     session: str
     move_id: int
@@ -198,7 +185,7 @@ class SendBlocks:
 
 @dataclass(frozen=True, slots=True)
 class SendEnd:
-    """To it: the prompt has ended."""
+    """Tells a rank that the prompt has ended."""
 
     session: str
     message: Done | Failed
@@ -206,7 +193,7 @@ class SendEnd:
 
 @dataclass(frozen=True, slots=True)
 class EndSession:
-    """To it: an engine is lost."""
+    """Tells a rank that an engine is lost."""
 
     session: str
 
@@ -216,17 +203,17 @@ class EndSession:
 
 @dataclass(frozen=True, slots=True)
 class EndEngine:
-    """To a rank: end the runner, and keep the model for the next one."""
+    """Has a rank end its runner, and keep the model for the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """To a rank: end."""
+    """Has a rank end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """From a rank: what its host tier has done, and whether it is well."""
+    """A rank's report: the events of its host tier, and whether the tier is well."""
 
     events: list[HostEvent]
     is_healthy: bool
@@ -235,6 +222,6 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """From a rank that ends: why."""
+    """The reason why a rank ends, from that rank."""
 
     why: str

@@ -28,12 +28,12 @@ class Place:
 
     @property
     def shard(self) -> int:
-        """Which part of each layer it has."""
+        """The rank's part of each layer, as an index."""
         return self.rank % self.num_shards
 
     @property
     def stage(self) -> int:
-        """Which stage it is in, in the order of the layers."""
+        """The rank's stage, in the order of the layers, as an index."""
         return (self.rank // self.num_shards - 1) % self.num_stages
 
     @property

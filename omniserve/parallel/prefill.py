@@ -1,7 +1,10 @@
-"""What ranks other than rank 0 do for prefill engines: their part of the KV goes from rank to rank.
+"""The part of ranks other than rank 0 in prefill engines: their share of the KV goes from rank to rank.
 
 Rank 0 of an engine asks rank 0 of the prefill engine, and tells its other ranks where to connect. On either side a rank
 has the same blocks as rank 0, with the KV of its own heads and layers.
+
+Every rank sends its part to its counterpart. A prompt has come when all of it is here, and a prefill engine is lost as
+a CPU host is (``parallel/host_tier.py``).
 
 Paper: omniserve 5.4.4.
 """
@@ -34,7 +37,7 @@ class RankReceiver(PrefillReceiver):
     """Takes a rank's part of the KV from ranks of prefill engines.
 
     Args:
-        config: Of the engine.
+        config: The engine's settings.
         rank: This one's.
         pool_LBK2SH: Its host tier's pool.
         fingerprint: ``kv_fingerprint`` of its part of the model.
@@ -58,7 +61,7 @@ class RankReceiver(PrefillReceiver):
         self._has_started = threading.Condition(self._lock)
         self._is_dropped = [False for _ in self._senders]
         self._threads: dict[int, threading.Thread] = {}
-        """By number, those of the last connections."""
+        """Threads of the last connections, by the engine's number."""
 
     def join(self, number: int, session: str, address: tuple[str, int]) -> None:
         """Connect to this rank's counterpart in a prefill engine that rank 0 has joined.
@@ -155,7 +158,7 @@ class RankSender:
         self._sessions: dict[str, Session] = {}
         self._listener = Listener(address, self._greet)
         self.address = self._listener.address
-        """Where it listens."""
+        """The address at which the rank listens."""
 
     def send(self, session: str, move_id: int, blocks: Sequence[int]) -> None:
         """Send the next blocks of a prompt."""

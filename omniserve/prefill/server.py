@@ -3,6 +3,9 @@
 Its engine is like any other: the policy puts best-effort prompts beside latency-sensitive ones up to the same bounds,
 and prompts that begin alike share what was computed. Blocks are copied to the host pool as they are full, beside the
 steps (``Prefixes.save_all``). From there they are sent, in their order. Paper: omniserve 5.4.4.
+
+Recurrent states come behind the KV (``Done.states``). If an engine is lost or lacks memory, what has come is kept, and
+the rest is computed by the engine that asked.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from omniserve.core.plan import RemotePrefill, StepPlan
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.core.version import __version__
 from omniserve.engine.engine import Engine
-from omniserve.engine.network import NO_STATES_OF_RANKS, require_shared_kv
+from omniserve.engine.parts import NO_STATES_OF_RANKS, require_shared_kv
 from omniserve.host.prefill_messages import Ask, Blocks, Cancel, Done, Failed, Hello, Refused, Welcome
 from omniserve.host.prefill_session import Listener, Session, bytes_of
 from omniserve.kv.base import KeepsPrefixesOnHost
@@ -35,7 +38,7 @@ logger = logging.getLogger(__name__)
 _HELLO_S, _LOOK_S = 10.0, 0.2
 _STEP_WAIT_S = 0.001
 _HAND_OVER_S = 0.05
-"""So long the next step waits at most for copies of latency-sensitive prompts to the host."""
+"""Seconds that the next step waits at most for copies of latency-sensitive prompts to the host."""
 _PIECE_BYTES, _MOST_QUEUED_BYTES = 4 << 20, 64 << 20
 _PATIENCE = 50
 """Steps in which the blocks of a prompt that is computed must come to the host."""
@@ -109,7 +112,7 @@ class PrefillServer:
             self._ranks = self._group.serve_prefills(address, secret_file)
         self._listener = Listener(address, self._greet)
         self.address = self._listener.address
-        """Where it listens."""
+        """The address at which the engine listens."""
 
     def run(self) -> None:
         """Compute prompts until ``close``.

@@ -61,7 +61,7 @@ class Served:
         self._capture = capture or Capture()
 
     def is_constant(self, num_rows: int) -> bool:
-        """Whether a step of so many rows, seats included, runs in a constant shape."""
+        """Tell whether a step of ``num_rows`` rows, seats included, runs in a constant shape."""
         return self.constant and num_rows <= self._most_rows
 
     def launched(self, run: Callable[[], Tensor], *, num_rows: int = 0) -> Callable[[], Tensor]:

@@ -1,4 +1,5 @@
-"""What ranks take to reach each other, by rows: the latency model's gamma_T and gamma_P. Paper: omniserve 3.3.1.
+"""Measures how long ranks take to reach each other, by rows: the latency model's gamma_T and gamma_P. Paper: omniserve
+3.3.1.
 
 gamma_T is of the collectives of a layer, which are found by running it: how many, of which kind, and how wide a row is
 in each. Then all ranks run those of all their layers, for a few numbers of rows. gamma_P is of rows that pass all

@@ -5,6 +5,7 @@ Legend: T device rows, P seats, D hidden, N query heads, K KV heads, H head size
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
+from omniserve.core.setup import HostTierSetup
 from omniserve.host.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
@@ -56,17 +58,12 @@ class _HostBench:
         self.model, self.config = model, config
         self._served = served or Served(model, config)
         self.spec = model.spec
-        self.tier = HostTier.of(
-            config,
-            model.spec,
-            dtype=model.dtype,
-            device=model.device,
-            num_threads=threads,
-            kv_bytes=min(config.host_kv_bytes, pool_bytes),
-            mailbox=self._served.mailbox,
-            max_rows=1 if self.spec.state_bytes else 1 + _DRAFTS,
-            layers=model.layers,
-        )
+        setup = HostTierSetup.of(
+            config, num_threads=threads, max_rows=1 if self.spec.state_bytes else 1 + _DRAFTS,
+            pin_memory=model.device.type == "cuda", mailbox=self._served.mailbox,
+        )  # fmt: skip
+        setup = dataclasses.replace(setup, kv_bytes=min(config.host_kv_bytes, pool_bytes))
+        self.tier = HostTier(setup, spec=model.spec, dtype=model.dtype, device=model.device, layers=model.layers)
         self.tier.pool_LBK2SH.zero_()  # pages that were never written are all one page, in every cache
         self._epoch, self._move_ids = 0, itertools.count()
         self._sending: PiggybackRows | None = None
@@ -80,7 +77,7 @@ class _HostBench:
         return [torch.randn(count, each, self.spec.head_size).to(self.model.dtype) for each in heads]
 
     def bind(self, num_requests: int, context: int, num_rows: int = 1) -> Tensor:
-        """Bind slots to so many tokens each, at the end of ``context`` keys; return the slot of each token."""
+        """Bind slots to ``num_rows`` tokens each, at the end of ``context`` keys; return the slot of each token."""
         blocks = -(-context // self.config.block_size)
         for slot in range(num_requests):
             self._epoch += 1
@@ -90,7 +87,7 @@ class _HostBench:
         return torch.arange(num_requests).repeat_interleave(num_rows)
 
     def wait_for(self, count: int, kind: HostEventKind) -> None:
-        """Wait for so many events of a kind.
+        """Wait for ``count`` events of a kind.
 
         Raises:
             RuntimeError: A task or a move failed, or no event has come for too long.

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.upkeep import Others
-from omniserve.engine.assembly import check_policy
-from omniserve.engine.disk import check_disk
 from omniserve.engine.fingerprint import fingerprint_of, has_constant_steps
+from omniserve.engine.parts import check_disk, check_policy
 from omniserve.latency.features import AlphaBeta, ModelShape
 from omniserve.latency.profile import Profile, default_folder, load_matching, path_in
 from omniserve.layers.patching import patched_model
@@ -47,7 +46,7 @@ def profile_model(
     Args:
         model: A Hugging Face causal language model; it is patched in place if it is not yet.
         config: The settings it will be served with.
-        time_limit_s: Measuring ends about so long after compiling. The smallest set of points is measured however
+        time_limit_s: Seconds of measuring after compiling, about. The smallest set of points is measured however
             long it takes. On a GPU first calls, which choose and compile kernels, capture of CUDA graphs and starts
             of engines do not count: they take minutes at times, and samples of a few milliseconds are to be had after.
         is_coarse: Say in the profile that it is coarse, and take few samples of whole steps.

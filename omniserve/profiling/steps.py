@@ -101,9 +101,9 @@ def measure_steps(
     Args:
         engine: It has no unfinished requests, and is stepped only here.
         arrivals: In the order of their steps.
-        max_samples: Ends after so many, or when the load does.
-        least: So many are taken whatever ``go_on`` says.
-        least_with_host: So many samples have the host tier at work, too, or a few times ``least`` are taken.
+        max_samples: Most samples; measuring ends earlier if the load does.
+        least: Number of samples that are taken whatever ``go_on`` says.
+        least_with_host: Number of samples with the host tier at work, too, unless a few times ``least`` were taken.
         go_on: Asked before each step; False ends the run.
         give_way: Called before each step; True if it did other work, with which the step's time would be counted.
         on_sample: Called after each sample, for progress.

@@ -17,7 +17,7 @@ from omniserve.latency.profile import Conditions
 from omniserve.ops.streams import drain
 
 Progress = Callable[[str, float], None]
-"""Told what is being measured, and the share of the time limit that has passed."""
+"""A callback that is told what is being measured, and the share of the time limit that has passed."""
 Point = tuple[int, int]
 _WRITTEN_BYTES_S = 5e8  # new pages are written so fast at least
 _LEAST_REPEATS = 3
@@ -137,7 +137,8 @@ class Timer:
 
 
 def _lower_quartile(samples: list[float]) -> float:
-    """What disturbs a measurement only makes it longer: of few samples the median may still be a disturbed one."""
+    """Return the lower quartile: disturbances only make a measurement longer, and may reach the median of few
+    samples."""
     return sorted(samples)[(len(samples) - 1) // 4]
 
 

@@ -3,6 +3,9 @@
 A GPU is given all layers of a step at once and looks for the results itself (``PiggybackRows.receive``).
 ``MissedJoins`` tells the host which joins found none.
 
+No step waits for the host tier. A late join whose result has not come leaves its seat empty in that layer, is not sent
+to the next layer, and is named in ``StepOutput.missed``; the scheduler then books nothing of it.
+
 Paper: omniserve 3.2.3; apex 3.4 (the device asks before a layer's post-attention whether the results are there).
 """
 

@@ -55,7 +55,7 @@ class LayerLoop:
     safepoint: Callable[[], Set[str]] | None
     """Asked between the layers of a step with preemptible rows which requests' rows must leave. None: they never do."""
     stage: StageLink = field(default_factory=StageLink)
-    """Where rows come from and go to, if the model's layers are those of one stage of several."""
+    """The rows' way from and to other stages, if the model's layers are those of one stage of several."""
 
     def run(self, plan: StepPlan) -> LayersOutput:
         """Run the layers of a step whose rows are the same in all of them."""

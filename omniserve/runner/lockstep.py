@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Lockstep:
-    """Of a model that is whole: there is nobody to tell."""
+    """The lockstep of an unsharded model: it decides by itself, and does nothing else."""
 
     def agree(self, decide: Callable[[], T]) -> T:
         """Return what rank 0 decides. All ranks call this in the same order; ``decide`` runs on rank 0 alone."""

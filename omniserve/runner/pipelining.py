@@ -1,5 +1,8 @@
 """Asymmetric pipelining: the host tier attends for one sub-batch while the device runs the other one's layer.
 
+Such a step is the only one that waits for the host tier, and its policies (``neo``, ``apex``) ask for it by name.
+Results of other requests are kept for the next step.
+
 Sources: NEO (Jiang et al., MLSys 2025); apex 2.3 and 3.2, figure 2. Legend: T rows, D hidden, N query heads,
 K KV heads, H head size.
 
@@ -38,7 +41,7 @@ class AwaitedResults:
         self._tier, self._keep, self._lockstep = tier, keep, lockstep
         self.lost: frozenset[int] = frozenset()
         """Slots of rows whose attention has failed; they are submitted no more."""
-        self._submitted: set[int] = set()  # slots of which nobody has waited for the task
+        self._submitted: set[int] = set()  # slots whose task was not waited for
         self._waits_for: dict[int, int] = {}  # slot -> epoch of the tasks under way
         self._failed: set[int] = set()  # slots of those that failed
 

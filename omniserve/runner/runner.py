@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
-from omniserve.core.config import EngineConfig
 from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, StepOutput, StepPlan
+from omniserve.core.setup import RunnerSetup
 from omniserve.host.cores import CoreSplit
-from omniserve.host.disk import DiskTier
-from omniserve.host.prefill_receiver import PrefillReceiver
-from omniserve.host.remote import NetworkHosts
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
@@ -44,6 +42,11 @@ from omniserve.runner.warm_up import warm_up_attention
 from omniserve.sampling.prompt_scores import score_prompts
 from omniserve.sampling.sampler import PendingSample, Sampler
 
+if TYPE_CHECKING:
+    from omniserve.host.disk import DiskTier
+    from omniserve.host.prefill_receiver import PrefillReceiver
+    from omniserve.host.remote import NetworkHosts
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
@@ -59,65 +62,75 @@ class LaunchedStep:
     """Joins of which the device tells whether they have joined."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerParts:
+    """The parts of a runner that belong to its process."""
+
+    model: PatchedModel
+    sampler: Sampler | None = None
+    """The sampler; None: this rank does not sample."""
+    tier: HostTier | None = None
+    disk: DiskTier | None = None
+    hosts: NetworkHosts | None = None
+    prefills: PrefillReceiver | None = None
+    safepoint: Callable[[], Set[str]] = frozenset
+    """Asked between two layers which requests' rows must leave the step, if the setup has safepoints."""
+    lockstep: Lockstep = field(default_factory=Lockstep)
+    stage: StageLink = field(default_factory=StageLink)
+
+
 class ModelRunner:
     """Executes plans; the sampler must know every request that may sample.
 
-    It begins with its kernels compiled, and its steps captured if the settings ask for that. With ``is_directed`` KV
-    blocks may run from the right. ``keep_halted`` and ``safepoint`` as in ``HaltedRows`` and ``LayerLoop``. A rank that
-    does not sample has no sampler.
+    A runner begins with its kernels compiled, and its steps captured if the settings ask for that.
 
     Raises:
         ValueError: The settings ask for a device attention or graphs that this device or model does not allow.
     """
 
-    def __init__(
-        self, config: EngineConfig, *, model: PatchedModel, storage: DeviceKVStorage, sampler: Sampler | None,
-        tier: HostTier | None, host_threads: int, max_model_len: int, is_directed: bool, keep_halted: bool,
-        safepoint: Callable[[], Set[str]] | None, num_state_slots: int, disk: DiskTier | None = None,
-        hosts: NetworkHosts | None = None, prefills: PrefillReceiver | None = None, lockstep: Lockstep | None = None,
-        stage: StageLink | None = None,
-    ) -> None:  # fmt: skip
-        self._lockstep = lockstep = lockstep or Lockstep()
-        self._model, self._storage, self._sampler, self._tier, self._disk = model, storage, sampler, tier, disk
+    def __init__(self, setup: RunnerSetup, parts: RunnerParts) -> None:
+        config, model, tier = setup.config, parts.model, parts.tier
+        self._model, self._sampler, self._tier, self._lockstep = model, parts.sampler, tier, parts.lockstep
+        self._disk, self._hosts, self._prefills = parts.disk, parts.hosts, parts.prefills
+        self._storage = DeviceKVStorage(
+            model.spec, num_blocks=setup.num_device_blocks, block_size=config.block_size, dtype=model.dtype,
+            device=model.device, layers=model.layers,
+        )  # fmt: skip
         self._cores = CoreSplit(
             device=model.device, device_threads=config.device_threads,
-            host_threads=host_threads if tier is not None else 0,
+            host_threads=setup.host_tier.num_threads if setup.host_tier is not None else 0,
         )  # fmt: skip
         self.host_works = False
         """The host tier attended, or was given a task, when the last step began. Moves do not count: a copy takes a
         small part of a step, and the step would have half of the cores for all of its time."""
-        self._hosts, self._prefills = hosts, prefills
-        self._late_results = LateResults(tier, lockstep)
+        self._late_results = LateResults(tier, parts.lockstep)
         self._host_was_healthy = True
         self._ended: Set[str] = frozenset()
         """Requests that have ended since the step that is launched was planned: they need no token."""
-        self.halted = HaltedRows(keep=keep_halted)
+        self.halted = HaltedRows(keep=setup.keeps_halted)
         """Rows that left a step between two layers."""
         self._pending = PendingTokens(model.device)
-        self.states = StepStates(model, num_slots=num_state_slots)
+        self.states = StepStates(model, num_slots=setup.num_state_slots)
         """The recurrent states of all requests, if the model has such."""
         attend = resolve_attention(
-            config.execution.attention, model.device, model.spec.attention, is_directed=is_directed
+            config.execution.attention, model.device, model.spec.attention, is_directed=setup.is_directed
         )
         self._rows = PiggybackRows(model, tier, config.max_host_requests if tier is not None else 0)
         self.loop = LayerLoop(
-            model=model, storage=storage, attend=attend, rows=self._rows, late_results=self._late_results,
-            halted=self.halted, pending=self._pending, states=self.states,
-            safepoint=None if safepoint is None else partial(lockstep.agree, safepoint), stage=stage or StageLink(),
+            model=model, storage=self._storage, attend=attend, rows=self._rows, late_results=self._late_results,
+            halted=self.halted, pending=self._pending, states=self.states, stage=parts.stage,
+            safepoint=partial(parts.lockstep.agree, parts.safepoint) if setup.has_safepoints else None,
         )  # fmt: skip
         """Runs the steps that fit no captured shape."""
         self.graphs: CudaGraphRunner | None = None
-        """Runs the others; None: nothing is captured."""
+        """Runs the steps that fit a captured shape; None: nothing is captured."""
         if wants_graphs(config, model, attend):
-            self.graphs = CudaGraphRunner(
-                config, loop=self.loop, max_model_len=max_model_len, has_host_tier=tier is not None,
-                is_directed=is_directed, lockstep=lockstep,
-            )  # fmt: skip
+            self.graphs = CudaGraphRunner(setup, loop=self.loop, lockstep=parts.lockstep)
         if model.device.type == "cuda" and attend is attend_triton:  # others choose no kernel by shape
             warm_up_attention(
-                attend, storage, model.spec, max_rows=config.max_num_batched_tokens,
+                attend, self._storage, model.spec, max_rows=config.max_num_batched_tokens,
                 max_requests=2 * config.max_num_seqs,  # best-effort ones come beside as many latency-sensitive ones
-                max_blocks=-(-max_model_len // config.block_size), is_directed=is_directed,
+                max_blocks=-(-setup.max_model_len // config.block_size), is_directed=setup.is_directed,
             )  # fmt: skip
         if self.graphs is not None:
             model.warm_up(fused=True)  # also the layers that no graph calls by themselves

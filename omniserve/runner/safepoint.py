@@ -22,7 +22,7 @@ class HaltedRows:
     def __init__(self, *, keep: bool) -> None:
         self._keep = keep
         self.rows: dict[str, tuple[int, int, Tensor]] = {}
-        """By request: the layer at which the chunk goes on, its first token, its rows."""
+        """Halted chunks by request: (layer at which the chunk goes on, its first token, its rows)."""
 
     def halt(self, chunk: DeviceChunk, layer: int, hidden_TD: Tensor) -> int:
         """Keep the rows of a chunk that leaves before ``layer``; return the layer at which it goes on."""

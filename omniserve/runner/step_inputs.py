@@ -33,7 +33,8 @@ class SeatRows:
     positions: tuple[int, ...]
     """Positions of the seats that were planned, which are the first ones."""
     late: tuple[PiggybackJoin, ...] = ()
-    """All joins of the layer, in the order of their seats, if some are late and it is not settled yet which join."""
+    """All joins of the layer, in the order of their seats, while it is not settled which of the late ones join; else
+    empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +110,19 @@ class StepInputs:
     slot_mapping: Tensor
     """``[num_device_rows]`` int64: block * block_size + offset."""
     attention: AttentionMetadata
-    """Of the device rows."""
+    """Attention metadata of the device rows."""
     entering: SeatRows | None
     """The seats at layer 0; None if no token enters."""
     joining: dict[int, SeatRows]
     """Layer -> the seats into which results of the host tier come there; changed as late joins are settled."""
     sampled: SampledRows
-    """If no late join misses the last layer."""
+    """Rows that are sampled, if no late join misses the last layer."""
     joins_as_one: bool = False
-    """As in ``StepPlan``."""
+    """A late join that misses its layer keeps all others of the layer away, as in ``StepPlan``."""
     missed: set[str] = field(default_factory=set)
     """Requests whose joins did not join, as far as that is settled."""
     found: dict[int, Tensor] = field(default_factory=dict)
-    """If the device looks for results: layer with late joins -> the rows that joined there, ``[P]`` int64 on the
+    """Rows that joined at each layer with late joins, if the device looks for results: layer -> ``[P]`` int64 on the
     device; -1 in other seats."""
 
     def leaving(self, layer: int) -> SeatRows | None:

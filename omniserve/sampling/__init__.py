@@ -1,1 +1,1 @@
-"""From logits to text: sampling, log-probabilities, grammars, detokenizing."""
+"""The steps that turn logits into text: sampling, log-probabilities, grammars, detokenizing."""

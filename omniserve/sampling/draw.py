@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, top-k, top-p, min-p, and a draw by one number a row.
+"""The steps that turn logits into tokens: temperature, top-k, top-p, min-p, and a draw by one number a row.
 
 Legend: R rows of a step that sample, V vocabulary.
 """

@@ -125,7 +125,7 @@ class GrammarCompiler:
         self._building = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self._kept: OrderedDict[str, Future[Grammar]] = OrderedDict()
-        """By text, the one that was used last at the end; also those that are still compiled or were refused."""
+        """Grammars by text, the one used last at the end; some are still being compiled, or were refused."""
 
     def prepare(self) -> LLTokenizer:
         """Build the vocabulary that all grammars share, once; this takes up to a second if it is large.

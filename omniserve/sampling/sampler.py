@@ -38,7 +38,8 @@ class _RequestSampling:
     random: Random | None
     """Gives one number a token; None: greedy."""
     penalised: tuple[Tensor, Tensor] | None
-    """For penalties: how often each token is in the output ``[V]``, and which ones are in the prompt, bool ``[V]``."""
+    """Counts for penalties: how often each token is in the output ``[V]``, and which are in the prompt, bool ``[V]``.
+    """
     bias: tuple[Tensor, Tensor] | None
     """Token ids, and the values to add to their logits; -inf bans one."""
     forced_V: Tensor | None

@@ -3,6 +3,9 @@
 The rules, each with its test, are in docs/admission.md. The paper rejects whatever is predicted to miss its TTFT. Here
 a refusal is for load, that is, for other LS requests: a retry can succeed. Only a request that brought an objective of
 its own can be refused because its prompt is too long for it.
+
+``add`` predicts the time to first token and rejects what would come too late because of other LS requests, with a
+margin that learns from the requests that it admitted.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ _CLOSE = 0.5  # requests predicted to take less of their TTFT than this say noth
 _MARGIN_HALF_LIFE_S = 60.0
 
 SLO_SCALE = 2.0
-"""A class's objective that a request cannot keep alone becomes so many times what it takes alone."""
+"""Factor of an objective that a request cannot keep alone, over what the request takes alone."""
 UNSEEN_ERROR = 16.0
-"""A coarse profile's prediction for steps that it was never compared with may be so many times too long."""
+"""Factor by which a coarse profile's prediction may be too long, for steps that it was never compared with."""
 FIRST_PROBE_S, LAST_PROBE_S = 2.0, 60.0
 """Seconds between a refusal for size and the next request that is let in all the same; they double up to the last."""
 

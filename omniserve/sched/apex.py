@@ -75,7 +75,7 @@ class APEXPolicy(OmniServePolicy):
         host_speed = self.forecast.host if self.forecast is not None else None
         self._host = HostWatch(host_speed) if host_speed is not None else None
         self._small_since_s: float | None = None
-        """When residents began to wait for a larger cohort."""
+        """Time at which residents began to wait for a larger cohort; None: none wait."""
 
     def on_host_events(self, events: Sequence[HostEvent]) -> None:
         if self._host is not None:
@@ -135,7 +135,7 @@ class APEXPolicy(OmniServePolicy):
         return LayerTimes(linear_s, attention_s, overlap_s, beside_first_s=linear_s + attention_with_s)
 
     def _overlap(self, batch: Batch, bound_s: float) -> HostRows:
-        """Asynchronous overlap: the cohort joins when all of it is there; the next enters when none is away."""
+        """Plan asynchronous overlap: the cohort joins when all of it is there; the next enters when none is away."""
         residents = self.requests.residents
         away = [state for state in residents.queue if state.away is not None]
         expected = residents.expected(has_device_rows=True) if batch.chunks else None
@@ -188,7 +188,7 @@ class HostWatch:
     def __init__(self, speed: HostSpeed) -> None:
         self._speed = speed
         self.factor = 1.0
-        """Seconds that tasks take over what the profile says."""
+        """Ratio of the seconds that tasks take to the profile's prediction."""
         self._tasks, self._keys = 0, 0
         self._since_s: float | None = None
 
@@ -208,5 +208,5 @@ class HostWatch:
         self._since_s = now_s if is_busy else None
 
     def rate(self, num_requests: int, context: float) -> float:
-        """Return N_C: requests a second, one layer, of so many with a mean context."""
+        """Return N_C: requests a second, one layer, of ``num_requests`` with a mean context."""
         return num_requests / (self.factor * self._speed(num_requests, num_requests * context))

@@ -115,7 +115,8 @@ class NonPreemptivePolicy(Policy):
 
     def set_up(self) -> None:
         self._running: list[RequestState] = []
-        """In the order of admission; those that ended or were preempted leave it as the next step begins."""
+        """Running requests in the order of admission; those that ended or were preempted leave it as the next step
+        begins."""
 
     def schedule(self, now_s: float) -> StepPlan:
         batch, requests = Batch(self.requests, now_s), self.requests

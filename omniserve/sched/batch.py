@@ -1,4 +1,7 @@
-"""Batch: the step that a policy puts together."""
+"""Batch: the step that a policy puts together.
+
+Prompts take all their blocks at their first chunk, so two half-prefilled prompts never wait for each other.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from omniserve.sched.state import RequestState
 
 _RATE = 1 / 32
-"""Of what each new request weighs."""
+"""Weight of each new request in the means."""
 
 
 class BestEffortMix:

@@ -44,7 +44,7 @@ class ConServePolicy(Policy):
     def set_up(self) -> None:
         self._parking = Parking(self.requests)
         self._step_ends_s = -math.inf
-        """When the running step ends, as predicted."""
+        """Predicted end of the running step, seconds on the scheduler's clock."""
         self._offline: frozenset[str] = frozenset()
         """The running step's BE requests."""
 

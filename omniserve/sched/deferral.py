@@ -1,5 +1,9 @@
 """Deferral by class: rows of a lower class leave a step for a request of a higher class, and go on later.
 
+With ``defer_classes`` (off by default) a request that comes while a step runs, and would miss its TTFT, has rows of
+lower classes leave that step (``Policy.to_preempt``): those whose own next token will be in time after it. They stay
+out of the next step, too, while they have slack and a prompt of a higher class is late with them.
+
 Paper: omniserve 6 (multiple priority levels): low-priority work is deferred at a layer and joins the same layer several
 steps later; its objective says how many. Rows leave at safepoints (conserve 4.3), so this layer is any but the first.
 """
@@ -22,7 +26,7 @@ from omniserve.sched.ttft import Prefill, prefill_time
 
 
 class Deferral:
-    """Knows which rows of the running step may leave it for whom, and which of those that left wait on.
+    """Knows which rows of the running step may leave it for which request, and which rows that left wait on.
 
     A row of a lower LS class may leave as long as its own next token can still be in time after it: for a prompt by the
     TTFT, for a decode by the TPOT (``slack`` as in ``CoServingOptions``). Without an objective nothing says how long it

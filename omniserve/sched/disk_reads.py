@@ -2,6 +2,9 @@
 
 From there it is copied to the device as they are admitted, like any prefix that the host has (``sched.prefixes``).
 Paper: omniserve 3.2.3 (KV that is loaded from disk).
+
+A request of which the disk has more than the host leaves its queue (READING) before the policy plans, and comes back to
+its place when the copy has ended. All requests that wait for the same block wait for one copy.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import Forecast
 
 MOST_LOOKED_UP = {ServiceClass.LS: 64, ServiceClass.BE: 8}
-"""How many requests of a kind are looked up, from the first of its queue on."""
+"""Most requests of a kind that are looked up, from the first of its queue on."""
 
 _MOST_WAITS = 4
 """Copies that a request waits for, one after another, before it computes what it lacks."""
 _FORGETTING = 1 / 16
-"""By so much the time that a block takes falls each time that it is found too long."""
+"""Share by which the learned time of a block falls each time that it is found too long."""
 _RATE = 1 / 8
 """Weight of the last copy in the time that a block takes to be read."""
 
@@ -35,9 +38,9 @@ class _Read(NamedTuple):
 
     copy: DiskCopy
     service_class: str
-    """Of the request that it was begun for."""
+    """Class of the request that the copy was begun for."""
     states: dict[RequestState, None]
-    """The requests that wait for it."""
+    """The requests that wait for the copy."""
 
 
 class DiskReads:
@@ -68,7 +71,7 @@ class DiskReads:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a disk tier."""
+        """There is a disk tier in use."""
         return self._kv is not None
 
     def __contains__(self, state: RequestState) -> bool:
@@ -149,7 +152,7 @@ class DiskReads:
         return is_sooner
 
     def _seconds(self, count: int) -> float:
-        """Return how long it will take to read so many blocks behind those under way; 0 before any was read."""
+        """Return the seconds to read ``count`` blocks behind those under way; 0 before any was read."""
         if count == 0 or self._block_s is None:
             return 0.0
         return (sum(len(read.copy.keys) for read in self._reading.values()) + count) * self._block_s
@@ -172,7 +175,7 @@ class DiskReads:
 
     @property
     def is_writing(self) -> bool:
-        """Whether copies to disk are under way."""
+        """Copies to disk are under way."""
         return bool(self._writing)
 
     def on_end(self, event: HostEvent) -> Iterable[RequestState] | None:

@@ -1,4 +1,4 @@
-"""Which decodes of a step carry drafts, and how many: speculative decoding, under any policy.
+"""Chooses the decodes of a step that carry drafts, and how many: speculative decoding, under any policy.
 
 A decode on the device may be followed by drafts of the tokens behind its newest one. All of them pass the step as one
 chunk, and the sampler tells how many were right: those are new tokens, at the price of rows instead of steps. What
@@ -6,6 +6,17 @@ comes out does not depend on the drafts.
 
 They are added to a step that is complete otherwise, from what it leaves: tokens of the budget, time within the bound,
 free blocks. Nothing gives way to them.
+
+Drafts go where the expected tokens raise tokens a second, into blocks that no request uses (``KVManager.stretch``). A
+chunk of 1 + k rows gives 1 to k + 1 tokens: each row's token is picked as without drafts, with the random number and
+the penalties of its place, and counts while the rows before it gave the drafts (exact in fp32; in bf16 a chunk's
+attention rounds otherwise than a single row's). KV behind the last token that counts is overwritten later:
+``num_computed_tokens`` says what is valid, and the blocks that only wrong drafts needed go back (``trim``) before
+anything else is planned. So nothing else ever sees an unverified token.
+
+Drafts come from a ``Drafter``, and their number from how often it was right lately (``speculation.py``). There are no
+drafts for models with recurrent states, for rows that may leave between layers, and behind tokens that are
+still pending.
 """
 
 from __future__ import annotations
@@ -130,7 +141,7 @@ def _num_that_pay(cost: StepCost, offer: _Offer, most: int, *, work: float, boun
 
 
 def _fitting(offer: _Offer, count: int, block_size: int) -> Iterator[int]:
-    """Yield so many drafts, then as many of them as the request's last block has slots for, if any."""
+    """Yield ``count`` drafts, then as many of them as the request's last block has slots for, if any."""
     in_last_block = -offer.state.num_tokens % block_size
     if count:
         yield count

@@ -16,7 +16,7 @@ _LONGEST, _SHORTEST = 4, 2
 _MOST_INDEXED = 2048
 """Most tokens that one call indexes: one or two milliseconds."""
 _PLACES = 4
-"""Of a table, for each token that it has the size for."""
+"""Hash-table slots for each token that a table has the size for."""
 _MOST_SKIPPED = 64
 """Most tokens of a prediction that the output is taken to have left out, before all of it is searched."""
 
@@ -57,7 +57,7 @@ class PromptLookup(Drafter):
         self._next = 0
         """Index in the prediction of the token that is expected next; -1: the output has left it."""
         self._num_followed = num_prompt_tokens
-        """So many tokens of the text were compared with the prediction."""
+        """Number of tokens of the text, from its start, that were compared with the prediction."""
 
     def draft(self, token_ids: Sequence[int], end: int, most: int) -> list[int]:
         if self._prediction:
@@ -98,10 +98,11 @@ def _copied(token_ids: Sequence[int], end: int, source: int, most: int) -> list[
 
 
 class _Index:
-    """Where each run of 2 to 4 tokens was last: a table for each length, in which a later run may displace another.
+    """An index of the latest place of each run of 2 to 4 tokens.
 
-    A table has 4 to 8 places a token, of 4 bytes each, and what it gives is compared with the text. To index a token
-    takes constant time on average: tables grow by doubling.
+    There is a table for each length, in which a later run may displace another. A table has 4 to 8 places a token,
+    of 4 bytes each, and what it gives is compared with the text. To index a token takes constant time on average:
+    tables grow by doubling.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,17 @@
-"""Which tokens on the host tier take drafts along, and how many: several tokens a trip, under any policy.
+"""Chooses the tokens on the host tier that take drafts along, and how many: several tokens a trip, under any policy.
 
 A token and its drafts enter, leave and join as one, a seat for each. After the last layer the sampler tells how many
 were right. As on the device (``draft_rows.py``) drafts are added to a step that is complete otherwise, from what it
 leaves: seats, time within the bound, free host blocks, and the host threads' time, as results that they do not have
 ready by the next step bring their tokens later.
+
+Certain rows have seats first; then as many drafts, the likeliest first, as bring most tokens a second within the bound.
+Where the host's threads need longer than the step, its tokens come at their pace, so a draft must be worth its share of
+that, too (``HostSpeed.per_draft_key_s``, measured with the profile). A draft that finds no seat at some layer is
+dropped, with those behind it: the token goes on (``PiggybackJoin.draft_ids``, ``submit`` with fewer seats). A late
+token's drafts do as it does. Host blocks come from ``stretch``, which leaves residents room to grow, and go back with
+``trim``. On a GPU there are as many drafts as its rows of the residual store have a small share of its memory for
+(``engine/capacity.py``).
 """
 
 from __future__ import annotations
@@ -22,10 +30,10 @@ from omniserve.sched.step_cost import StepCost, num_seats
 
 @dataclass(frozen=True, slots=True)
 class HostSeats:
-    """What a step has for host rows."""
+    """The seats and rows that a step has for host rows."""
 
     taken: int
-    """Seats that it has without drafts."""
+    """Seats that the step has without drafts."""
     most: int
     """Most seats."""
     most_rows: int
@@ -40,13 +48,13 @@ class _Unit:
 
     row: PiggybackEntry | PiggybackJoin
     layer: int
-    """Where it joins, and needs its seats; -1: it enters."""
+    """Layer at which the row joins, and needs its seats; -1: it enters."""
     drafts: Sequence[int] = ()
     chance: float = 0.0
 
 
 class _Rates:
-    """What a step brings a second, in output tokens, with some drafts.
+    """The rate of a step, in output tokens a second, with some drafts.
 
     The host attends beside the device. Where it needs longer than the step, its tokens come at its own pace.
     """
@@ -73,7 +81,7 @@ class _Rates:
                 self.least = [share * keys for keys in self._keys]
 
     def __call__(self, seats: int, counts: Sequence[int], value: float) -> tuple[float, float]:
-        """Return the rate with so many drafts of each unit, ``value`` of which are right, and the step's seconds."""
+        """Return the rate with ``counts`` drafts of the units, ``value`` of which are right, and the step's seconds."""
         step = self._cost
         if num_drafts := sum(counts):
             step = step.copy()

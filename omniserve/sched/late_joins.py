@@ -2,14 +2,18 @@
 
 A seat is planned for a row before its result is there. A seat that stays empty costs a row of the dense halves; a
 result without a seat waits for a whole step. Paper: omniserve 3.2.3 (results join when the device reaches the layer).
+
+On a GPU only results that were there *before* the step was planned join the last layer, or any layer of a model with
+layers between its attentions (``late_layers`` says why). A step without device rows runs only the layers that a
+piggyback row is at, and no step begins for results that may not come.
 """
 
 from __future__ import annotations
 
 _OLDEST = 8
-"""Rows that were sent so many steps ago, or more, are one group."""
+"""Age in steps, since their row was sent, from which on results are one group."""
 _RATE = 0.1
-"""Of what each new case weighs."""
+"""Weight of each new case in a share."""
 _LIKELY = 0.5
 """The share of results in time from which on a seat is planned."""
 

@@ -1,5 +1,24 @@
 """``omniserve``: LS first, BE in what is left of the time, BE decodes without room on the device run on the host tier.
 
+The policy asks the latency model through ``StepCost``, the step as it grows:
+
+1. LS decodes (``_decode_ls``) go in, whatever they take. The shortest of their TPOTs is S_d (with ``slack="deadline"``
+   each token has a deadline instead, and a request ahead of it lends its lead).
+2. LS prefill (``_prefill_ls``) goes in up to S_d, the largest chunk that fits found by search (``step_cost.largest``).
+3. BE work (``_run_be``) has a bound of its own (``_best_effort_bound``): S_d with more headroom, so that decodes run
+   ahead and can lend to prompts, the TTFT that waiting LS prompts still have left, and what a new LS request could bear
+   if it came as the step begins (``ttft.py``). If host results wait, device BE work leaves them their time.
+4. Piggyback rows (``host_rows``) come last, from the lowest layer up, in as many seats as bring most BE work a second
+   (``step_cost.choose``).
+
+With several stages, LS requests in other steps count for both bounds: they wait for this step in each stage. A step
+without LS work has some BE work in any case. A prompt that alone takes longer than its class's TTFT has that scaled,
+goes on in steps that a newcomer can bear, and behind those that can still be in time (``RequestState.prefill_key``).
+Each plan carries its ``Decision``: prediction, bound, the bound's source, and what was left out and why.
+``--trace-steps`` writes it down (``latency/trace.py``), and ``python -m omniserve.explain`` reads it.
+
+Classes are a list, highest priority first, each of kind LS or BE. Queues are by kind, and inside by (class, arrival).
+
 Paper: omniserve 3.3.2 (order), 3.3.3 (admission), 3.3.4 (chunk sizes), 3.3.5 (offload), 3.3.6 (piggyback control),
 3.2.4 (delayed swap-in). Without a forecast nothing bounds a step's time, and no request is rejected.
 """
@@ -163,7 +182,8 @@ class OmniServePolicy(Policy):
     # -- latency-sensitive ---------------------------------------------------------------------------------------
 
     def _give_place(self) -> None:
-        """If all places of LS requests are taken, let the last of a lower class give its own to the first in line."""
+        """Take the place of the last LS request for the first in line, if that is of a higher class and all places are
+        taken."""
         first = self.requests.waiting[LS].first
         if first is None or not self.requests.is_full(LS):
             return

@@ -1,4 +1,4 @@
-"""What policies are told: their options (``EngineConfig.scheduler_options``), and the limits of the engine.
+"""Settings that policies are given: their options (``EngineConfig.scheduler_options``), and the limits of the engine.
 
 Each policy names the group that it reads (``Policy.options_type``). Policies that read the same options share a group.
 """
@@ -26,11 +26,11 @@ class PolicyOptions:
     """Copy full blocks of BE requests to the host tier as they fill, so that moving a request there costs one block.
     The KV manager ``incremental`` always does; ``bidirectional`` never: it copies what is about to be overwritten."""
     latency_model: str = "omniserve"
-    """What predicts steps if the engine has a profile: a name in LATENCY_MODELS, or ``package.module:Class``."""
+    """The predictor of steps if the engine has a profile: a name in LATENCY_MODELS, or ``package.module:Class``."""
 
     @property
     def preempts(self) -> bool:
-        """Whether plans may have preemptible rows. Only if so, the engine asks between layers which rows must leave."""
+        """Plans may have preemptible rows. Only if so, the engine asks between layers which rows must leave."""
         return False
 
     def __post_init__(self) -> None:
@@ -90,8 +90,8 @@ class CoServingOptions(HostTierOptions):
     """``decode``: BE decodes come before BE prompts, which get the time that is left. ``prefill``: the paper's order
     (omniserve 3.3.2); more BE prompts than the device can prefill then leave no time to decode."""
     be_prefix_order: bool = True
-    """With the prefix cache, BE prompts that begin alike are admitted one after another; none waits for more than 64
-    others. False: by arrival."""
+    """Admit BE prompts that begin alike one after another, with the prefix cache; none waits for more than 64 others.
+    False: by arrival."""
     offload_for_time: bool = False
     """BE decodes for which steps have no time go to the host tier although the device has memory for them, if the host
     tier has cores of its own (omniserve 3.3.5). There each token takes a step a layer, so that it comes later."""
@@ -118,11 +118,11 @@ class APEXOptions(CoServingOptions):
     """The least number of host requests, for each request of the step on the device, with which a cohort begins; as
     many as there are seats always do. 0: any number does. Paper: apex 4.2."""
     max_cohort_wait_s: float = 1.0
-    """A smaller cohort begins after it has waited so many seconds for more requests."""
+    """Seconds that a smaller cohort waits for more requests before it begins."""
     hybrid_first_batch: bool = False
-    """Of pipelined host rows, some are in the first sub-batch, with the device rows, as in the paper (apex figure 2):
-    the host gets its share of them for the time in which the device attends and runs the second sub-batch. False: all
-    are in the second. Not with ``defer_classes``: the device rows of such a step do not leave it."""
+    """Some of the pipelined host rows are in the first sub-batch, with the device rows, as in the paper (apex figure
+    2): the host gets its share of them for the time in which the device attends and runs the second sub-batch. False:
+    all are in the second. Not with ``defer_classes``: the device rows of such a step do not leave it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,7 +137,7 @@ class LayerPreemptionOptions(PolicyOptions):
     """Options of policies with BE rows that may leave a step between two layers. Paper: conserve 4.3."""
 
     keep_halted: bool = True
-    """These rows go on later from the layer where they left; False: they begin anew, as in the paper."""
+    """Rows that left a step go on later from the layer where they left; False: they begin anew, as in the paper."""
 
     @property
     def preempts(self) -> bool:
@@ -150,7 +150,7 @@ class SchedulerLimits:
 
     config: EngineConfig
     num_layers: int
-    """L."""
+    """L, the model's layers that attend."""
     max_model_len: int
     """Longest prompt plus output, in tokens."""
     eos_token_ids: tuple[int, ...] = ()
@@ -164,8 +164,8 @@ class SchedulerLimits:
     num_state_slots: int = 0
     """Most requests with recurrent states; 0: the model has none."""
     late_layers: int = 0
-    """So many layers, from the first one on, in which a step looks for host results as it reaches them, not only before
-    it begins."""
+    """Number of layers, from the first one on, in which a step looks for host results as it reaches them, not only
+    before it begins."""
     max_host_drafts: int = 0
     """Most drafts that a token takes with it through the host tier."""
 

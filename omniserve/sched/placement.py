@@ -18,14 +18,14 @@ class Prompt:
 
     kind: ServiceClass
     num_tokens: int
-    """So many of its tokens would be computed by a prefill engine; the last few are computed here."""
+    """Tokens that a prefill engine would compute; the last few of the prompt are computed here."""
     local_s: float | None
-    """In so many seconds its first token is predicted if it is computed here; None: nothing is predicted."""
+    """Predicted seconds to the first token if the prompt is computed here; None: nothing is predicted."""
     left_s: float | None = None
-    """In so many seconds its first token is due, some headroom left; None: it has no such objective."""
+    """Seconds until the first token is due, some headroom left; None: the request has no such objective."""
     rest_s: float = 0.0
-    """So much later than an engine was predicted to be done with it, the first token lately came: the KV is copied to
-    the device, and the last tokens are computed in a step."""
+    """Recent gap in seconds between an engine's predicted finish and the first token: the KV is copied to the device,
+    and the last tokens are computed in a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +34,11 @@ class PrefillEngine:
 
     number: int
     ls_tokens: int
-    """Tokens of latency-sensitive prompts that it has been given and has not computed."""
+    """Tokens of latency-sensitive prompts that the engine has been given and has not computed."""
     tokens: int
-    """Those of all prompts."""
+    """Tokens of all prompts that the engine has been given and has not computed."""
     token_s: float | None
-    """Seconds that it lately took for a token, hand-over included; None: it has computed nothing yet."""
+    """Recent seconds of the engine for a token, hand-over included; None: it has computed nothing yet."""
 
     def seconds(self, num_tokens: int) -> float:
         """Return when it is predicted to be done with a latency-sensitive prompt; 0 if nothing is known of it yet."""

@@ -1,4 +1,8 @@
-"""Policy: decides what each step computes. Subclass it and write ``schedule``."""
+"""Policy: decides what each step computes. Subclass it and write ``schedule``.
+
+Policies see no clock and no tensor. Time comes in as an argument; tests drive the same objects with a device made of
+dictionaries (``tests/sched/fake_device.py``), and the simulator drives ``Stepper`` with a runner of its own.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +33,15 @@ class Policy:
     """
 
     predicts: ClassVar[bool] = False
-    """It makes use of a latency model if there is one."""
+    """The policy makes use of a latency model if there is one."""
     options_type: ClassVar[type[PolicyOptions]] = PolicyOptions
-    """Its options."""
+    """The class of the policy's options."""
     offloads: ClassVar[bool] = False
-    """It moves requests to the host tier."""
+    """The policy moves requests to the host tier."""
     awaits_host: ClassVar[bool] = False
-    """Its steps wait for the host tier, with a second sub-batch (``StepPlan.pipelined``)."""
+    """Steps wait for the host tier, with a second sub-batch (``StepPlan.pipelined``)."""
     busy_until_s: float = -math.inf
-    """When the step in flight ends, as predicted, and the next one can begin; the engine keeps it."""
+    """Predicted end of the step in flight, at which the next one can begin; the engine keeps it."""
 
     def __init__(self, requests: RequestTable, options: PolicyOptions, forecast: Forecast | None = None) -> None:
         self.requests = requests
@@ -55,7 +59,7 @@ class Policy:
         raise NotImplementedError
 
     def on_arrival(self, state: RequestState, now_s: float) -> float | None:
-        """A request has come, and waits.
+        """Take note of a request that has come, and waits.
 
         Returns:
             The predicted time to first token, seconds from arrival; None if the policy predicts none.
@@ -66,16 +70,16 @@ class Policy:
         return None
 
     def on_first_token(self, state: RequestState, now_s: float) -> None:
-        """A request's first token was sampled, which ends its TTFT."""
+        """Take note of a request's first token, which ends its TTFT."""
 
     def on_end(self, state: RequestState) -> None:
-        """A request that had a token ended: by itself, at a stop string or because its client left."""
+        """Take note of the end of a request that had a token: by itself, at a stop string or as its client left."""
 
     def on_step_end(self, plan: StepPlan, now_s: float) -> None:
-        """A step has ended; its tokens are not booked yet."""
+        """Take note of a step that has ended; its tokens are not booked yet."""
 
     def on_host_events(self, events: Sequence[HostEvent]) -> None:
-        """Host attention and KV moves have finished, and are booked."""
+        """Take note of host attention and KV moves that have finished, and are booked."""
 
     def to_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> frozenset[str]:
         """Return the preemptible requests whose rows must leave the running step for an LS request that has just come.

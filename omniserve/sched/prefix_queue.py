@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from omniserve.sched.state import Phase, RequestQueue, RequestState
 
 MOST_PASSED = 64
-"""So many requests may go before the oldest one."""
+"""Most requests that may go before the oldest one."""
 
 _Group = tuple[int, bytes]
 """The rank of a class, and the key of a block: the requests that have all blocks up to it in common."""
@@ -26,7 +26,7 @@ class PrefixQueue(RequestQueue):
         super().__init__(hides=hides)
         self._groups: dict[_Group, RequestQueue] = {}
         self._chosen: RequestState | None = None
-        """The request whose turn it was last."""
+        """The request that was yielded last."""
         self._last: list[_Group] = []
         """The groups of the request that went last, the smallest first."""
         self._num_passed = 0
@@ -50,7 +50,7 @@ class PrefixQueue(RequestQueue):
             self._chosen, self._last = None, groups[::-1]
 
     def by_prefix(self) -> Iterator[RequestState]:
-        """Yield the request whose turn it is, until one stays in the queue.
+        """Yield the next request by prefix, until one stays in the queue.
 
         It is the oldest of the best class, of those that share most with the one that went last. An oldest request that
         has begun before comes first, and so does one that ``MOST_PASSED`` others have passed.

@@ -1,6 +1,18 @@
 """Prefixes: which requests begin behind KV that the device has of others, and whose KV others can find.
 
 A KV manager that caches does the rest; see ``kv.prefix_cache``.
+
+When a step has been launched, the blocks that it fills get their keys: device work runs in order, so later steps can
+read them. Blocks of prompts get keys as soon as their chunk is planned, so that requests of the same step find each
+other: a layer writes the KV of all device rows before any of them attends (not under policies whose rows may leave a
+step between layers).
+
+A preempted request gives its blocks back; those that are still there when it returns are not recomputed.
+``RequestTable.ls_reserve`` keeps BE requests that come to the device out of the blocks that are protected for LS
+prefixes, while LS requests are seen to come back to what the pool has, or had. BE requests that run may still grow into
+them. Blocks that were found, or that are marked, are copied to the host when the device's pool runs short, and back
+before the first step of a request that begins with them: it is restored like an evicted one, and has a table of its own
+then.
 """
 
 from __future__ import annotations
@@ -31,7 +43,7 @@ class Coming(NamedTuple):
 
     num_tokens: int
     seconds: float
-    """Until it is in host memory, from where it is copied beside a step."""
+    """Seconds until the KV is in host memory, from where it is copied beside a step."""
 
 
 class Prefixes:
@@ -71,7 +83,7 @@ class Prefixes:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a cache."""
+        """There is a prefix cache in use."""
         return self._cache is not None
 
     def save_all(self) -> None:
@@ -155,7 +167,7 @@ class Prefixes:
 
     @property
     def shares_on_host(self) -> bool:
-        """Whether requests that move to the host share blocks there."""
+        """Requests that move to the host share blocks there."""
         return self._host is not None and self.is_on
 
     def _full_keys(self, state: RequestState) -> Sequence[bytes]:
@@ -166,7 +178,7 @@ class Prefixes:
         return state.prefix.keys.up_to(state.token_ids, num_full)[:num_full]
 
     def is_worth_restoring(self, state: RequestState) -> bool:
-        """Tell whether the host has so much of a WAITING request that the device has not that it is copied back."""
+        """Tell whether the host has enough tokens of a WAITING request, which the device has not, to copy them back."""
         return self.num_tokens_on_host(state) >= LEAST_RESTORED_TOKENS
 
     def num_tokens_on_host(self, state: RequestState) -> int:
@@ -226,7 +238,7 @@ class Prefixes:
 
     @property
     def is_saving(self) -> bool:
-        """Whether copies to the host are under way."""
+        """Copies to the host are under way."""
         return bool(self._saving)
 
     def on_end(self, move_id: int) -> bool:

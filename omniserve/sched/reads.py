@@ -21,8 +21,8 @@ _OF_PREFILLS = (
 
 
 _NUM_NEXT = 2 * MOST_ASKED_FOR[BE]
-"""``blocks_wanted`` keeps room for so many prompts that an engine may still be asked for, from the first of the queues
-on."""
+"""Number of prompts, the first of the queues, for which ``blocks_wanted`` keeps room, as an engine may be asked for
+them."""
 
 
 class Reads:

@@ -1,7 +1,15 @@
 """RemotePrefills: requests whose prompts a prefill engine computes wait beside their queue until the KV is here.
 
-It comes into host memory. From there it is copied to the device as they are admitted, like any prefix that the host has
-(``sched.prefixes``); the last tokens, less than a block and one more, are computed here. Paper: omniserve 5.4.4.
+The KV comes into host memory. From there it is copied to the device as they are admitted, like any prefix that the host
+has (``sched.prefixes``); the last tokens, less than a block and one more, are computed here. Paper: omniserve 5.4.4.
+
+To the scheduler a prefill engine is one more place where prefixes come from, like the disk. A placement
+(``sched/placement.py``) chooses an engine for a request that waits, which then leaves its queue (READING) with host
+blocks for the KV; a thread writes the KV into them (``host/prefill_receiver.py``). Decodes that move to the host to let
+best-effort prompts in leave room for what has come and for the next few prompts (``Reads.blocks_wanted``). Recurrent
+states are put into the request's state slot when the KV has been copied (``StepPlan.state_loads``); without them the KV
+is of no use, so a request of a model with states finds no other KV. If the engine is lost or lacks memory, what has
+come is kept, and the rest is computed here.
 """
 
 from __future__ import annotations
@@ -24,19 +32,20 @@ _MOST_TRIES = 2
 _RATE = 1 / 4
 """Weight of the last prompt in what is learned of engines."""
 _FORGETTING = 1 / 16
-"""By so much the time falls each time that an engine is found too slow: or one slow prompt would be the last."""
+"""Share by which learned times fall each time that an engine is found too slow: else one slow prompt would be the
+last."""
 
 MOST_ASKED_FOR = {ServiceClass.LS: 64, ServiceClass.BE: 4}
-"""How many requests of a kind are asked about in a step, from the first of its queue on."""
+"""Most requests of a kind for which engines are asked in a step, from the first of its queue on."""
 
 
 @dataclass(slots=True)
 class _Order:
-    """What an engine was asked for."""
+    """A prompt that an engine was asked for."""
 
     engine: int
     state: RequestState | None
-    """None: the request has ended."""
+    """The request that waits for the prompt; None: it has ended."""
     kind: ServiceClass
     service_class: str
     num_tokens: int
@@ -52,11 +61,11 @@ class RemotePrefills:
         self._max_step_tokens = config.max_num_batched_tokens
         self._placement = PLACEMENTS.get(config.prefill.prefill_placement)(self._max_step_tokens)
         self._token_s: dict[int, float | None] = {}
-        """By engine that can be asked."""
+        """Recent seconds a token of each engine that can be asked; None: it has computed nothing yet."""
         self._rest_s: float | None = None
-        """See ``Prompt.rest_s``; None: there was no first token yet."""
+        """The value for ``Prompt.rest_s``; None: there was no first token yet."""
         self._after_s = 0.0
-        """So long it lately took from when all KV of a prompt was here to the first token."""
+        """Recent seconds from the arrival of a prompt's KV to its first token."""
         self._orders: dict[int, _Order] = {}
         self._begun: list[RemotePrefill] = []
         self._cancels: list[int] = []
@@ -67,7 +76,7 @@ class RemotePrefills:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is an engine to be asked."""
+        """There is an engine that can be asked."""
         return bool(self._kv is not None and self._token_s)
 
     def give_up(self) -> list[RequestState]:
@@ -80,7 +89,7 @@ class RemotePrefills:
 
     @property
     def is_cancelling(self) -> bool:
-        """Whether there are prefills to stop, because their requests have ended."""
+        """There are prefills to stop, because their requests have ended."""
         return bool(self._cancels)
 
     def __contains__(self, state: RequestState) -> bool:

@@ -2,6 +2,10 @@
 
 A token enters at layer 0, is away while host threads attend, and joins a later step at the layer it left; it advances
 at most one layer a step. Paper: omniserve 3.2.2, 3.2.3, 3.3.6.
+
+Results are matched by (slot, epoch, layer, position). A slot's epoch rises whenever the slot changes hands; what does
+not match is dropped. A request that ends while its token is away *drains*: its slot and blocks are freed when the host
+tier says that no thread touches them any more.
 """
 
 from __future__ import annotations
@@ -21,11 +25,11 @@ class AssumedJoin:
 
     state: RequestState
     away: AwayToken
-    """Where it is then."""
+    """The token as it is if it has joined."""
     age: int | None
     """Steps since its row was sent; None: its result was there when the step was planned."""
     has_device_rows: bool
-    """The step has some."""
+    """The step has device rows."""
 
 
 class HostResidents:
@@ -46,7 +50,7 @@ class HostResidents:
         self._epochs = [0] * num_slots
         self._by_slot: dict[int, RequestState] = {}
         self._used: list[set[tuple[int, int, int]]] = [set() for _ in range(num_slots)]
-        """By slot, epochs, layers and positions of results that late joins have used before their events came."""
+        """Results of each slot that late joins have used before their events came: (epoch, layer, position)."""
         self._ready: list[RequestQueue] = [RequestQueue() for _ in range(num_layers)]
         self._changed: list[RequestState] = []
         self.queue = RequestQueue(hides=hides_held)

@@ -46,9 +46,9 @@ class _Settled(NamedTuple):
     """A request that a step has told something, when its tokens are known."""
 
     state: RequestState
-    """By then its id may be in use again."""
+    """The request. Its id may be in use again when the tokens are known."""
     chunk: DeviceChunk | None
-    """Its device rows; None: its token has passed the last layer on the host tier."""
+    """The request's device rows; None: its token has passed the last layer on the host tier."""
     num_drafts: int
 
 
@@ -67,7 +67,7 @@ class Scheduler:
     notify, schedule and launch of the next one, then ``settle`` of the first. At most one step is ahead of another, and
     only one whose plan ``is_certain`` is advanced before its outcome is known. Requests may end in between.
 
-    With ``num_stages`` > 1 so many steps may be in flight, each in another stage of the model. A request that one of
+    With ``num_stages`` > 1 as many steps may be in flight, each in another stage of the model. A request that one of
     them samples a token for is then *held* until it is settled: no other step has it. Decodes are dealt out evenly to
     the steps in flight.
 
@@ -97,7 +97,7 @@ class Scheduler:
         self._kv = kv
         self._classes = {spec.name: (rank, ServiceClass(spec.kind)) for rank, spec in enumerate(limits.config.classes)}
         self._in_flight: dict[int, _Advanced] = {}
-        """Step id -> what ``settle`` has to look at."""
+        """Steps that were advanced and are not settled, by id."""
         self._orders = itertools.count()
         self._output_tokens: Counter[str] = Counter()
         self._prompt_tokens: Counter[str] = Counter()
@@ -314,7 +314,7 @@ class Scheduler:
             self._kv.trim(state.request_id, state.num_computed_tokens)
 
     def _arrived(self, state: RequestState, num_drafts: int, output: StepOutput) -> list[_Settled]:
-        """Book that a token has passed its last layer on the host tier, with so many drafts."""
+        """Book that a token has passed its last layer on the host tier, with ``num_drafts`` drafts."""
         is_verified = state.request_id not in output.unverified
         if is_verified:
             # Without drafts one token is certain; with them the output is there. One that has failed has none.

@@ -10,11 +10,11 @@ from omniserve.sched.drafter import Drafter
 MAX_DRAFTS = 8
 """Most drafts of a request in a step."""
 _LEAST_CHANCE = 0.3
-"""While guesses are less often right than this, none is computed: rows may cost more than predicted."""
+"""Least chance of a guess with which drafts are computed: rows may cost more than predicted."""
 _SILENT_TOKENS, _ASKED_EVERY = 16, 4
-"""A drafter that has known nothing for so many tokens is asked at every so manyth only."""
+"""Tokens without a guess after which a drafter is asked more rarely: at each ``_ASKED_EVERY``th token."""
 _DECLINED_TOKENS = 16
-"""Steps that had no time or memory for drafts will not have it soon."""
+"""Tokens for which no drafts are wanted after a step without time or memory for them: the next will hardly have it."""
 _MEMORY = 0.8
 """Weight, at each guess, of what was learned from those before."""
 
@@ -29,7 +29,7 @@ class Speculation:
         self._drafter = drafter
         self._num_right, self._num_told = 1.0, 2.0
         self.num_likely = _num_likely(self.chance)
-        """So many drafts are right, all of them, with the least chance that is worth a row."""
+        """Largest n for which the chance that the first n drafts are all right is still worth a row."""
         self._guess: tuple[int, int] | None = None
         """(position, token id) of the last guess, until it is known whether it was right."""
         self._declined_until = 0
@@ -42,7 +42,7 @@ class Speculation:
         return self._num_right / self._num_told
 
     def expected(self, count: int) -> float:
-        """Return how many of so many drafts are right on average."""
+        """Return how many of ``count`` drafts are right on average."""
         chance = self.chance
         return chance * (1 - chance**count) / (1 - chance) if chance < 1 else float(count)
 

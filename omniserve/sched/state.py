@@ -1,4 +1,4 @@
-"""What a scheduler knows of one request, and queues of them."""
+"""The scheduler's state of one request, and queues of such states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LS, BE = ServiceClass.LS, ServiceClass.BE
 
 
 class Phase(enum.StrEnum):
-    """Where a request is."""
+    """The place of a request's KV, and with it what the scheduler may do with the request."""
 
     WAITING = "waiting"  # has no block table: new, or preempted
     READING = "reading"  # likewise, and KV of its first tokens is coming from disk or from a prefill engine
@@ -47,7 +47,7 @@ class AwayToken:
 
     position: int
     layer: int
-    """Its attention at this layer is being computed, or is done and waits to join."""
+    """The layer whose attention is being computed for the token, or is done and waits to join."""
     ready: bool = False
     entered: int = 0
     """The step in which it went away at layer 0, by their number since the start."""
@@ -57,7 +57,7 @@ class AwayToken:
     """The last step had no seat for it, as its result was not expected in time."""
     draft_ids: tuple[int, ...] = ()
     before: AwayToken | None = None
-    """Where the token still is if it misses a step in flight that it is assumed to join; None: that is certain."""
+    """The token's place if it misses the step in flight that it is assumed to join; None: its place is certain."""
     may_be_expected: bool = False
     """The host tier may still expect its row of a step in flight, which will not send it."""
 
@@ -74,7 +74,7 @@ class HaltedChunk:
 
 @dataclass(slots=True)
 class PrefixUse:
-    """What a request has to do with the prefix cache."""
+    """A request's part in the prefix cache, and in KV that comes from the host, the disk or a prefill engine."""
 
     keys: PrefixKeys
     num_found: int = 0
@@ -84,19 +84,19 @@ class PrefixUse:
     num_published: int = 0
     """First blocks of a DEVICE request that have been published since its admission."""
     num_coming: int = 0
-    """While it waits for the disk: blocks behind those found that the host will have then."""
+    """Blocks behind those found that the host will have when the copy is done that the request waits for."""
     was_looked_up_on_disk: bool = False
     """The disk was looked up since the request began to wait."""
     num_disk_waits: int = 0
     """Copies from disk that it has waited for since then."""
     num_prefills: int = 0
-    """How often a prefill engine was asked for it since it began to wait."""
+    """Number of times that a prefill engine was asked for it since it began to wait."""
     was_prefilled: bool = False
     """A prefill engine has computed it, and its KV has come, since it began to wait."""
     expected_s: float | None = None
-    """When that engine was predicted to be done, on the scheduler's clock; None: nothing was predicted."""
+    """Predicted end of the engine's work, on the scheduler's clock; None: nothing was predicted."""
     came_s: float = 0.0
-    """When the last of that KV came."""
+    """Time at which the last of that KV came."""
     states: bytes | None = None
     """The recurrent states that came with it, until the KV has been copied to the device, too."""
     may_restore: bool = True
@@ -118,7 +118,7 @@ class RequestState:
     slo: SLO
     """The objectives that hold: its own or its class's, which admission may have scaled (``sched/admission.py``)."""
     kind: ServiceClass
-    """How the request is treated, whatever its class is called."""
+    """The kind of service that the request gets, whatever its class is called."""
     priority_key: tuple[int, int]
     """(rank of its class, arrival number): the order among requests of its kind."""
     arrival_s: float
@@ -126,15 +126,15 @@ class RequestState:
     phase: Phase = Phase.WAITING
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
-    """So many of ``token_ids``, from the end, are PENDING_TOKEN: steps in flight sample them."""
+    """Number of PENDING_TOKEN at the end of ``token_ids``: steps in flight sample them."""
     is_in_flight: bool = False
     """A step in another stage of the model samples its token: until then no step can have it, nor can it give way."""
     is_passed_over: bool = False
-    """It is another step's turn to have it."""
+    """The step that is planned now must leave the request to another step, whose turn it is."""
     slot: int = -1
     epoch: int = -1
     state_slot: int = -1
-    """Where its recurrent states are; -1: it has computed no token, or the model has no such states."""
+    """Slot of the recurrent states; -1: no token is computed, or the model has no such states."""
     away: AwayToken | None = None
     halted: HaltedChunk | None = None
     num_host_tokens: int = 0
@@ -144,33 +144,34 @@ class RequestState:
     last_token_s: float | None = None
     predicted_ttft_s: float | None = None
     predicted_here_s: float | None = None
-    """The same, if no prefill engine computes its prompt; None: there was none to be asked."""
+    """The TTFT predicted for a prompt that no prefill engine computes; None: there was none to be asked."""
     soonest_ttft_s: float | None = None
-    """What was predicted if BE work gives way entirely; None: admission does not learn from it."""
+    """The TTFT predicted if BE work gives way entirely; None: admission does not learn from it."""
     later_s: float = 0.0
     """Seconds by which its class's TTFT was scaled up, as its prompt alone takes longer; 0: it was not."""
     has_scaled_tpot: bool = False
-    """Its class's TPOT was scaled to what its tokens take alone."""
+    """The TPOT of its class was scaled to what its tokens take alone."""
     unseen_rows: int = 0
-    """Admission let it in because no steps of so many rows were compared with their prediction yet; 0: it did not."""
+    """Rows of the steps that were predicted for it and of which none was compared with its prediction yet, which is why
+    admission let it in; 0: that was not why."""
     is_probe: bool = False
     """Admission let it in to see whether its prompt really takes longer than its own objective allows."""
     host_since_s: float | None = None
-    """When it got its slot of the host tier; None: it had none when the last step was planned."""
+    """Time at which the request got its slot of the host tier; None: it had none when the last step was planned."""
     host_stays: list[Stay] = field(default_factory=list)
-    """Those that ended and were not told yet."""
+    """Stays on the host tier that ended and were not told yet."""
     moved_s: float = -math.inf
-    """When it last began to move to another tier."""
+    """Time at which the request last began to move to another tier."""
     max_num_tokens: int = field(init=False)
     num_scored_rows: int = 0
     """Rows of the prompt that have told their successor's log-probability. A preemption takes nothing back."""
     num_rows_to_score: int = field(init=False)
-    """How many will have in the end: none unless asked for."""
+    """Rows of the prompt whose successor's log-probability is wanted: none unless asked for."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     speculation: Speculation | None = None
     """Makes its drafts; None: it gets none."""
     prefix: PrefixUse | None = None
-    """What it has to do with the prefix cache; None: nothing."""
+    """The request's part in the prefix cache; None: it has none."""
 
     def __post_init__(self) -> None:
         self.max_num_tokens = len(self.token_ids) + self.request.sampling.max_tokens
@@ -236,7 +237,7 @@ class RequestState:
 
     @property
     def decodes(self) -> bool:
-        """Only its newest token is uncomputed and there is output already."""
+        """The newest token alone is uncomputed, and there is output already."""
         return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
 
     def num_logits(self, start: int, count: int) -> int:
@@ -379,7 +380,7 @@ class RequestQueue:
         return next((state for state in self._states if not state.is_held), None)
 
     def __iter__(self) -> Iterator[RequestState]:
-        """Best class first, oldest first in it, over a snapshot: the queue may change meanwhile."""
+        """Yield requests, best class first, oldest first in it, over a snapshot: the queue may change meanwhile."""
         return iter(self._shown())
 
     def __reversed__(self) -> Iterator[RequestState]:

@@ -23,14 +23,14 @@ _CLOSE_ENOUGH = 0.02  # of the bound: a chunk that fills the step to 98 % is not
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a policy asks for latencies."""
+    """The predictors of latencies that a policy asks."""
 
     predictor: Predictor
     shape: ModelShape
     host_has_own_cores: bool = False
     """The host tier's threads take nothing from the device tier."""
     host: HostSpeed | None = None
-    """What the host tier's attention takes; None: there is no host tier."""
+    """Speed of the host tier's attention; None: there is no host tier."""
 
     @classmethod
     def of_profile(cls, profile: Profile, predictor: Predictor) -> Self:
@@ -59,7 +59,7 @@ class StepCost(StepRows):
         super().__init__(shape, features)
         self._predictor = predictor
         self.host = host
-        """What the attention of its host rows takes, beside it; None: not known."""
+        """Speed of the host tier, which attends for the step's host rows beside it; None: not known."""
 
     def copy(self) -> StepCost:
         """Return an independent copy."""
@@ -118,11 +118,12 @@ def largest(seconds: Callable[[int], float], most: int, bound_s: float) -> int:
 LS_HEADROOM = 0.03
 """Share of a TPOT that LS prefill leaves for what no latency model knows (the way to the client, a busy machine)."""
 BE_HEADROOM = 0.1
-"""The same for BE work. It is more, so that decodes run ahead of their schedules and can lend their lead to prompts."""
+"""Share of a TPOT that BE work leaves. It is more, so that decodes run ahead of their schedules and can lend their lead
+to prompts."""
 TTFT_HEADROOM = 0.2
 """Share of a TTFT that BE work leaves: a TTFT is a few steps and not the mean of many, so nothing averages out."""
 MAX_LENT_STEPS = 4.0
-"""With ``slack="deadline"``, no step may be longer than this many TPOTs: a stream must not stutter."""
+"""Most TPOTs that a step may take with ``slack="deadline"``: a stream must not stutter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ def num_seats(entries: Sequence[PiggybackEntry], joins: Sequence[PiggybackJoin],
 
 @dataclass(frozen=True, slots=True)
 class PiggybackPlan:
-    """What to take."""
+    """The piggyback rows to take."""
 
     seats: int = 0
     """Most rows a layer."""

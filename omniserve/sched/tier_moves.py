@@ -1,4 +1,4 @@
-"""Which BE requests change tier, and when: to decode on the host tier (TierMoves), or only to be kept there (Parking).
+"""Moves BE requests between the tiers: to decode on the host tier (TierMoves), or only to be kept there (Parking).
 
 Paper: omniserve 3.3.5 (offload), 3.2.4 (delayed swap-in); conserve 4.4 (incremental checkpoints, release on demand,
 prefetch); bros 5.2 (swapping).

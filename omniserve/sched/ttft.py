@@ -26,12 +26,12 @@ from omniserve.sched.state import Phase, RequestState
 from omniserve.sched.step_cost import LS_HEADROOM, TTFT_HEADROOM, Forecast, StepCost, tpot_bound, ttft_left_s
 
 MIN_LS_CHUNK = 16
-"""LS prefill goes on by so many tokens a step at least, whatever the bound."""
+"""Least tokens of a step's LS prefill, whatever the bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """What is left of a prompt."""
+    """The part of a prompt that is left to compute."""
 
     start: int
     """Tokens computed already."""
@@ -88,7 +88,7 @@ def steps_until_room(
 
     Args:
         running: LS requests on the device: (steps until they end, room that they have).
-        waiting: Those before it that have none yet, in order: (steps that they decode, room).
+        waiting: Requests before it that have no room yet, in order: (steps that they decode, room).
         num_needed: Room that it needs.
         num_free: Room that is free, or can be taken from other requests.
     """
@@ -110,9 +110,9 @@ class LSQueue:
 
     decoding: Sequence[RequestState]
     prompts: Sequence[RequestState]
-    """Those with prefill left, in the order in which it goes on; some may still wait for memory."""
+    """Requests with prefill left, in the order in which it goes on; some may still wait for memory."""
     blocks: Mapping[str, int]
-    """What each request on the device holds, by id."""
+    """Number of blocks of each request on the device, by id."""
     num_free: int
     """Blocks that are free, or can be taken from BE requests."""
     num_places: int
@@ -128,23 +128,23 @@ _LOOK_AT = 8  # deadlines of so many unfinished prompts are looked at, of those 
 
 @dataclass(frozen=True, slots=True)
 class TTFTPrediction:
-    """What a request that arrives now may expect, in seconds from now."""
+    """The TTFT that a request which arrives now may expect, in seconds from now."""
 
     soonest_s: float
-    """If BE work gives way entirely."""
+    """Seconds if BE work gives way entirely."""
     expected_s: float
-    """With BE work in every step up to its bound."""
+    """Seconds with BE work in every step up to its bound."""
     idle_s: float
-    """If no other request were there."""
+    """Seconds if no other request were there."""
     best_s: float
-    """If no other request were there, on the machine as it was profiled, without what has slowed steps lately."""
+    """Seconds if no other request were there, on the machine as profiled, without what has slowed steps lately."""
     num_prompt_tokens: int
     """Tokens of the prompt that are to be computed."""
     step_rows: int
     """Rows of prompts in each of the steps that ``soonest_s`` consists of."""
 
     def later(self, seconds: float) -> TTFTPrediction:
-        """Return the prediction if it can only begin so much later."""
+        """Return the prediction if the request can only begin ``seconds`` later."""
         return dataclasses.replace(
             self, soonest_s=self.soonest_s + seconds, expected_s=self.expected_s + seconds,
             idle_s=self.idle_s + seconds, best_s=self.best_s + seconds,
@@ -313,7 +313,7 @@ class TTFTEstimator:
         return steps_until_room(ends, starts, 1, queue.num_places + len(lower))
 
     def _steps_until_memory(self, num_tokens: int, queue: LSQueue) -> int:
-        """Return after how many steps there will be memory for so many tokens behind the queue.
+        """Return after how many steps there will be memory for ``num_tokens`` behind the queue.
 
         If there is memory for all of them to begin, they do so at once, whatever they come to need.
         """

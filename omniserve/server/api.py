@@ -111,7 +111,8 @@ class TokenizeRequest(TemplateFields):
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     tools: list[Tool] = Field([], max_length=MAX_TOOLS)
     add_special_tokens: bool | None = None
-    """None: to a text, as /v1/completions does, but not to messages, as their template writes them."""
+    """Add the tokenizer's special tokens. None: added to a text, as /v1/completions does, but not to messages, as their
+    template writes them."""
     return_token_strs: bool = False
 
     @model_validator(mode="before")

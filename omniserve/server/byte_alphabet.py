@@ -1,4 +1,4 @@
-"""How tokenizers write bytes in the pieces of their vocabularies."""
+"""The characters by which tokenizers write bytes in the pieces of their vocabularies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a call once it has been answered."""
+"""The record of a call that has been answered."""
 
 from __future__ import annotations
 

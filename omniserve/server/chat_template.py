@@ -23,7 +23,7 @@ _OTHER_ROLES = ("system", "assistant", "tool")
 
 
 class Form(Enum):
-    """In which form a template reads the content of a role's messages."""
+    """The form in which a template reads the content of a role's messages."""
 
     STRING = "a string"
     PARTS = "a list of parts"
@@ -35,10 +35,10 @@ class _TooLong(Exception):
 
 
 class ChatTemplate:
-    """One template of a tokenizer.
+    """A chat template of a tokenizer.
 
     Args:
-        tokenizer: Of ``transformers``.
+        tokenizer: A tokenizer of ``transformers``.
         source: The template's own text.
     """
 
@@ -46,7 +46,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self.source = source
         self.problem: str | None = None
-        """Why no chat can be written with it, as far as that is known; see ``look``."""
+        """The reason why no chat can be written with the template, as far as that is known; see ``look``."""
 
     @cached_property
     def forms(self) -> Mapping[str, Form]:

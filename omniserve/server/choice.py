@@ -1,4 +1,4 @@
-"""One choice of an answer: what the engine's outputs of one request become, in text, with their times."""
+"""A choice of an answer: text, tokens and times of the outputs that the engine gives one request."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Delta:
     num_tokens: int = 0
     """Number of tokens since the last delta."""
     token_ids: Sequence[int] = ()
-    """Their ids, if these were asked for; a stop token is one of them."""
+    """Ids of these tokens, if they were asked for; a stop token is among them."""
     prompt_token_ids: Sequence[int] | None = None
-    """Those of the prompt, in the first delta only, if they were asked for."""
+    """Ids of the prompt's tokens, in the first delta only, if they were asked for."""
 
 
 def merge(deltas: Sequence[Delta]) -> Delta:
@@ -63,7 +63,7 @@ def merge(deltas: Sequence[Delta]) -> Delta:
 
 @dataclass(slots=True)
 class Times:
-    """When a request's tokens passed through the API process; monotonic seconds."""
+    """Times at which a request's tokens passed through the API process; monotonic seconds."""
 
     arrival_s: float
     first_token_s: float | None = None

@@ -62,7 +62,7 @@ class ServerOptions:
     chat_template: str | None = None
     """Write chats with this template: the name of one of the model's, or a Jinja file (default: the model's own)."""
     generation_config: str = "auto"
-    """Where requests that do not say have their temperature, top_p, top_k, min_p, repetition_penalty and length from:
+    """The source of temperature, top_p, top_k, min_p, repetition_penalty and length for requests that do not give them:
     auto (the model's generation_config.json), none (OpenAI's defaults), or the path of another such file."""
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -83,7 +83,7 @@ class ServerOptions:
     """Send an OpenTelemetry trace of each request to this collector, such as http://127.0.0.1:4318 (default:
     OTEL_EXPORTER_OTLP_ENDPOINT, if set)."""
     batches: BatchSettings = field(default_factory=BatchSettings)
-    """Where batches are kept."""
+    """The places where batches are kept."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least level of what is logged."""
     log_format: Literal["text", "json"] = "text"

@@ -50,7 +50,7 @@ def allow_connections(wanted: int | None) -> int:
     That is the number that is wanted, or up to 10,000 if that is None.
 
     Raises:
-        ValueError: So many do not fit.
+        ValueError: The limit of open files has no room for that many.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)

@@ -1,4 +1,4 @@
-"""What answers are constrained to, from the fields of a request to a grammar for the engine."""
+"""Constraints on answers: from the fields of a request to a grammar for the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from omniserve.server.text import TextCodec
 from omniserve.server.tool_calls import arguments_schema, calls_grammar
 
 MAX_SCHEMA_CHARACTERS = 128 << 10
-"""Of all schemas of a request. What is kept of requests that wait is small, whatever the size of bodies."""
+"""Most characters of a request's schemas together. A waiting request keeps little, whatever the size of bodies."""
 # Results that are kept, in case the next request has the same schemas.
 _MAX_KEPT, _MAX_KEPT_CHARACTERS = 256, 4 << 20
 

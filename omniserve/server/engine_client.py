@@ -76,7 +76,7 @@ class EngineClient:
         self._launched: contextlib.ExitStack | None = None
         """Closes what belongs to the process when it has ended; None without a process."""
         self.failure: str | None = None
-        """Why the engine stopped; None while it is well."""
+        """The reason why the engine stopped; None while it is well."""
         self.stopped = asyncio.Event()
 
     async def start(self, on_progress: Callable[[str], None]) -> EngineInfo:
@@ -221,7 +221,7 @@ class EngineClient:
             self._process.kill()
 
     async def _ask_how_it_is(self) -> None:
-        """Kill an engine that hangs: its requests would wait for ever."""
+        """Ask the engine for a sign of life, and kill one that hangs: its requests would wait for ever."""
         while True:
             await asyncio.sleep(_ASK_EVERY_S)
             if not self._listeners:

@@ -1,4 +1,4 @@
-"""What the API process and the engine's process tell each other, in MessagePack."""
+"""The messages between the API process and the engine's process, in MessagePack."""
 
 from __future__ import annotations
 

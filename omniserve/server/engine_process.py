@@ -172,7 +172,7 @@ class _Link:
             return None
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for a command or a ring at most so long (None: without end); return whether there was one."""
+        """Wait for a command or a ring, at most ``timeout_s`` (None: without end); return whether there was one."""
         if self._early:
             return True
         ready = dict(self._poller.poll(None if timeout_s is None else int(timeout_s * 1000)))
@@ -240,7 +240,7 @@ class _Compiling:
     command: Add
     grammar: Future[Grammar]
     until_s: float
-    """When it is refused at the latest, in monotonic seconds."""
+    """Time at which the request is refused at the latest, in monotonic seconds."""
 
 
 class _Serving:

@@ -1,4 +1,4 @@
-"""From the body of a request to a checked model of its fields, or an error that names the field.
+"""Checks the body of a request: the result is a model of its fields, or an error that names the field.
 
 A field is honoured if the request's model has it. All others that OpenAI's and vLLM's APIs document are in
 ``NOT_HONOURED``, with what becomes of them. What neither documents is dropped or refused (``UnknownFields``).
@@ -53,13 +53,13 @@ class StrictModel(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of a documented field that a request's model does not have."""
+    """The treatment of a documented field that a request's model does not have."""
 
     harmless: tuple[Any, ...] | None = None
     """Values that ask for nothing and are dropped; None: any value."""
     advice: str | None = None
-    """Why other values are refused, and what to do; None: they are dropped, and a header of the answer names the
-    field."""
+    """The reason why other values are refused, and what to do; None: they are dropped, and a header of the answer names
+    the field."""
 
     def lets_pass(self, value: Any) -> bool:
         """Return whether a value asks for nothing."""
@@ -178,7 +178,7 @@ A path has no indices: ``messages.audio`` is that of any message.
 
 
 class UnknownFields:
-    """What becomes of fields that no API documents: they are dropped, with one warning a name, or refused."""
+    """The treatment of fields that no API documents: they are dropped, with one warning a name, or refused."""
 
     def __init__(self, *, refuse: bool = False) -> None:
         self.refuse = refuse

@@ -167,8 +167,8 @@ class EventStream(Response):
         outputs: Outputs that were started, so that a refusal had its own status.
         shape: Makes the chunks.
         headers: More headers of the answer.
-        stall_timeout_s: A client that takes nothing for so long is taken for gone.
-        comment_interval_s: After so long without a message a comment is sent, which clients skip: proxies, and some
+        stall_timeout_s: Seconds without a taken message after which a client is taken for gone.
+        comment_interval_s: Seconds without a message until a comment is sent, which clients skip: proxies, and some
             clients, cut a connection that is silent for a minute or less. 0: none is.
         on_close: Called when the stream is over, however it ended.
     """

@@ -1,4 +1,4 @@
-"""What a model's generation_config.json says of requests that do not say it themselves."""
+"""Defaults from a model's generation_config.json, for requests that do not set these fields themselves."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ logger = logging.getLogger("omniserve.server")
 
 FILE_NAME = "generation_config.json"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Named alike there and in requests."""
+"""Fields that have the same names in the file and in requests."""
 _NOT_HONOURED = (
     "bad_words_ids", "begin_suppress_tokens", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
     "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
     "guidance_scale", "min_length", "min_new_tokens", "no_repeat_ngram_size", "num_beams", "sequence_bias",
     "suppress_tokens", "top_h", "typical_p",
 )  # fmt: skip
-"""Would change answers, too, but no request can ask for it here."""
+"""Fields that would change answers, too, but that no request can ask for here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

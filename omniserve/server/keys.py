@@ -22,7 +22,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ApiKey:
-    """One key. The key itself is not kept, so that no log and no traceback can show it."""
+    """An API key's entry. The key itself is not kept, so that no log and no traceback can show it."""
 
     name: str
     """The name of its holder in messages and logs."""
@@ -50,7 +50,7 @@ class ApiKey:
 
 
 class KeyRing:
-    """All keys of a server.
+    """The API keys of a server.
 
     Raises:
         ValueError: Two entries have the same name or the same key.

@@ -36,7 +36,7 @@ class Lane:
     step of Python, and what waits behind it goes on at once in another thread.
 
     Args:
-        name: Of the thread.
+        name: The thread's name.
     """
 
     def __init__(self, name: str) -> None:

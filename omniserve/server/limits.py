@@ -55,7 +55,7 @@ class Limits:
     shutdown_timeout_s: float = 30.0
     """Seconds that running requests may go on after SIGTERM."""
     engine_restarts: int = 3
-    """How often in a row an engine that died is started again; 0: its death ends the server."""
+    """The number of times in a row that an engine which died is started again; 0: its death ends the server."""
     profile_time_limit_s: float = 30.0
     """Seconds of measuring if there is no latency profile yet."""
     profile_start_s: float = 4.0

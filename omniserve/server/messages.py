@@ -174,12 +174,12 @@ class ContentPart(StrictModel):
 
     @property
     def said(self) -> str:
-        """What it adds to the content."""
+        """The text that the part adds to the content."""
         return (self.text if self.type in _TEXT_TYPES else self.refusal if self.type == "refusal" else None) or ""
 
     @property
     def thought(self) -> str:
-        """What it adds to the reasoning."""
+        """The text that the part adds to the reasoning."""
         return {"thinking": self.thinking, "reasoning": self.reasoning or self.text}.get(self.type) or ""
 
 
@@ -224,11 +224,11 @@ class Message(StrictModel):
     tool_call_id: str | None = None
     """The call that a tool's message answers."""
     refusal: str | None = None
-    """What an assistant said instead of a content."""
+    """The assistant's refusal, in the place of a content."""
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
-    """Three names of what an assistant thought before the content."""
+    """An assistant's reasoning before the content, under any of three names."""
 
     @model_validator(mode="before")
     @classmethod

@@ -32,7 +32,7 @@ _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of its own.
+    """The metrics of one server, in a registry of its own.
 
     Histograms have a bucket that ends at each objective, so that quantiles are on the right side of it.
     """

@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute
 
 
 class ErrorObject(BaseModel):
-    """What is wrong; refusals under load have more fields, such as ``predicted_ttft_ms``."""
+    """The error of a refused request; refusals under load have more fields, such as ``predicted_ttft_ms``."""
 
     message: str
     type: str
@@ -24,7 +24,7 @@ class ErrorObject(BaseModel):
 
 
 class Error(BaseModel):
-    """Every answer that is no success."""
+    """The body of every answer that is no success."""
 
     error: ErrorObject
 

@@ -1,4 +1,4 @@
-"""What web pages may do with a server that asks for no keys: those of its own, and of origins that were named.
+"""The web pages that may use a server without keys: its own, and those of origins that were named.
 
 Any page that a user opens can send requests to 127.0.0.1: forms and ``text/plain`` bodies without asking the server
 first. It cannot read the answer, but a batch would be cancelled all the same. A page of a name that is made to lead

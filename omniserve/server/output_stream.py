@@ -33,7 +33,7 @@ class Job:
     """Arrival of the call in monotonic seconds."""
     prompts: Sequence[Sequence[int]]
     samplings: Sequence[SamplingParams]
-    """Without stop strings: these are looked for here, where the text is."""
+    """Sampling parameters without stop strings, which are looked for here, where the text is."""
     stop: Sequence[str] = ()
     """Strings that end an output; they are not part of the text."""
     service_class: str
@@ -46,9 +46,9 @@ class Job:
     prediction: Sequence[int] = ()
     """Token ids of what each output will be, about."""
     cache_salt: str = ""
-    """As in ``Request``."""
+    """The salt of the prompts' prefixes, as in ``Request``."""
     speculation: bool | None = None
-    """As in ``Request``."""
+    """The call's word on speculative decoding, as in ``Request``."""
     num_kept: int | None = None
     """Number of outputs of each prompt that are in the answer, the likeliest ones; None: all."""
     at_once: bool = False
@@ -58,7 +58,7 @@ class Job:
     several_calls: bool = True
     """The text goes on after a call."""
     include_stop: bool = False
-    """What ends an output, a stop string or a stop token, is a part of its text."""
+    """The stop string or stop token that ends an output is a part of its text."""
     skip_special_tokens: bool = True
     """The text has no special tokens."""
     with_token_ids: bool = False
@@ -118,12 +118,12 @@ class OutputStream:
         self._metrics = metrics
         self._backlog = backlog
         self._unread: list[list[Delta]] = []
-        """Each list is merged when it is read."""
+        """Lists of deltas that have not been read; each list is merged when it is read."""
         self._last_unread: dict[int, list[Delta]] = {}  # by choice
         self._num_unread_tokens = 0
         self._news = asyncio.Event()
         self._read_s = -math.inf
-        """Of the event loop's clock: when text was read last."""
+        """Time of the last read of text, by the event loop's clock."""
         self._timer: asyncio.TimerHandle | None = None
         """Wakes the reader when the job's interval is over."""
         self._choices: dict[str, Choice] = {}
@@ -174,7 +174,7 @@ class OutputStream:
 
     @property
     def choices(self) -> Sequence[Choice]:
-        """Every choice, also those that are not in the answer."""
+        """The choices of the call, also those that are not in the answer."""
         return list(self._choices.values())
 
     @property

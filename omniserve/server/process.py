@@ -1,4 +1,4 @@
-"""What each of the two processes sets up for itself: its garbage collection, and what torch reads."""
+"""Settings that each of the two processes makes for itself: its garbage collection, and what torch reads."""
 
 from __future__ import annotations
 

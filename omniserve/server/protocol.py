@@ -1,4 +1,4 @@
-"""What a request to /v1/completions and /v1/chat/completions may hold; ``fields`` has what becomes of other fields."""
+"""The fields of a request to /v1/completions and /v1/chat/completions; ``fields`` has what becomes of other fields."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class JsonSchemaFormat(StrictModel):
     name: str | None = None
     """A note for people, which the model does not see."""
     description: str | None = None
-    """The same."""
+    """A note for people, which the model does not see."""
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
     """Accepted and without effect: the schema is kept in any case."""
@@ -156,7 +156,7 @@ class ResponseFormat(StrictModel):
 
     @property
     def constraint(self) -> Constraint | None:
-        """What keeps an output to this format; None if it allows any text."""
+        """The constraint that keeps an output to this format; None if it allows any text."""
         if self.type == "text":
             return None
         schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
@@ -168,7 +168,7 @@ class StreamOptions(StrictModel):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """With ``include_usage``: every chunk has the token counts so far."""
+    """Each chunk has the token counts so far, if ``include_usage`` is set."""
     include_obfuscation: bool = False
     """Accepted and without effect: it only pads events."""
 
@@ -181,7 +181,7 @@ class Prediction(StrictModel):
 
     @property
     def text(self) -> str:
-        """Its text."""
+        """The predicted text."""
         return text_of(self.content)
 
 
@@ -235,15 +235,15 @@ class GenerationRequest(StrictModel):
 
     # Not OpenAI's, but what other open servers take through extra_body.
     top_k: int = Field(0, ge=-1, le=2**31 - 1)
-    """0 and -1 keep all tokens."""
+    """Number of likeliest tokens to keep; 0 and -1 keep all."""
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, le=2**31 - 1)
-    """Before so many tokens, nothing ends an output but its largest length."""
+    """The number of tokens before which nothing ends an output but its largest length."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field([], max_length=MAX_STOP_TOKENS)
     include_stop_str_in_output: bool = False
-    """What ends an output is a part of its text: a stop string, or the text of a stop token."""
+    """The stop string, or the text of the stop token, that ends an output is a part of its text."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     return_token_ids: bool = False
@@ -297,7 +297,7 @@ class GenerationRequest(StrictModel):
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the output is constrained to; None: it is not."""
+        """The constraint on the output; None without one."""
         return None if self.response_format is None else self.response_format.constraint
 
     @property
@@ -330,9 +330,9 @@ class CompletionRequest(GenerationRequest):
         ),
     ] = None
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    """The likeliest ``n`` of so many outputs, by the mean log-probability of their tokens."""
+    """Number of outputs of which the answer has the ``n`` likeliest, by the mean log-probability of their tokens."""
     echo: bool = False
-    """With ``logprobs`` and ``max_tokens=0`` or 1: how evaluations score texts."""
+    """The answer begins with the prompt. Evaluations score texts so, with ``logprobs`` and ``max_tokens=0`` or 1."""
     add_special_tokens: bool = True
     """Texts are encoded with the special tokens that their tokenizer adds."""
 
@@ -364,7 +364,7 @@ def _template_variables(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class TemplateFields(StrictModel):
-    """How a chat template writes the messages."""
+    """The fields that decide how a chat template writes the messages."""
 
     add_generation_prompt: bool | None = None
     """The prompt goes on to where the assistant's answer begins. None: yes, unless the last message is continued."""
@@ -377,7 +377,7 @@ class TemplateFields(StrictModel):
     reasoning_effort: str | None = None
     """A variable of the template."""
     verbosity: str | None = None
-    """The same."""
+    """A variable of the template."""
 
     @field_validator("continue_final_message")
     @classmethod
@@ -412,7 +412,7 @@ class ChatRequest(TemplateFields, GenerationRequest):
     tools: list[Tool] = Field([], max_length=MAX_TOOLS)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    """False: an answer ends with its first call."""
+    """The answer may have several calls; False: it ends with its first call."""
     add_special_tokens: bool = False
     """Put the special tokens that the tokenizer adds to texts before what the chat template writes."""
 

@@ -70,7 +70,7 @@ class EngineSupervisor:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine is not there now; None while it is well."""
+        """The reason why the engine is not there now; None while it is well."""
         death = self.client.failure
         if death is None or self._start_failure is None:
             return death
@@ -149,5 +149,5 @@ class EngineSupervisor:
 
 
 def pause_before(num_starts: int) -> float:
-    """Return the seconds to wait before a start after so many others in a row: 1, 2, 4 and so on, up to a minute."""
+    """Return the seconds to wait before a start after ``num_starts`` in a row: 1, 2, 4 and so on, up to a minute."""
     return min(_FIRST_PAUSE_S * 2**num_starts, _LONGEST_PAUSE_S)

@@ -30,7 +30,7 @@ class TooManyTokens(Exception):
     """A text has more tokens than it may have.
 
     Args:
-        num_tokens: So many.
+        num_tokens: The number of its tokens.
         is_exact: False: at least so many; the text was not encoded.
     """
 
@@ -47,7 +47,7 @@ class TextCodec:
     latency-sensitive ones never wait for these, and two for the latter, so that short texts do not wait for long ones.
 
     Args:
-        tokenizer: Of ``transformers``; nothing else uses it.
+        tokenizer: A tokenizer of ``transformers``; nothing else uses it.
         chat_template: The name of one of its chat templates, or a file with another one; None: its own.
 
     Raises:
@@ -72,7 +72,8 @@ class TextCodec:
         sources = _template_sources(tokenizer, chat_template)
         templates = {source: ChatTemplate(tokenizer, source) for source in sources.values()}
         self._templates = {name: templates[source] for name, source in sources.items()}
-        """By name: ``default``, and for chats with tools ``tool_use``, if there is one; others are not used."""
+        """Templates by name: ``default``, and for chats with tools ``tool_use``, if there is one; others are not
+        used."""
 
     @property
     def has_chat_template(self) -> bool:

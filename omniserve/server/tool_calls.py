@@ -29,15 +29,15 @@ class SpecialTokens:
     """
 
     begin: int | None = None
-    """The one that is CALL_BEGIN; None: that is text."""
+    """Id of CALL_BEGIN; None where that is text."""
     end: int | None = None
-    """The one that is CALL_END; None: that is text."""
+    """Id of CALL_END; None where that is text."""
     others: tuple[int, ...] = ()
-    """All others. They may be anywhere in free text."""
+    """The special tokens that are no tags. They may be anywhere in free text."""
 
     @property
     def tags(self) -> frozenset[int]:
-        """Those that are tags."""
+        """The special tokens that are tags."""
         return frozenset(token_id for token_id in (self.begin, self.end) if token_id is not None)
 
 

@@ -28,15 +28,15 @@ HOST_SHARE = 0.7
 """Share of its peak bandwidth at which a host's attention reads K and V: with the device's own share, the 7.6 times of
 omniserve's Table 1 (ten requests of 1,000 tokens)."""
 _DRAFT_SHARE = 0.2
-"""What a draft takes of the time of a key that it sees, for each query head that shares the KV head, at most all of it:
-measured in bf16, heads of 128, with AVX2 (benchmarks/results/host_rows.json); 0.6 of that with AMX, half with heads
-of 64."""
+"""Time of a key that a draft sees, as a share of a token's key, for each query head that shares the KV head, at most
+all of it: measured in bf16, heads of 128, with AVX2 (benchmarks/results/host_rows.json); 0.6 of that with AMX, half
+with heads of 64."""
 _THREAD_TASK_S = 15e-6  # of a host's thread for a task, besides those of its bytes
 _HOST_LATENCY_S = 100e-6  # from a step's end to a thread and back
 _NETWORK_LATENCY_S = 100e-6  # the same for a remote host, besides
 _HAND_OVER_S = 200e-6
-"""From one stage to the next, besides its rows' bytes: the plan told, a send and a receive. Not fitted: it is less than
-the 0.3 to 0.6 ms on two cores (benchmarks/results/pipeline_parallel.json)."""
+"""Seconds to hand a step from one stage to the next, besides its rows' bytes: the plan told, a send and a receive. Not
+fitted: less than the 0.3 to 0.6 ms on two cores (benchmarks/results/pipeline_parallel.json)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class Efficiency:
     request_s: float = 42e-6
     """Seconds of a step for each of its requests."""
     piggyback_layer_s: float = 15e-6
-    """Of concatenation, residuals and the input queue, per layer that a row joins or enters at; not fitted: it is
+    """Seconds of concatenation, residuals and the input queue, per layer that a row joins or enters at; not fitted:
     within omniserve 5.4's 75 us at 400 requests."""
 
 
@@ -176,7 +176,7 @@ class AnalyticDevice(Predictor):
         )
 
     def dense_layer_s(self, rows: int) -> float:
-        """Return the seconds of a layer's projections and elementwise work for so many rows."""
+        """Return the seconds of a layer's projections and elementwise work for ``rows`` rows."""
         if not rows:
             return 0.0
         if (seconds := self._dense_cache.get(rows)) is None:
@@ -205,7 +205,7 @@ def analytic_machine(
         model: Sizes.
         device: The GPU.
         count: How many in a stage, tensor parallel.
-        num_stages: Pipeline parallel; each stage has so many.
+        num_stages: Pipeline parallel; each stage has ``count`` devices.
         hosts: Hosts that attend for best-effort requests: the device's own first, then remote ones. None: no host tier.
         host_share: See HOST_SHARE.
         late_layers: As in ``Machine``; None: as the engine has them on a GPU. In the paper's steps it is all layers.

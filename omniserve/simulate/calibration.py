@@ -23,7 +23,7 @@ from omniserve.simulate.spread import Spread
 LEAST_STEPS = 100
 """Fewer say little of a step in a hundred."""
 COMPILED = 10.0
-"""A step that took so many times what the others did, for its prediction, compiled something: it is left out."""
+"""Factor over the other steps' ratio to their predictions from which on a step compiled something, and is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +33,12 @@ class Calibration:
     factors: tuple[float, ...]
     """Factors for the terms of the machine's device."""
     spread: Spread
-    """Around the prediction that has these factors."""
+    """The spread of measured times around the prediction that has these factors."""
     ratio: float
     """The sum of all measured times over the sum of those that the machine's device predicts."""
     num_steps: int
     num_left_out: int
-    """Those that compiled something."""
+    """Measured steps left out, because they compiled something."""
 
     @classmethod
     def fitted(cls, device: Predictor, samples: Sequence[StepSample]) -> Self:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from omniserve.sched.drafter import Drafter
 
 TOKEN = 0
-"""Every token of a simulation."""
+"""The id of every token in a simulation."""
 _WRONG = 1
 
 
@@ -19,7 +19,7 @@ class SimulatedDrafter(Drafter):
 
     Args:
         num_prompt_tokens: The output begins behind them.
-        seed: Of the guesses.
+        seed: Seed of the guesses.
     """
 
     def __init__(self, chance: float, num_prompt_tokens: int, seed: str) -> None:

@@ -103,7 +103,7 @@ class SimulatedEngine:
         self.max_model_len, self.pool_tokens = limits.max_model_len, num_device_blocks * config.block_size
         """Most tokens of a request, and those that the device pool holds."""
         self.caches_prefixes = bool(caches)
-        """Whether there is a prefix cache."""
+        """The engine has a prefix cache."""
         self._config = config
 
     @property

@@ -84,7 +84,8 @@ HOSTS = {
         HostSpec(name="EPYC-9654", cores=96, bytes_per_s=460.8 * GB, memory_bytes=768 * GB),
     )
 }
-"""By name, lower case. The 6342 (one socket: omniserve 5.1.1; two: apex) and 6130 (apex) have the papers' memory."""
+"""Hosts by name, lower case. The 6342 (one socket: omniserve 5.1.1; two: apex) and 6130 (apex) have the papers'
+memory."""
 
 _SHORT = {"a100": "a100-80gb", "h100": "h100-80gb", "h200": "h200-141gb", "v100": "v100-32gb"}
 

@@ -21,7 +21,7 @@ from omniserve.latency.features import AlphaBeta
 from omniserve.simulate.placement import Place, Placement, split_blocks
 
 _PIECE_KEYS = 256
-"""About how many keys a piece of the real tier has; a task is on as many threads as it has pieces."""
+"""Keys of a piece of the real tier, about; a task is on as many threads as it has pieces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class HostNode:
     move_byte_s: float = 0.0
     """Seconds that a moved byte takes beyond those of the device's own link, over a slower network."""
     memory: float = 1.0
-    """Its part of the host pool, in proportion to the other hosts'."""
+    """The host's part of the host pool, in proportion to the other hosts'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ _TOKENS = ("input_tokens", "output_tokens")
 _MOONCAKE = {"arrival_s": "timestamp", "input_tokens": "input_length", "output_tokens": "output_length"}
 
 MOST_HASH_IDS = 1 << 48
-"""They are below it."""
+"""Upper bound, exclusive, of the hash ids of a trace."""
 
 Lengths = Callable[[random.Random], tuple[int, int]]
 """Draws (input tokens, output tokens) of one request."""
@@ -47,8 +47,8 @@ class Load:
     best_effort: Sequence[TraceRequest] = ()
     """BE requests by arrival; with a backlog only their lengths count."""
     backlog: int = 0
-    """Keep so many best-effort requests unfinished until the load ends, of ``best_effort`` over and over: a pile of
-    batch work that has no end. 0: they arrive."""
+    """Number of best-effort requests that are kept unfinished until the load ends, of ``best_effort`` over and over: a
+    pile of batch work that has no end. 0: they arrive."""
     hash_tokens: int = 512
     """Tokens that one of a request's ``hash_ids`` stands for."""
     duration_s: float | None = None

@@ -17,7 +17,7 @@ from omniserve.simulate.spread import Spread
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Everything that takes time."""
+    """The simulated machine: a model on it, the time that each of its parts takes, and its memory."""
 
     name: str
     spec: ModelSpec
@@ -33,12 +33,13 @@ class Machine:
     host_has_own_cores: bool = True
     """A host tier at work takes nothing from the device tier, a GPU. Else both are one CPU."""
     late_layers: int = 0
-    """In so many layers, from the first one on, a step looks for results as it reaches them, and it sends rows layer by
-    layer as it runs (omniserve 3.2.3). 0: it sends all at its end, and only results from before its beginning join."""
+    """Number of layers, from the first one on, in which a step looks for results as it reaches them; it then sends rows
+    layer by layer as it runs (omniserve 3.2.3). 0: a step sends all rows at its end, and only results from before its
+    beginning join."""
     device_kv_bytes: int | None = None
     """Memory for KV, all devices together; None: not known, the engine's settings say it."""
     host_kv_bytes: int | None = None
-    """The same for the hosts."""
+    """Memory for KV, all hosts together; None: not known, the engine's settings say it."""
     num_stages: int = 1
     """Stages of pipeline parallel. The device predicts a step that passes all of them alone; the hosts are those of all
     stages, and the bytes above are one stage's."""
@@ -56,7 +57,7 @@ class PrefillNode:
 
     machine: Machine
     config: EngineConfig | None = None
-    """Its settings; None: those of the engine that asks, with the pools that the machine has."""
+    """The prefill engine's settings; None: those of the engine that asks, with the pools that the machine has."""
     link: AlphaBeta
     """Seconds of a message between the two, by its bytes."""
 

@@ -19,13 +19,13 @@ def split_blocks(num_blocks: int, shares: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a request's KV is from now on."""
+    """The place of a request's KV from now on."""
 
     host: int
     num_relocated: int = 0
     """Blocks that come there from the host where the request was before."""
     source: int = 0
-    """That host."""
+    """The host where the request was before."""
 
 
 class Placement:
@@ -57,7 +57,7 @@ class Placement:
         return self._hosts[request_id]
 
     def arrive(self, request_id: str, num_blocks: int) -> Place:
-        """Place a request of which so many blocks come from the device; the same as ``grow`` if it has others there."""
+        """Place a request of which ``num_blocks`` come from the device; the same as ``grow`` if it has others there."""
         if self._held(request_id) == num_blocks:
             self.forget(request_id)
         return self.grow(request_id)

@@ -25,9 +25,9 @@ from omniserve.simulate.engine import SimulatedEngine
 from omniserve.simulate.machine import Machine
 
 _LOOK_S = 0.001
-"""An engine that waits for copies to its host looks again after so long."""
+"""Seconds after which an engine that waits for copies to its host looks again."""
 _HAND_OVER_S = 0.05
-"""So long the next step waits at most for copies of latency-sensitive prompts to the host."""
+"""Seconds that the next step waits at most for copies of latency-sensitive prompts to the host."""
 _PATIENCE = 50
 """Steps in which the blocks of a prompt that is computed must come to the host."""
 
@@ -183,7 +183,7 @@ class SimulatedPrefillEngines:
     Args:
         machine: That of the engine that asks.
         config: Settings of that engine.
-        seed: Of the spread of their machines.
+        seed: Seed of the spread of their machines.
 
     Raises:
         ValueError: The settings do not fit a prefill engine's machine.

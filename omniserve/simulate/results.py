@@ -56,7 +56,7 @@ class ClassResult:
     num_rejected: int
     num_finished: int
     ttft_p50_s: float
-    """Over the requests that got a first token, as are the other percentiles; NaN without any."""
+    """Seconds, over the requests that got a first token, as are the other percentiles; NaN without any."""
     ttft_p99_s: float
     tpot_p50_s: float
     tpot_p99_s: float
@@ -64,11 +64,11 @@ class ClassResult:
     """NaN if none came, as the two below."""
     tpot_attainment: float
     attainment: float
-    """Both objectives."""
+    """Share of requests that met both objectives."""
     goodput: float
     """Requests a second that met both."""
     output_tokens_per_s: float
-    """During the load, as are those below."""
+    """Tokens a second during the load, as are the figures below."""
     prompt_tokens_per_s: float
     """Tokens of prompts that were computed to their end, or found."""
     cached_share: float = 0.0
@@ -136,13 +136,13 @@ def summarise(
     """Return the figures of one class.
 
     Args:
-        requests: Those of the class.
+        requests: Requests of the class.
         slo: Its objectives.
-        duration_s: Of the load, > 0.
-        output_tokens: Sampled by its end.
-        prompt_tokens: Of prompts whose first token was sampled by its end.
-        cached_tokens: Of prompts that began by its end, those that were found.
-        prefilled_tokens: Of prompts, those whose KV came from prefill engines by its end.
+        duration_s: Length of the load, > 0.
+        output_tokens: Tokens that were sampled by its end.
+        prompt_tokens: Tokens of prompts whose first token was sampled by its end.
+        cached_tokens: Tokens found in the cache, of prompts that began by its end.
+        prefilled_tokens: Tokens of prompts whose KV came from prefill engines by its end.
     """
     group = list(requests)
     ttfts = [r.ttft_s for r in group if r.ttft_s is not None]

@@ -25,9 +25,9 @@ from omniserve.simulate.results import RequestResult, Result, summarise
 from omniserve.simulate.runner import StepRecord
 
 _POLL_S = 0.05
-"""An engine that waits for its host tier looks again after so long, as the server does."""
+"""Seconds after which an engine that waits for its host tier looks again, as the server does."""
 _PATIENCE_S = 600.0
-"""A run in which nothing is computed for so long, and no request comes, is stuck."""
+"""Seconds without a computed step and without a new request after which a run is stuck."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,19 +40,20 @@ class SimulationConfig:
 
     machine: Machine
     engine: EngineConfig
-    """Those of tensors (execution, threads, dtypes) mean nothing here. There is a host tier if the machine has hosts,
-    the KV manager has one, and ``host_kv_bytes`` is not 0."""
+    """The engine's settings; those of tensors (execution, threads, dtypes) mean nothing here. There is a host tier if
+    the machine has hosts, the KV manager has one, and ``host_kv_bytes`` is not 0."""
     load: Load
     seed: int = 0
     """Seed of the noise and of the machine's spread."""
     noise: float = 0.0
-    """See SimulatedRunner."""
+    """Standard deviation of the noise on steps' times, as in SimulatedRunner."""
     drain_s: float | None = None
-    """How long to go on after the load for LS requests that are unfinished, which miss their objectives if they still
-    are; None: a quarter of it, at least a minute. Infinite: until all requests have ended, best-effort ones too."""
+    """Seconds to go on after the load for unfinished LS requests, which miss their objectives if they still are
+    unfinished then; None: a quarter of the load's, at least a minute. Infinite: until all requests have ended,
+    best-effort ones too."""
     drafts_right: float = 0.0
-    """How often a draft is right if those before it are, for requests of classes with ``speculation``; 0: no request
-    has drafts."""
+    """Probability that a draft is right if those before it are, for requests of classes with ``speculation``; 0: no
+    request has drafts."""
     check: bool = False
     """Verify the integrity of scheduler and KV manager after each step (slow)."""
 

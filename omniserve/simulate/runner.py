@@ -68,10 +68,10 @@ class SimulatedRunner:
         machine: How long everything takes.
         tier: Its host tier, if it has one.
         prefills: Prefill engines that it asks, if there are any.
-        num_stages: Of the model. Each step passes all of them, and each has one step at a time: the layers are shared
-            out evenly, and the last stage has what a step takes besides.
+        num_stages: Stages of the model. Each step passes all of them, and each has one step at a time: the layers are
+            shared out evenly, and the last stage has what a step takes besides.
         noise: Standard deviation of the logarithm of what a step takes over what it takes otherwise; the mean stays.
-        seed: Of the noise and of the machine's spread.
+        seed: Seed of the noise and of the machine's spread.
         keeps_halted: Rows that left a step go on from the layer where they left it.
         must_leave: Asked between two layers, with the times of the last and of this question, for the requests whose
             preemptible rows must leave the step for one that came in between.
@@ -86,7 +86,7 @@ class SimulatedRunner:
         self._tier = tier
         self._prefills = prefills
         self._free_s = [0.0] * num_stages
-        """When each stage has done the step that was launched last."""
+        """Time at which each stage has done the step that was launched last, seconds."""
         self._shape = machine.shape
         self._noise = noise
         self._rng = random.Random(seed)

@@ -86,9 +86,10 @@ class Scenario:
 
     arrivals: Arrivals = poisson
     ls_lengths: Lengths | None = None
-    """Needed without a trace."""
+    """Lengths of LS requests; needed without a trace."""
     ls_trace: tuple[TraceRequest, ...] = ()
-    """Its times are stretched to the rate, its lengths kept; it repeats if it is too short, with other texts."""
+    """A trace of LS requests: its times are stretched to the rate, its lengths kept. A trace that is too short repeats
+    with other texts."""
     backlog: int = 0
     be_rate: float = 0.0
     """Best-effort arrivals a second, Poisson."""
@@ -97,7 +98,7 @@ class Scenario:
     be_trace: tuple[TraceRequest, ...] = ()
     """A trace of BE requests, which is used as it is."""
     hash_tokens: int = 512
-    """See Load."""
+    """Tokens that one of a request's ``hash_ids`` stands for, as in Load."""
     warm_up: float = 0.0
     """Share of the time that figures leave out, in [0, 1)."""
 

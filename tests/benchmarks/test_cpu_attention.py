@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: it pins its threads."""
+    """Run the benchmark in a process of its own, because it pins its threads."""
     command = [sys.executable, "-m", "benchmarks.cpu_attention", "--tiny", *arguments]
     env = os.environ | {"GOMP_SPINCOUNT": "10000"}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)

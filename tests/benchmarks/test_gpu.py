@@ -75,7 +75,7 @@ FIGURES = {
     },
     "transformers": {"transformers, batch 2, 40 tokens: generate, static cache, compiled": "ms"},
 }  # fmt: skip
-"""What a dry run on a CPU has measured, at least, part by part."""
+"""Figures that a dry run on a CPU measures at least, part by part."""
 CHECKS = {
     "machine": "the extension loads",
     "steps": "no hidden wait: all captured shapes, steps that overlap",

@@ -30,7 +30,7 @@ class Client:
     without_dependencies: bool = False
     """``packages`` are all that is installed: what they require beside that is not used here."""
     heavy: bool = False
-    """It installs much: ``python -m tests.clients`` tries it, pytest does not."""
+    """The client installs much: ``python -m tests.clients`` tries it, pytest does not."""
     fails: str = ""
     """Why the client is expected not to work; empty: it is expected to."""
     left_out: str = ""

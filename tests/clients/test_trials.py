@@ -1,4 +1,4 @@
-"""What becomes of trials, without any client."""
+"""Tests of the outcomes of trials, without any client."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ _FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a client's trial."""
+    """The outcome of a client's trial."""
 
     client: Client
     errors: Mapping[str, str | None] = field(default_factory=dict)
-    """By check: the client's own error, or None if the client got what it should."""
+    """Results of checks by name: the client's own error, or None if the client got what it should."""
     not_installed: str = ""
     """The installer's error."""
     broken: str = ""
@@ -38,12 +38,12 @@ class Outcome:
 
     @property
     def works(self) -> bool:
-        """Whether the client was tried to the end, and all checks passed."""
+        """The client was tried to the end, and all checks passed."""
         return bool(self.errors) and not self.broken and not any(self.errors.values())
 
     @property
     def is_as_expected(self) -> bool:
-        """Whether the client works, or could not be tried, or is known not to work, and does not."""
+        """The client works, or could not be tried, or is known not to work, and does not."""
         return bool(self.not_installed or self.client.left_out) or self.works != bool(self.client.fails)
 
     def row(self) -> tuple[str, str, str, str]:

@@ -72,7 +72,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_collected(make_async: Ma
 def test_a_step_without_tokens_is_waited_for_like_any_other(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, async_steps: bool
 ) -> None:
-    """Or the host would launch all of a long prompt's steps at once, and who comes then would wait for them."""
+    """Otherwise the host would launch all of a long prompt's steps at once, and a new request would wait for them."""
     calls: list[str] = []
 
     class NotedEvent:

@@ -1,4 +1,4 @@
-"""How an engine ends, and how it goes on when its host tier hangs."""
+"""Tests of an engine's end, and of an engine that goes on when its host tier hangs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from omniserve import Engine, EngineConfig, EngineStopped, ExecutionConfig, HostsConfig, Stalled
-from omniserve.engine import engine as engine_module
+from omniserve.core.config import DiskKVConfig
+from omniserve.engine import parts as parts_module
+from omniserve.engine.stepping import StepLog
 from omniserve.host import tier as tier_module
+from omniserve.host.disk import DiskTier
+from omniserve.host.remote import NetworkHosts
+from omniserve.host.tier import HostTier
 from tests.engine.conftest import BLOCK
 from tests.engine.test_engine import hf_tokens, request
 from tests.host.helpers import host_threads
@@ -27,7 +33,7 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a host tier asks of the device and of its threads as it ends, in order."""
+    """Calls that a host tier makes to the device and to its threads as it ends, in order."""
     calls: list[str] = []
     host = tier_module._host
 
@@ -183,23 +189,42 @@ def test_a_second_sub_batch_that_hangs_is_given_up_and_the_step_goes_on(model: P
             assert got[request_id] == hf_tokens(prompt, 40), "recomputed on the device"
 
 
-def test_an_engine_that_cannot_be_made_leaves_no_thread_that_connects(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+_MADE = (
+    ("make_host_tier", HostTier), ("open_disk", DiskTier), ("make_kv", None), ("make_scheduler", None),
+    ("make_log", StepLog), ("connect_hosts", NetworkHosts), ("connect_prefill_engines", None), ("make_runner", None),
+)  # fmt: skip
+"""What makes each part of an engine, in their order, and what then has to be closed."""
+
+
+@pytest.mark.parametrize("failing", [name for name, _ in _MADE])
+def test_an_engine_that_cannot_be_made_leaves_nothing_open(
+    failing: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
-        assert keepers(), "they try to reach the host"
+    closed: list[type] = []
+
+    def note(part: type[Any]) -> None:
+        close = part.close
+        monkeypatch.setattr(part, "close", lambda self: (closed.append(part), close(self)))
+
+    def fail(*_: object) -> None:
         raise RuntimeError("injected")
 
     def keepers() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("host-keeper")]
 
-    monkeypatch.setattr(engine_module, "make_runner", fail)
+    for _, part in _MADE:
+        if part is not None:
+            note(part)
+    monkeypatch.setattr(parts_module, failing, fail)
     (tmp_path / "secret").write_text("a secret of many characters")
-    hosts = HostsConfig(cpu_hosts=("127.0.0.1:1",), cpu_host_secret_file=str(tmp_path / "secret"))
     config = EngineConfig(
-        block_size=BLOCK, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, hosts=hosts,
-        execution=ExecutionConfig(compile=False),
+        block_size=BLOCK, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, execution=ExecutionConfig(compile=False),
+        hosts=HostsConfig(cpu_hosts=("127.0.0.1:1",), cpu_host_secret_file=str(tmp_path / "secret")),
+        disk_kv=DiskKVConfig(gib=0.01, dir=str(tmp_path / "kv")), trace_steps=str(tmp_path / "trace"),
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="injected"):
         Engine(model, config)
-    assert not keepers()
+    names = [name for name, _ in _MADE]
+    made = [part for name, part in _MADE[: names.index(failing)] if part is not None]
+    assert closed == made[::-1]
+    assert not host_threads("omni-") and not keepers()

@@ -147,7 +147,8 @@ def test_drafts_change_nothing_of_an_output(make_engine, scheduler: str, tempera
 
 @pytest.mark.parametrize("scheduler", ["omniserve", "sarathi", "neo"])
 def test_what_happens_to_a_request_changes_nothing_of_its_output(make_engine, scheduler: str) -> None:
-    """On the device alone, and then with little memory: host rows, moves, preemption and recomputation."""
+    """The request runs on the device alone, and then with little memory: host rows, moves, preemption and
+    recomputation."""
     rng = random.Random(1)
     drawn = [random_schema(rng, depth=3) for _ in range(32)]
     requests = [
@@ -307,7 +308,8 @@ def test_object_of_many_properties_goes_on_behind_its_begin() -> None:
 
 
 def test_added_tokens_are_text_unless_they_are_special() -> None:
-    """Also those that a byte-level decoder reads as other bytes, and texts that a normalizer changes."""
+    """Added tokens include those that a byte-level decoder reads as other bytes, and texts that a normalizer
+    changes."""
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in ("§ü§", "<ü>", "<think>")])
     tokenizer.add_tokens([AddedToken("<hidden>", normalized=False, special=True)], special_tokens=True)

@@ -111,7 +111,7 @@ class FakeGraph:
 
 
 class FakeRuntime:
-    """What the process knows of its GPU, and the rules for calls of the runtime.
+    """The process's view of its GPU, and the rules for calls of the runtime.
 
     ``lenient`` switches off the rules for steps; those for captures are always on. A broken rule is an exception where
     it is broken, and is also kept in ``violations``, as the engine may catch exceptions there.

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from omniserve.core.config import EngineConfig
+from omniserve.core.setup import HostTierSetup
+from omniserve.host import tier as tier_module
 from omniserve.host.memory import allocate_pool
 from omniserve.host.mover import DirectMover
 from omniserve.host.tier import HostTier
@@ -66,7 +68,7 @@ def test_timer_waits(cuda: FakeCuda) -> None:
 
 
 def test_memory_for_a_gpu_is_locked_and_unlocked_with_that_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or CUDA would begin a context on the first one, which takes memory there."""
+    """Otherwise CUDA would begin a context on the first GPU, which takes memory there."""
     runtime = SimpleNamespace(
         cudaHostRegister=lambda *args: cuda.noted.append(("lock", cuda.current)) or 0,
         cudaHostUnregister=lambda address: cuda.noted.append(("unlock", cuda.current)) or 0,
@@ -79,18 +81,19 @@ def test_memory_for_a_gpu_is_locked_and_unlocked_with_that_gpu(cuda: FakeCuda, m
     assert cuda.noted == [("lock", 1), ("unlock", 1)]
 
 
-class NotedTier(HostTier):
-    """Notes its settings and the device that is the current one as it gets its memory."""
+def test_host_tier_gets_its_memory_with_its_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_on: list[tuple[int, bool]] = []
 
-    def __init__(self, **settings: Any) -> None:
-        self.made_on, self.settings = torch.cuda.current_device(), settings
+    def allocate(*_: Any, pin_memory: bool, cores: Any) -> Tensor:
+        made_on.append((torch.cuda.current_device(), pin_memory))
+        raise MemoryError("noted")
 
-
-def test_host_tier_gets_its_memory_with_its_gpu(cuda: FakeCuda) -> None:
-    tier = NotedTier.of(EngineConfig(), SPEC, dtype=torch.float32, device=SECOND, num_threads=1)
-    assert tier.made_on == 1 and tier.settings["pin_memory"]
-    tier = NotedTier.of(EngineConfig(), SPEC, dtype=torch.float32, device=torch.device("cpu"), num_threads=1)
-    assert tier.made_on == 0 and not tier.settings["pin_memory"]
+    monkeypatch.setattr(tier_module, "allocate_pool", allocate)
+    for device in (SECOND, torch.device("cpu")):
+        setup = HostTierSetup.of(EngineConfig(), num_threads=1, pin_memory=device.type == "cuda")
+        with pytest.raises(MemoryError, match="noted"):
+            HostTier(setup, spec=SPEC, dtype=torch.float32, device=device)
+    assert made_on == [(1, True), (0, False)]
 
 
 def test_kernels_of_moves_are_compiled_for_the_gpu_of_the_tier(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

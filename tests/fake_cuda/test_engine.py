@@ -138,7 +138,8 @@ def test_a_second_sub_batch_runs_on_the_device(gpu: FakeRuntime) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_moves_wait_for_nothing(kv_dtype: str, gpu: FakeRuntime) -> None:
-    """In both directions, by the kernel that reads the pool where it lies, and by way of a staging buffer."""
+    """Blocks move in both directions, by the kernel that reads the pool where it lies, and by way of a staging
+    buffer."""
     with engine_on(gpu, "llama", torch.bfloat16, host_kv_dtype=kv_dtype, step_graphs="off") as fake:
         for move_id, direction in enumerate(MoveDirection):
             for is_reversed in (False, True):

@@ -168,7 +168,7 @@ def test_what_a_step_may_do(gpu: FakeRuntime) -> None:
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has the real CUDA")
 def test_nothing_is_left_behind(device_guard: None) -> None:
-    """Also behind the other tests of this folder, in whatever order."""
+    """The other tests of this folder leave nothing behind either, in whatever order they run."""
     assert not torch.cuda.is_available() and not torch.cuda.is_initialized()
     assert torch.cuda.device_count() == 0 and isinstance(torch.cuda.Stream, type)
     assert not is_on_device(torch.zeros(3)) and torch.zeros(3).sum().item() == 0

@@ -23,7 +23,7 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture
 def place() -> str:
-    """Where a driver's blocks are: ``here``, or on a host on the ``network``; see ``helpers.anywhere``."""
+    """The place of a driver's blocks: ``here``, or on a host on the ``network``; see ``helpers.anywhere``."""
     return "here"
 
 

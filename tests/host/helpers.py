@@ -1,4 +1,4 @@
-"""What the tests of the host tier share: a tier with a shadow of every request's history, and a slow reference."""
+"""Parts that the host tier's tests share: a tier with a shadow of every request's history, and a slow reference."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind, KVMove, MoveDirection
+from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.host import remote, server
 from omniserve.host.progress import HostTierStats
@@ -40,11 +41,11 @@ KINDS = (
     AttentionSpec(scale=0.25, window=150, chunk=300, sinks=(1.0,) * 4, alibi_slopes=(0.25,) * 4),
     AttentionSpec(scale=0.25),
 )
-"""For the 4 heads of `make_spec`."""
+"""Kinds of attention for the 4 heads of `make_spec`."""
 
 
 anywhere = pytest.mark.parametrize("place", ["here", "network"])
-"""Of tests that hold wherever a driver's blocks are."""
+"""Mark of tests that hold wherever a driver's blocks are."""
 
 
 def make_spec(
@@ -72,27 +73,18 @@ def make_tier(
     spec: ModelSpec,
     *,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
     num_blocks: int = 200,
-    num_slots: int = 8,
-    num_threads: int = 2,
-    cores: tuple[int, ...] | None = None,
-    pin_memory: bool = False,
     block_size: int = BLOCK_SIZE,
     kv_dtype: str = "auto",
-    **mailbox: Any,
+    **sizes: Any,
 ) -> HostTier:
-    tier = HostTier(
-        spec=spec,
-        dtype=dtype,
-        block_size=block_size,
-        kv_bytes=num_blocks * spec.host_block_bytes(block_size, kv_dtype),
-        num_slots=num_slots,
-        num_threads=num_threads,
-        cores=cores,
-        pin_memory=pin_memory,
-        kv_dtype=kv_dtype,
-        **mailbox,
-    )
+    """Make a tier with these sizes, fields of HostTierSetup, and others that do for most tests."""
+    setup = HostTierSetup(
+        block_size=block_size, kv_bytes=num_blocks * spec.host_block_bytes(block_size, kv_dtype), kv_dtype=kv_dtype,
+        **{"num_slots": 8, "num_threads": 2, **sizes},
+    )  # fmt: skip
+    tier = HostTier(setup, spec=spec, dtype=dtype, device=device)
     if tier.mailbox_SW is not None:
         tier.mailbox_SW.fill_(torch.nan)
     poison(tier, range(tier.num_blocks))

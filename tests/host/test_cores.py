@@ -103,7 +103,8 @@ def watch(machine: Machine, split: CoreSplit, others: Iterable[float]) -> list[i
 
 
 def test_a_client_that_now_and_then_sends_a_request_takes_no_core() -> None:
-    """It is busy for up to 0.3 s at once, the server's HTTP process beside it, and what both do is within a window."""
+    """The client is busy for up to 0.3 s at once, the server's HTTP process beside it, and both work within a
+    window."""
     machine = Machine()
     split = split_of(machine, cores=2)
     assert not any(watch(machine, split, [1.2, 0.0, 0.1, 0.0, 0.0, 0.2, 0.0, 0.0] * 50))

@@ -21,7 +21,7 @@ from omniserve.host.disk_file import PAGE_BYTES, DamagedBlock, DiskFile
 
 BLOCK_BYTES = 5000
 NUM_BYTES = 2 << 20
-"""Of about 250 slots, in several groups."""
+"""Size of about 250 slots, in several groups."""
 
 
 def opened(folder: Path, *, fingerprint: str | None = "ab", num_bytes: int = NUM_BYTES) -> DiskFile:

@@ -30,7 +30,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a tier of a GPU asks of it and of its threads as it ends, in order; its pool is page-locked."""
+    """Calls that a GPU's tier makes to the GPU and to its threads as it ends, in order; its pool is page-locked."""
     gc.collect()  # tiers of other tests
     calls: list[str] = []
 

@@ -90,7 +90,7 @@ class Load:
         self._sent = torch.zeros(_SLOTS)
         """The step of each slot's last row, modulo 128: its residual."""
         self._at = [(0, 0)] * _SLOTS
-        """Of each slot: position of its token, and layer of its next row."""
+        """Position of each slot's token, and layer of its next row."""
         self._away: dict[int, dict[int, HostEvent]] = {}
         """Slots with a row on its way, and the events that have come for it, by tier."""
         self._step = self._epoch = 0

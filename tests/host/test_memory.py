@@ -99,7 +99,7 @@ def test_pool_memory_starts_at_a_huge_page() -> None:
 
 
 class _CudaRuntime:
-    """What `allocate_pool` calls of CUDA."""
+    """The functions of CUDA that `allocate_pool` calls."""
 
     def __init__(self, error: int = 0) -> None:
         self.error = error

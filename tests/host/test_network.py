@@ -46,9 +46,7 @@ class Network:
         self.events: list[HostEvent] = []
 
     def connect(self) -> NetworkHosts:
-        return NetworkHosts(
-            self.config, self.tier, spec=SPEC, dtype=torch.float32, block_size=BLOCK_SIZE, kv_dtype="auto", num_slots=8
-        )
+        return NetworkHosts(self.config, self.tier)
 
     def poll(self) -> None:
         """Take events, and connect what has answered."""
@@ -245,10 +243,7 @@ def test_a_host_serves_one_engine_at_a_time(open_network: Callable[..., Network]
 
 
 def _as_rank(network: Network, rank: int, tier: HostTier) -> NetworkHosts:
-    return NetworkHosts(
-        network.config, tier, spec=SPEC, dtype=torch.float32, block_size=BLOCK_SIZE, kv_dtype="auto", num_slots=8,
-        user=HostUser("an engine", rank, 2),
-    )  # fmt: skip
+    return NetworkHosts(network.config, tier, user=HostUser("an engine", rank, 2))
 
 
 class _Rank:
@@ -385,9 +380,7 @@ def test_an_answer_that_no_host_gives_is_an_error_at_start(welcome: bytes, tmp_p
         )  # fmt: skip
         tier = make_tier(SPEC, num_blocks=4)
         with pytest.raises(ValueError, match="answers what no host does"):
-            NetworkHosts(
-                config, tier, spec=SPEC, dtype=torch.float32, block_size=BLOCK_SIZE, kv_dtype="auto", num_slots=8
-            )
+            NetworkHosts(config, tier)
         liar.join()
         tier.close()
 

@@ -95,7 +95,7 @@ def test_a_period_of_its_own_counts(machine: Machine) -> None:
 
 @pytest.mark.parametrize("group", ["/docker/1", "/"], ids=["the host's name", "a name space"])
 def test_a_container_finds_its_group_at_the_top(machine: Machine, group: str) -> None:
-    """It sees its own groups alone; by the host's names, or by names that begin there."""
+    """A container sees its own groups alone; by the host's names, or by names that begin there."""
     mounts = (V2.format(group=group, at=AT), V1.format(group=group, at=f"{AT}/cpu"))
     machine.process(f"4:cpu:{group}", f"0::{group}", mounts=mounts)
     machine.v2(AT, "max 100000")
@@ -164,7 +164,7 @@ def test_threads_are_the_smaller_of_both_at_least_one(
 
 
 class Others:
-    """Other processes that use so many cores."""
+    """Other processes, which use a given number of cores."""
 
     def __init__(self, number: float) -> None:
         self.number = number

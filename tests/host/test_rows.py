@@ -75,7 +75,8 @@ def test_random_histories_match_the_reference(
 def test_a_row_beside_others_is_its_own_tasks_to_the_bit(
     open_driver: Callable[..., Driver], dtype: torch.dtype, kv_dtype: str
 ) -> None:
-    """With vectors, which serve blocks of 16, and where all rows are cut into pieces of one length."""
+    """Rows are computed with vectors, which serve blocks of 16, and where all rows are cut into pieces of one
+    length."""
     spec = make_spec(dtype, attention=ATTENTION + KINDS)
     driver = open_driver(spec, dtype=dtype, kv_dtype=kv_dtype, num_slots=4, max_rows=4)
     lengths = (3, 126, 298, 1500)
@@ -155,7 +156,7 @@ def test_slow_unordered_failing_and_cancelled_tasks_answer_once(open_driver: Cal
 
 @anywhere
 def test_a_task_that_failed_can_be_sent_again(open_driver: Callable[..., Driver]) -> None:
-    """What it appended before it failed is overwritten."""
+    """The second task overwrites what the first appended before it failed."""
     driver = open_driver(num_slots=1, max_rows=3)
     driver.start(0, 255, 3)  # two pieces
     driver.tier.inject(fail_next=1)

@@ -330,7 +330,7 @@ def test_a_load_is_the_same_for_a_seed_and_has_both_classes() -> None:
 
 
 class Visitors:
-    """Others that wait each time that they are asked, for a while, and note when they were let in."""
+    """Requests that wait each time that profiling asks, for a while; they note when they were let in."""
 
     def __init__(self, *, each_takes_s: float = 0.0, most: int = 1_000_000) -> None:
         self.num_asked = self.num_visits = 0
@@ -365,7 +365,7 @@ def test_a_kept_profile_is_taken_where_a_coarse_one_would_do(
 def test_long_samples_are_left_out(
     model: PreTrainedModel, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a clock on which a row of a step takes 10 ms and all else nothing, none takes more than 50 ms."""
+    """No sample takes more than 50 ms on a clock on which a row of a step takes 10 ms and all else nothing."""
     longest_s, seen = 0.05, list[int]()
 
     def timed(timer: Timer, run: Callable[[], object]) -> float:
@@ -416,7 +416,7 @@ def test_measuring_gives_way_before_each_sample_and_its_time_does_not_count(
 
 
 def test_a_step_behind_other_work_is_no_sample(model: PreTrainedModel, config: EngineConfig) -> None:
-    """Its seconds would run from the end of the step before that work."""
+    """The seconds of such a step would run from the end of the step before that work."""
     load = mixed_load(0, num_steps=40, vocab_size=64, max_prompt=8, max_output=8)
     ways = iter([True, False, False] * 1000)
     with Engine(model, config) as engine:

@@ -1,4 +1,4 @@
-"""What is measured is what an engine runs: in constant shapes, captured, through the mailbox."""
+"""Profiling measures what an engine runs: in constant shapes, captured, through the mailbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is loaded, and which latency profile the engine is made with."""
+"""Tests of loading a model, and of the latency profile that the engine is made with."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def test_nothing_is_measured_for_who_needs_no_profile(load, scheduler, options):
     ("device", "start_s", "early"), [("cpu", 4.0, True), ("cpu", 0.0, False), ("cuda", 4.0, False)]
 )
 def test_a_server_on_a_cpu_begins_before_it_has_compiled_and_measured(monkeypatch, device, start_s, early):
-    """With a GPU, or if it is asked for, everything is done before, as it is for who does no upkeep."""
+    """A server with a GPU, or one that is asked to, has compiled and measured before it begins, as has one without
+    upkeep."""
     model = SimpleNamespace(device=torch.device(device))
     child, asked = SimpleNamespace(stop=lambda: None), []
 

@@ -1,4 +1,4 @@
-"""What memory is left: the machine's and each control group's word, whichever is less."""
+"""Tests of the memory that is left: the machine's and each control group's word, whichever is less."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server that began early does beside its requests: it takes compiled halves and refines its profile."""
+"""Tests of a server that began early: beside its requests it takes compiled halves and refines its profile."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tokens(engine: Engine) -> list[tuple[int, ...]]:
 
 
 class Requests:
-    """Others: each tenth time that they are asked there are requests, which are run to their end."""
+    """Requests that are there each tenth time that upkeep asks, and are run to their end."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""What the compiler makes of the layers for a GPU, counted on any machine."""
+"""Counts the launches that the compiler makes of the layers for a GPU, on any machine."""
 
 from __future__ import annotations
 

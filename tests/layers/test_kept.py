@@ -30,7 +30,8 @@ def torch_cache() -> Iterator[None]:
 
 @pytest.fixture
 def folder() -> Path:
-    """Where halves are kept, empty; what torch itself has compiled stays, so that compiling again takes little."""
+    """The folder where halves are kept, empty; what torch itself has compiled stays, so that compiling again takes
+    little."""
     folder = Path(cache_dir()) / "omniserve_halves"
     shutil.rmtree(folder, ignore_errors=True)
     return folder

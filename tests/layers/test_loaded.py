@@ -131,7 +131,7 @@ def test_scalings_that_differ_between_layers_have_graphs_of_their_own(peft: Any)
 
 
 def test_linears_of_adapters_are_not_prepacked(peft: Any) -> None:
-    """They read each other's weights; a packed one would be unpacked at each call."""
+    """Adapters read the weights of each other's linears; a packed linear would be unpacked at each call."""
     model = with_adapters(peft, prepackable_model("llama"))
     patch(model, compile=False, prepack=True)
     held = [name for name, module in model.named_modules() if isinstance(module, GroupLinear)]

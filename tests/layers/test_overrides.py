@@ -24,7 +24,7 @@ TYPES = (
     "rembert", "roformer", "trocr", "xglm",
 )  # fmt: skip
 POSITIONS_ALONE = ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart", "whisper")
-"""They take no positions, but call the attention interface."""
+"""Models that take no positions, but call the attention interface."""
 
 _FALCON: dict[str, Any] = {
     "vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

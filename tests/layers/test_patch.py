@@ -138,7 +138,7 @@ def test_structure_tells_apart_what_a_graph_bakes_in() -> None:
 
 @pytest.mark.parametrize(("one", "other"), [({"default": 0.5}, {"default": 2.0}), (["a"], ["a", "b"]), (None, 1)])
 def test_structure_looks_into_dicts_and_lists(one: object, other: object) -> None:
-    """As into the scaling of a LoRA layer, which may differ between layers of equal ranks."""
+    """The scaling of a LoRA layer is such a dict, and may differ between layers of equal ranks."""
     layer, same = tiny_model("llama", num_layers=2).model.layers
     layer.self_attn.q_proj.scaling, same.self_attn.q_proj.scaling = one, one
     assert structure(layer) == structure(same)

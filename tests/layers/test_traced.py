@@ -251,7 +251,7 @@ def test_the_product_of_a_group_is_computed_once(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_compiled_halves_are_found_in_the_cache_until_an_operator_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in another process: the second model's graphs have other names than the first's."""
+    """The second model's graphs have other names than the first's, as they would in another process."""
     outputs, found = [], []
     monkeypatch.setattr("omniserve.layers.kept.KeptHalves.find", lambda *_: None)
     with fresh_cache(), torch.inference_mode():

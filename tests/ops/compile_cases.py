@@ -1,4 +1,4 @@
-"""What is compiled without a GPU: a launch of every kernel for each shape, dtype and feature that matters, by name.
+"""The cases compiled without a GPU: a launch of every kernel for each shape, dtype and feature that matters, by name.
 
 Legend: T packed tokens, H head size, G query heads to a KV head, S block size.
 """
@@ -24,7 +24,7 @@ DEVICES = {
     100: Device(shared_bytes=227 << 10, multiprocessors=148, has_wide_tensor_cores=True),  # B200
     120: Device(shared_bytes=99 << 10, multiprocessors=170),  # RTX 5090
 }
-"""By compute capability."""
+"""Devices by compute capability."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -36,7 +36,7 @@ FEATURES = {
     "ALiBi": {"alibi_slopes_N": torch.zeros(32)},
     "chunks": {"chunk": 300},
 }
-"""Of attention."""
+"""Features of attention, each with the arguments that ask for it."""
 ALL = ("window", "softcap", "directed")
 KINDS = ("sinks", "ALiBi", "chunks")
 

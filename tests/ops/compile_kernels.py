@@ -40,7 +40,7 @@ def compiled(launches: Iterable[Launch], capability: int) -> Iterator[Any]:
     from triton.runtime.jit import JITFunction
 
     class Driver:
-        """As much of a driver as a compiler asks for."""
+        """The part of a driver that a compiler asks for."""
 
         def get_current_device(self) -> int:
             return capability

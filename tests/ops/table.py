@@ -28,9 +28,9 @@ class Sample:
     """Arguments of one call."""
 
     label: str
-    """What is special about this sample."""
+    """The property that this sample has and others lack."""
     args: tuple[Any, ...]
-    """In the schema's order. Clone them before a mutating operator, which changes them in place."""
+    """Arguments in the schema's order. Clone them before a mutating operator, which changes them in place."""
 
     def clone(self) -> tuple[Any, ...]:
         """Return the arguments with every tensor copied, strides kept."""
@@ -45,10 +45,10 @@ def _copy(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class OpSpec:
-    """One operator."""
+    """An operator with its reference and samples."""
 
     name: str
-    """Its name in ``torch.ops.omniserve``."""
+    """The operator's name in ``torch.ops.omniserve``."""
     reference: Callable[..., Tensor | None]
     """A slow and plain function with the same arguments, which mutates the same ones."""
     samples: Callable[[torch.device, torch.dtype], Iterator[Sample]]
@@ -57,7 +57,7 @@ class OpSpec:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention sample."""
+    """A sample of attention."""
 
     label: str
     chunks: tuple[tuple[int, int], ...]

@@ -40,7 +40,7 @@ def run_program(folder: Path, *options: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What the program prints, read."""
+    """The lines that the program prints, parsed."""
     return [json.loads(line) for line in run_program(tmp_path_factory.mktemp("triton"))]
 
 

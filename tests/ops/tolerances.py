@@ -1,4 +1,4 @@
-"""How far an operator may be from its reference, and why."""
+"""The tolerances between an operator and its reference, and their reasons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Tolerance(NamedTuple):
-    """As in torch.testing.assert_close."""
+    """Tolerances with the meaning of torch.testing.assert_close."""
 
     rtol: float
     atol: float

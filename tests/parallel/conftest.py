@@ -1,4 +1,4 @@
-"""What tests of ranks share."""
+"""Fixtures that the tests of ranks share."""
 
 from __future__ import annotations
 

@@ -119,12 +119,12 @@ def ranks_of(
 
 
 class Lost(NamedTuple):
-    """How an engine has lost a rank."""
+    """An engine's loss of a rank."""
 
     told: str
-    """What it says."""
+    """The engine's message."""
     seconds: float
-    """Since the fault."""
+    """Seconds since the fault."""
 
 
 def serve_until_lost(model: nn.Module, group: ForkedRanks, parallel: ParallelConfig, fault: Any, at_step: int) -> Lost:

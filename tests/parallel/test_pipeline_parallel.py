@@ -29,7 +29,7 @@ FAMILIES_OF_BOTH = (
     "llama", "qwen3", "phi3", "gemma2", "gemma3", "gpt_neox", "mixtral", "qwen3_moe", "cohere2", "deepseek_v3",
     "llama4", "smollm3",
 )  # fmt: skip
-"""Those that are tested in stages of two ranks."""
+"""Families that are tested in stages of two ranks."""
 _BLOCK = 8
 
 

@@ -137,7 +137,7 @@ def test_no_request_is_lost_with_an_engine_whose_rank_is_gone(
 def test_a_rank_with_other_weights_is_left_out(
     secret_file: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is another model that differs in the first stage alone, of which rank 0 has nothing."""
+    """The rank has another model that differs in the first stage alone, of which rank 0 has nothing."""
     with (
         ranks_of("llama", 1, num_stages=2, load=_load_changed) as (model, group, parallel),
         prefill_server("llama", ranks=(1, 2), secret_file=secret_file) as server,

@@ -19,7 +19,7 @@ from omniserve.host.prefill_engines import PrefillEngines
 from omniserve.host.prefill_messages import Done, Failed, Refused, Welcome
 from omniserve.host.remote import NetworkHosts
 from omniserve.parallel.prefill import RankReceiver, RankSender
-from tests.host.helpers import BLOCK_SIZE, make_spec, make_tier, wait_until
+from tests.host.helpers import make_spec, make_tier, wait_until
 from tests.prefill.servers import SECRET
 
 KINDS = HostEventKind
@@ -184,12 +184,8 @@ def test_an_engine_that_connects_to_silent_peers_ends(
         PrefillConfig(prefill_engines=address, prefill_secret_file=secret_file), torch.zeros(2, 9, 1, 2, 4, 8),
         fingerprint="", state_bytes=0, classes=["LS"], parallel=ParallelConfig(),
     )  # fmt: skip
-    spec = make_spec()
-    with contextlib.closing(make_tier(spec, num_blocks=4)) as tier:
-        hosts = NetworkHosts(
-            HostsConfig(cpu_hosts=address, cpu_host_secret_file=secret_file), tier, spec=spec, dtype=torch.float32,
-            block_size=BLOCK_SIZE, kv_dtype="auto", num_slots=8,
-        )  # fmt: skip
+    with contextlib.closing(make_tier(make_spec(), num_blocks=4)) as tier:
+        hosts = NetworkHosts(HostsConfig(cpu_hosts=address, cpu_host_secret_file=secret_file), tier)
         _closes_soon(hosts.close)
     _closes_soon(prefills.close)
 

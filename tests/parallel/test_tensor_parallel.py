@@ -61,7 +61,7 @@ def test_more_ranks_than_kv_heads_have_them_several_times(family: str, num_ranks
     "scheduler", slow_except(("omniserve", "neo"), [*SCHEDULERS.names(), preemptible.NAME, hybrid.NAME])
 )
 def test_every_policy_runs_on_ranks(scheduler: str) -> None:
-    """With late, failing and dying host threads on one rank or all, drafts, and steps that overlap."""
+    """Histories have late, failing and dying host threads on one rank or all, drafts, and steps that overlap."""
     tally, reference = Tally(), reference_of("llama")
     with ranks_of("llama") as (model, group, parallel):
         for seed in range(300, 304):

@@ -48,7 +48,7 @@ _NOISES, _LARGEST_TOLERANCE = 10, 4e-3
 
 
 class _Continuation(NamedTuple):
-    """What Hugging Face makes of a prompt."""
+    """Hugging Face's continuation of a prompt."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -83,7 +83,7 @@ class Reference:
         self._first_position = first_position
         self.max_tokens = max_tokens
         self.tolerance = NEAR_TIE
-        """By how much logits may differ: more than usual where the model's own decode and prefill differ by more."""
+        """Largest difference of logits: more than usual where the model's own decode and prefill differ by more."""
         made: list[_Continuation] = []
         for prompt in tried:
             made.append(self._generate(model, prompt))
@@ -93,7 +93,7 @@ class Reference:
                 self.prompts = [each.prompt for each in kept]
                 self.tokens = [each.tokens for each in kept]
                 self.prompt_logprobs = [each.prompt_logprobs for each in kept]
-                """Of each prompt's rows, ``[length, vocabulary]``."""
+                """Log-probabilities of each prompt's rows, ``[length, vocabulary]``."""
                 return
         raise AssertionError(f"only {len(kept)} of {len(tried)} prompts have no near tie")
 
@@ -138,7 +138,7 @@ def _random_prompts(count: int, seed: int, num_shared: int) -> list[tuple[int, .
 
 @dataclass
 class Tally:
-    """What the histories reached; tests assert that nothing they are about was missed."""
+    """Counts of what the histories reached; tests assert that nothing they are about was missed."""
 
     host_tokens: int = 0
     piggyback_rows: int = 0

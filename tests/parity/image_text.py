@@ -1,4 +1,4 @@
-"""What the zoo's configs of models with an encoder of images need beside its sizes."""
+"""Fields that the zoo's configs of models with an encoder of images need beside their sizes."""
 
 from __future__ import annotations
 

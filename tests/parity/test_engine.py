@@ -53,7 +53,7 @@ def test_results_that_join_late_or_miss_their_layer_change_no_token(scheduler: s
 @pytest.mark.parametrize("scheduler", ["omniserve", "apex", "llumnix"])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_results_that_the_device_looks_for_change_no_token(scheduler: str, overlaps: bool, device: str) -> None:
-    """In steps of constant shape and in others; with ``overlaps`` the next is planned before that is known."""
+    """Steps are of constant shape or not; with ``overlaps`` the next step is planned before the results are known."""
     model, reference = model_and_reference("llama", device)
     run_histories(
         model, reference, range(320, 323), reach=("late_joins", "missed_joins", "constant_decodes"),

@@ -28,7 +28,7 @@ BF16_LOGPROB_TOLERANCE = 0.25
 
 @pytest.fixture(params=[False, True], ids=["apart", "merged"])
 def merged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether ``patch`` merges projections of one input, as it does on a GPU."""
+    """The fixture's value: ``patch`` merges projections of one input, as it does on a GPU."""
     if request.param:
         monkeypatch.setattr("omniserve.layers.merged._DEVICES", {"cpu"})
         monkeypatch.setattr("omniserve.layers.packed.HAS_VECTOR_KERNEL", False)
@@ -278,7 +278,7 @@ def test_compiled_halves_serve_mixed_structures(monkeypatch: pytest.MonkeyPatch)
 
 
 class _Adapter(nn.Module):
-    """What PEFT does to a linear: the base stays a submodule, a low-rank product is added."""
+    """A linear as PEFT adapts it: the base stays a submodule, a low-rank product is added."""
 
     def __init__(self, base: nn.Linear, rank: int = 4) -> None:
         super().__init__()

@@ -275,7 +275,8 @@ _HEADS = (
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "embedding_size")
 _WIDEST, _WIDEST_OF_WHOLE_VOCABULARY = 2048, 256
-"""Of a type whose hidden size is that of all its heads: the largest, and the largest with its own vocabulary."""
+"""Largest hidden size of types whose hidden size is that of all heads, and the largest with the type's own
+vocabulary."""
 # Models that number their positions from the padding token's number on.
 _COUNT_FROM_PADDING = frozenset(
     {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
@@ -359,7 +360,7 @@ def _value(config: PreTrainedConfig, name: str) -> Any:
 
 
 class Outcome(NamedTuple):
-    """What became of a type."""
+    """The outcome of a type's histories."""
 
     model_type: str
     result: str

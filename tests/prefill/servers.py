@@ -59,7 +59,7 @@ class Server:
         self.process, self._pipe = process, pipe
         self.address: tuple[str, int]
         self.rank_pids: list[int]
-        """Of its ranks but rank 0."""
+        """Processes of the engine's ranks but rank 0."""
         self.address, self.rank_pids = pipe.recv()
 
     def stats(self) -> dict[str, int]:

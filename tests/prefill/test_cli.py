@@ -1,4 +1,4 @@
-"""What the flags of a prefill engine make."""
+"""Tests of the objects that a prefill engine's flags make."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Asked(Exception):
 
 @pytest.fixture
 def loaders(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What loaders were made of; none loads anything."""
+    """Arguments that loaders were made with; no loader loads anything."""
     made: list[dict[str, Any]] = []
 
     def loader(**settings: Any) -> Any:

@@ -116,7 +116,7 @@ def test_every_scheduler_with_engines_that_are_cut_off(scheduler: str, secret_fi
 
 
 def test_no_request_is_lost_with_an_engine_that_is_killed_and_one_that_hangs(secret_file: str) -> None:
-    """In every phase: while it is asked, while it computes, while it sends."""
+    """Engines are lost in every phase of a prompt: while they are asked, while they compute, while they send."""
     model, reference = model_and_reference("llama", "cpu")
     for number, after in itertools.product((signal.SIGKILL, signal.SIGSTOP), (1, 5, 20, 60)):
         with prefill_server("llama") as server:
@@ -198,7 +198,7 @@ def test_a_request_that_is_late_here_but_not_there_is_admitted_and_goes_there(se
 
 
 def test_blocks_of_bfloat16(secret_file: str) -> None:
-    """Their values come as they are: in the layout of the pool, of which numpy knows no dtype."""
+    """Values of such blocks come as they are: in the layout of the pool, of which numpy knows no dtype."""
     model = patch(tiny_model("llama", torch.bfloat16), compile=False)
     with prefill_server("llama", dtype="bfloat16") as server, _engine(model, PrefillConfig()) as alone:
         expected = _generate(alone, _PROMPTS)

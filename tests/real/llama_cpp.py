@@ -22,7 +22,7 @@ _TIMEOUT_S = 600.0
 
 
 class Answers(NamedTuple):
-    """What llama.cpp makes of texts and prompts."""
+    """llama.cpp's answers to texts and prompts."""
 
     texts: list[list[int]]
     """Token ids of each text."""

@@ -1,4 +1,4 @@
-"""Whether a text reads like prose, by rules that a damaged model does not meet."""
+"""Tells whether a text reads like prose, by rules that a damaged model does not meet."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ WINDOW = 512
 """Tokens that most of the layers attend to; the longest prompt has more."""
 MAX_TOKENS = 12
 LARGEST_GAP = 0.6
-"""Between two logits, where llama.cpp, which rounds the inputs of each linear to 8 bits, may take the other token."""
+"""Gap between two logits up to which llama.cpp, which rounds the inputs of each linear to 8 bits, may take the other
+token."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def hugging_face(folder: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def reference(hugging_face: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Reference:
-    """Of short prompts and of one that is longer than the window."""
+    """Hugging Face's answers to short prompts and to one that is longer than the window."""
     prompts = [tuple(tokenizer.encode(text)) for text in (*SHORT[:4], LICENCE, *SHORT[4:])]
     prompts = [prompt[: WINDOW + 8] for prompt in prompts]
     return Reference(hugging_face, prompts=prompts, num_prompts=8, max_tokens=MAX_TOKENS)
@@ -195,8 +196,8 @@ def llama_cpp(folder: Path, reference: Reference) -> Answers:
 
 
 def test_texts_become_the_tokens_of_llama_cpp(llama_cpp: Answers, tokenizer: PreTrainedTokenizerBase) -> None:
-    """But for runs of more than 31 spaces: the file's longest token of spaces has 31, which llama.cpp takes first, as
-    SentencePiece does; transformers merges halves, so the same spaces become other tokens."""
+    """Texts have no runs of more than 31 spaces: the file's longest token of spaces has 31, which llama.cpp takes
+    first, as SentencePiece does; transformers merges halves, so the same spaces become other tokens."""
     for text, ids in zip(TEXTS, llama_cpp.texts, strict=True):
         assert tokenizer.encode(text) == ids, text[:80]
         assert tokenizer.decode(ids, skip_special_tokens=False).removeprefix("<bos>") == text

@@ -140,7 +140,7 @@ def test_nothing_is_captured_without_a_budget(settings: dict[str, Any], captured
 
 
 def test_memory_is_what_the_gpu_has_less_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what torch has: graphs also take memory of the driver."""
+    """The driver's memory counts, not torch's alone: graphs also take memory of the driver."""
     asked = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (30, 80))
     assert graph_runner._used_bytes(torch.device("cuda", 1)) == 50 and asked == [torch.device("cuda", 1)]

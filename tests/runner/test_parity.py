@@ -61,7 +61,7 @@ def test_piggybacked_tokens(family: str, device: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_merged_projections(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: queries, keys and values are views of one product."""
+    """Queries, keys and values are views of one product, as on a GPU."""
     monkeypatch.setattr("omniserve.layers.merged._DEVICES", {"cpu"})
     monkeypatch.setattr("omniserve.layers.packed.HAS_VECTOR_KERNEL", False)
     model, reference = model_and_reference.__wrapped__(family, "cpu")
@@ -85,7 +85,7 @@ def test_late_failing_and_dying_host_attention(deaths: bool, device: str) -> Non
 
 @pytest.mark.parametrize("scheduler", ["omniserve", "sarathi"])
 def test_graphs_do_what_the_code_did(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with CUDA graphs, Python runs once, and later steps only write other inputs to the same places."""
+    """Python runs once, as with CUDA graphs, and later steps only write other inputs to the same places."""
     model, reference = model_and_reference("llama", "cpu")
     spec = model.__dict__["omniserve"].spec
     shape = (64, spec.num_heads, spec.head_size)
@@ -99,7 +99,7 @@ def test_graphs_do_what_the_code_did(scheduler: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("scheduler", slow_except((preemptible.NAME,), [preemptible.NAME, preemptible.DEFERRING]))
 def test_rows_leave_between_the_parts_of_a_step(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes into a layer is kept, so that the rows can go on there later, and the others at once without graphs."""
+    """The input of a layer is kept, so that the rows can go on there later, and the others at once without graphs."""
     model, reference = model_and_reference("llama", "cpu")
     spec = model.__dict__["omniserve"].spec
     shape = (64, spec.num_heads, spec.head_size)
@@ -133,7 +133,7 @@ def test_some_graphs_or_none(kv: str, share: float, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("kind", ["decodes", "chunks"])
 def test_blocks_that_run_from_the_right_do_not_leave_the_graphs(kind: str) -> None:
-    """They would need kernels that no graph has compiled."""
+    """Steps outside of the graphs would need kernels for such blocks, which nothing has compiled."""
     model, _ = model_and_reference("llama", "cpu")
     config = EngineConfig(
         block_size=8, device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, max_model_len=64,

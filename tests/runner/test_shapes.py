@@ -1,4 +1,4 @@
-"""Which shape a step is padded to."""
+"""Tests of the shape that a step is padded to."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def class_of(name: str) -> str:
 
 
 class Machine:
-    """What the two have in common; ``step`` is theirs."""
+    """The parts that both benches have; each has a ``step`` of its own."""
 
     def __init__(
         self, policy: str, *, kv: str, device_blocks: int, host_blocks: int, caches: dict[str, Any], seed: int = 0,
@@ -104,7 +104,7 @@ class Machine:
 
 
 class Bench(Machine):
-    """Without a forecast; a step runs with all host work done before it, or part of it."""
+    """A bench without a forecast; a step runs with all host work done before it, or part of it."""
 
     def __init__(
         self, policy: str, *, kv: str = "tiered", device_blocks: int = 8, host_blocks: int = 0, seed: int = 0,

@@ -82,7 +82,7 @@ class FakeDevice:
         self.abandoned: Set[int] = frozenset()
         """The scheduler's abandoned moves: they read blocks that others write, and write blocks that nobody reads."""
         self.sharers: Mapping[int, tuple[str, str]] = {}
-        """Of a KV manager that has them: device blocks that two requests hold."""
+        """Device blocks that two requests hold, for a KV manager that shares blocks."""
         self.bound: dict[int, PiggybackEntry] = {}
         self.on_the_way: dict[int, tuple[int, ...]] = {}
         """Host slot -> its token, and the drafts that are still with it."""
@@ -90,7 +90,7 @@ class FakeDevice:
         """Host slot -> layer its token is at."""
         self.done: set[int] = set()
         self.sampled: dict[str, tuple[SampledToken, ...]] = {}
-        """By the last step that sampled any."""
+        """Tokens of the last step that sampled any."""
         self.states = FakeStates(num_layers)
         self.num_pending = 0
         """Tokens that a plan waited for."""
@@ -98,19 +98,19 @@ class FakeDevice:
         """Drafts in the chunks, and how many of them were right."""
         self.num_right_drafts = 0
         self.num_host_drafts = 0
-        """Of all drafts, those that passed the layers on the host tier."""
+        """Drafts that passed the layers on the host tier."""
         self.num_dropped_drafts = 0
         """Drafts that found no seat on the way."""
         self.num_joins = 0
         self.num_late_joins = 0
-        """Of these, joins whose result came in the course of their step."""
+        """Joins whose result came in the course of their step."""
         self.num_missed = 0
         """Joins that did not join."""
         self.num_doomed = 0
-        """Of these, joins of tokens that had missed the step before."""
+        """Missed joins of tokens that had missed the step before, too."""
         self.num_pipelined = 0
         self.num_hybrid = 0
-        """Of these, rows of the first sub-batch."""
+        """Pipelined rows of the first sub-batch."""
         self.num_restored = 0
         """Blocks that were copied to the device."""
         self.num_relocated = 0

@@ -1,4 +1,4 @@
-"""How an engine runs steps, for a scheduler without one: each to its end, or launched while the one before it runs."""
+"""Runs steps for a scheduler without an engine: each to its end, or launched while the one before it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stepping:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is in flight."""
+        """No step is in flight."""
         return True
 
 

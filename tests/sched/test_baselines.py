@@ -1,4 +1,4 @@
-"""What the policies that others are compared with promise, step by step."""
+"""Tests of the policies that others are compared with, step by step."""
 
 from __future__ import annotations
 

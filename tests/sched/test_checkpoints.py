@@ -1,4 +1,4 @@
-"""Which blocks are checkpointed in a step, and that a request goes on meanwhile."""
+"""Tests of the blocks that are checkpointed in a step, and that a request goes on meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``conserve`` and ``bros`` promise: with a forecast on a virtual clock (Clock), and without one (Bench)."""
+"""Tests of ``conserve`` and ``bros``: with a forecast on a virtual clock (Clock), and without one (Bench)."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_bros_recovers_from_an_overload(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_bros_goes_on_when_nobody_can_be_in_time() -> None:
-    """As printed, Algorithm 1 would let in nobody any more, best-effort requests included."""
+    """Algorithm 1, as printed, would let in no request any more, best-effort ones included."""
     bench = Clock(policy="bros", predict={"base": 50.0})
     for i in range(6):
         bench.add(f"ls{i}", tpot=0.010, ttft=0.001, output=5)

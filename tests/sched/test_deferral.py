@@ -112,7 +112,7 @@ def test_a_decode_leaves_only_as_long_as_it_has_lead() -> None:
 
 
 def test_deferred_decodes_wait_for_a_higher_class_while_they_have_slack() -> None:
-    """Beside their decodes the prompt is late: they join the step behind it, which their TPOT can bear."""
+    """The prompt is late beside their decodes, which join the step behind it: their TPOT can bear that."""
     bench = Bench(admission=False, predict={"key": 0.0})
     for i in range(60):
         bench.add(f"silver{i}", prompt=4, ttft=5.0, tpot=0.3)

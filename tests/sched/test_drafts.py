@@ -1,4 +1,5 @@
-"""What is drafted, for which requests, and how much: the drafter, what is learned of it, and the rows of a step."""
+"""Tests of drafts: the drafter, what is learned of it, for which requests it drafts how much, and the rows of a
+step."""
 
 from __future__ import annotations
 

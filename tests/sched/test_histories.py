@@ -42,7 +42,7 @@ REACHED = {
     "bros": ("swaps_out", "swaps_in", "checkpoints"),
 }
 REACHED_BELOW = ("came_back", "failed_returns", "read", "failed_disk_copies")
-"""What prefixes must have come to on the host and on disk."""
+"""Counters that histories of prefixes on the host and on disk must have reached."""
 WITH_ADMISSION = ("omniserve", "omniserve-paper", "neo", "apex")
 
 

@@ -1,4 +1,4 @@
-"""Which results a seat is planned for before they are there."""
+"""Tests of the results that a seat is planned for before they are there."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_token_that_misses_its_layer_stays_there_and_takes_a_step_more():
 
 
 def test_a_result_that_a_late_join_has_used_is_known_when_its_event_comes():
-    """Also if its token has passed all layers by then, or its request has left the slot to another one."""
+    """The token may have passed all layers by then, or its request may have left the slot to another one."""
     residents = HostResidents(num_slots=1, num_layers=2, late_layers=2)
     a = resident(residents, "a")
     enter(residents, a)

@@ -1,4 +1,4 @@
-"""What ``neo`` and ``apex`` promise, step by step."""
+"""Tests of ``neo`` and ``apex``, step by step."""
 
 from __future__ import annotations
 

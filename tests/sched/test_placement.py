@@ -1,4 +1,4 @@
-"""Which prompts go to a prefill engine."""
+"""Tests of the prompts that go to a prefill engine."""
 
 from __future__ import annotations
 

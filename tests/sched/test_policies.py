@@ -1,4 +1,4 @@
-"""What each policy promises, step by step."""
+"""Tests of each policy, step by step."""
 
 from __future__ import annotations
 

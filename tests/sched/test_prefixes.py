@@ -1,4 +1,4 @@
-"""What best-effort requests leave to the prefixes of latency-sensitive ones."""
+"""Tests of what best-effort requests leave to the prefixes of latency-sensitive ones."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class _Bench(Bench):
         )
         self.scheduler.notify([HostEvent(kind=HostEventKind.PREFILL_JOINED, host=1)])
         self.computed: Counter[str] = Counter()
-        """By request: tokens of chunks here."""
+        """Tokens of chunks that this engine computed, by request."""
         self.num_offloaded = 0
         self._asked: list[RemotePrefill] = []
 

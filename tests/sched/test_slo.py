@@ -1,4 +1,4 @@
-"""What ``omniserve`` does with a forecast: bounds, admission, classes, offload and swap-in, on a virtual clock."""
+"""Tests of ``omniserve`` with a forecast: bounds, admission, classes, offload and swap-in, on a virtual clock."""
 
 from __future__ import annotations
 

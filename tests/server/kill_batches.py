@@ -34,13 +34,13 @@ MAX_LIFE_S = 1.5
 
 @dataclass
 class Report:
-    """What happened."""
+    """Counts of what happened."""
 
     kills: int = 0
     batches: int = 0
     lines: int = 0
     runs: int = 0
-    """How often a line was given to the engine; more than ``lines`` by those that were killed under way."""
+    """Lines given to the engine; more than ``lines`` by those that were killed under way."""
     files_read: int = 0
     unanswered: int = 0
     """Calls that a kill cut off."""
@@ -74,7 +74,7 @@ class Torture:
         """Number of each batch that the server said it accepted."""
         self._numbers = itertools.count()
         self._done: dict[tuple[int, int], int] = {}
-        """Where the work log ended when a line (batch number, line number) was first seen to be done."""
+        """Length of the work log when a line (batch number, line number) was first seen to be done."""
         self.report = Report()
 
     def run(self, num_kills: int) -> None:
@@ -136,7 +136,7 @@ class Torture:
             self.report.files_read += 1
 
     def _note_what_is_done(self) -> None:
-        """Nobody lives: what the database has now is what was promised."""
+        """Note the lines that are done, while no server lives: what the database has now is what was promised."""
         log_end = self._log.stat().st_size
         with sqlite3.connect(self._folder / "data" / "omniserve.sqlite3") as database:
             statuses = database.execute("select id, status from omniserve_batches").fetchall()

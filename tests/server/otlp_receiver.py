@@ -35,7 +35,7 @@ class ReceivedSpan:
 
 
 class OtlpReceiver:
-    """Where it listens, and what it got."""
+    """A collector of traces: the address where it listens, and what it got."""
 
     def __init__(self, url: str) -> None:
         self.url = url

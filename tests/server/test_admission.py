@@ -66,7 +66,7 @@ def test_requests_have_been_there_since_their_call_came(server):
 
 
 def test_requests_are_announced_in_the_middle_of_a_step(server):
-    """What comes while a step runs is looked at before the step ends."""
+    """The scheduler looks at what comes while a step runs before the step ends."""
     slow = {"model": "fake", "prompt": [SLOW, 5], "max_tokens": 40, "stream": True}
     with server.http() as http, http.stream("POST", "/v1/completions", json=slow) as stream:
         lines = stream.iter_lines()  # kept: an iterator that is dropped closes the stream, and no step is slow then

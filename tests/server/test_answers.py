@@ -250,7 +250,7 @@ def test_echoed_logprobs_begin_with_the_prompts(client, stream):
 
 
 def test_prompt_is_scored_without_output(server, client):
-    """As evaluations ask for it: token arrays, echo, log-probabilities, no or one token that is thrown away."""
+    """Evaluations ask for scores so: token arrays, echo, log-probabilities, no or one token that is thrown away."""
     counter = 'omniserve_requests_total{finish_reason="length",service_class="BE"}'
     before = server.metric(counter)
     for max_tokens in (0, 1):

@@ -1,4 +1,4 @@
-"""What comes over a connection may be slow, cut off, endless or no HTTP at all: it ends, and nothing is held."""
+"""Connections may be slow, cut off, endless or no HTTP at all: each ends, and nothing is held."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class CountedNews(asyncio.Event):
 
 @pytest.mark.parametrize("stop", [(), ("cb",)])
 def test_an_answer_that_is_read_at_once_is_made_in_large_parts(stop):
-    """Its reader is not woken for each token, and its text is complete; a stop string is looked for in each."""
+    """The reader is not woken for each token, and its text is complete; a stop string is looked for in each."""
 
     async def scenario():
         outputs, client, _ = started(num_choices=2, at_once=True, stop=stop)
@@ -419,7 +419,8 @@ def test_stream_that_is_read_too_slowly_ends_with_an_error(start_server):
     ("sending_s", "silence_s", "is_whole"), [(3600, 0.0, False), (0.4, 0.0, True), (0.0, 1.5, True)]
 )
 def test_a_client_is_gone_that_takes_no_message_for_so_long(sending_s, silence_s, is_whole):
-    """Not one that takes each in time, nor one for whom there is none; without sockets, which have such a limit."""
+    """A client that takes each message in time is not gone, nor one for whom there is none; without sockets, which have
+    such a limit."""
 
     async def scenario():
         outputs, _, _ = started()

@@ -190,7 +190,7 @@ BUSY = (503, {"retry-after": 7}, {"error": {"message": "the database is locked"}
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """What is slept, on a clock of its own."""
+    """Seconds that are slept, on a clock of its own."""
     pauses, clock = [], [0.0]
 
     def sleep(seconds):

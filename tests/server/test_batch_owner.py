@@ -75,7 +75,7 @@ def owner(database) -> Iterator[Owner]:
 
 
 class NoDisk:
-    """In place of a folder of files: nothing is written, and what is removed is noted."""
+    """A stand-in for a folder of files: nothing is written, and what is removed is noted."""
 
     def __init__(self) -> None:
         self.removed: list[str] = []
@@ -593,7 +593,7 @@ WAITING = "select count(*) from pg_stat_activity where wait_event_type = 'Lock' 
 
 @pytest.mark.parametrize("call", ["save", "escalate", "cancel", "expire"])
 def test_nobody_waits_in_a_circle(postgres, call):
-    """Who locks lines one after the other has locked their batch before."""
+    """A transaction that locks lines one after the other has locked their batch before."""
     url = make_url(postgres)
     database, other = opened_empty(url), Database(url)
     held = Held(database)

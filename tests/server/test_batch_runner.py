@@ -1,4 +1,4 @@
-"""What the runner does when its database does not answer, and when batches are late: no server."""
+"""Tests of the runner when its database does not answer, and when batches are late: no server."""
 
 from __future__ import annotations
 

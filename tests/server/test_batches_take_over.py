@@ -38,7 +38,7 @@ def database_url(postgres) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Kill:
-    """What was there just before a server was killed."""
+    """The state just before a server was killed."""
 
     server: int
     log_sizes: dict[int, int]

@@ -1,4 +1,4 @@
-"""More than two classes: which one a tier means, and that its name goes all the way."""
+"""Tests of more than two classes: which one a tier means, and that its name goes all the way."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def test_a_variable_that_is_no_setting_is_told(monkeypatch, caplog):
 
 
 def test_every_variable_that_is_read_is_known():
-    """Those of the programs; the others are flags."""
+    """The variables are those of the programs; the others are flags."""
     folder = Path(cli.__file__).parents[1]
     read = {
         name for path in folder.rglob("*.py") for name in re.findall(r'"(OMNISERVE_[A-Z_]*[A-Z])"', path.read_text())

@@ -1,4 +1,5 @@
-"""What the generation config of a model says of requests that do not say it, and that those which do have the word."""
+"""Tests of a model's generation config: defaults for requests that do not set a field; a request's own value has the
+word."""
 
 from __future__ import annotations
 

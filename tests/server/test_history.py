@@ -1,4 +1,4 @@
-"""What the charts are made of: quantiles, rates and shares of readings, kept in bounded memory."""
+"""Tests of what charts are made of: quantiles, rates and shares of readings, kept in bounded memory."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_lines_for_people_are_few(server, client):
 
 @pytest.mark.slow
 def test_each_line_of_a_start_is_json(tmp_path):
-    """With a real model: torch, transformers and what they import, in all processes, until the layers are compiled."""
+    """The model is real: torch, transformers and what they import, in all processes, until the layers are compiled."""
     command = [sys.executable, "-m", "omniserve.server", "--port", "0", "--log-format", "json"]
     command += ["--limit", "profile_start_s=1", "--limit", "profile_time_limit_s=2"]
     folders = {"XDG_CACHE_HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path), "HOME": str(tmp_path)}

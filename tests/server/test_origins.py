@@ -97,7 +97,7 @@ def test_whose_page_it_is(options, host, origin, status):
 
 
 def test_a_browser_says_whether_a_page_is_of_the_origin_that_it_calls():
-    """Behind a proxy that writes a Host of its own nothing else does."""
+    """Nothing else says so behind a proxy that writes a Host of its own."""
     same = {"Origin": "https://llm.internal", "Sec-Fetch-Site": "same-origin"}
     assert ask(LOOPBACK, {"Host": "127.0.0.1:8000", **same}) == 200
     assert ask(LOOPBACK, {"Host": "127.0.0.1:8000", **same, "Sec-Fetch-Site": "same-site"}) == 403

@@ -1,4 +1,4 @@
-"""What this server and others have written is taken back as history, and reaches the chat template."""
+"""Messages that this server and others have written are taken back as history, and reach the chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What calls say of the prefix cache, and what they may ask of it. The engine behind has as many tokens as the salt."""
+"""Tests of what calls say of the prefix cache, and of what they may ask of it. The engine behind has as many tokens as
+the salt."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def test_objective_that_cannot_be_met_is_rejected(server):
 
 
 def test_trace_is_explained(server, cache_folder):
-    """While the engine goes on writing it."""
+    """The engine goes on writing the trace meanwhile."""
     for tier in ("default", "flex"):
         server.client().completions.create(
             model="tiny", prompt="x", max_tokens=8, extra_body={"service_tier": tier, "slo": {"tpot_s": 1e-9}}

@@ -278,7 +278,7 @@ def test_grammar_of_calls_allows_calls_and_nothing_else(free_text, tokenizer):
 
 @over_tokenizers
 def test_calls_that_a_grammar_forces_are_read_from_the_tokens(tokenizer):
-    """Of a model that may write any token that the mask allows, whatever stands for the tags."""
+    """The model may write any token that the mask allows, whatever stands for the tags."""
     codec = TextCodec(tokenizer)
     schemas = {"f": {"type": "object", "properties": {"x": {"enum": ["<think>", "</tool_call>", "<|end|>"]}},
                      "required": ["x"], "additionalProperties": False}}  # fmt: skip

@@ -95,7 +95,8 @@ def test_every_request_ends(name: str, placement: str) -> None:
 
 
 def test_recurrent_states_take_their_time_on_the_link() -> None:
-    """They are sent when the prompt is computed, behind its KV; then the rest of it is computed in one step here."""
+    """The states are sent when the prompt is computed, behind its KV; then the rest of it is computed in one step
+    here."""
     load = Load(latency_sensitive=[TraceRequest(0.0, 100, 1)], duration_s=1.0)
     both = apart(constant(0.01), constant(0.01), beta_s=2e-7)
     with_states, ttfts = dataclasses.replace(both.spec, state_bytes=50_000), []

@@ -20,12 +20,12 @@ Eagerness = Literal["random", "eager", "late"]
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """When a stream's work runs, where nothing forces it: at once, as late as possible, or now and then."""
+    """The order of streams' work where nothing forces one: at once, as late as possible, or now and then."""
 
     main: Eagerness
-    """The default stream's."""
+    """The eagerness of the default stream."""
     side: Eagerness
-    """All others'."""
+    """The eagerness of all other streams."""
     seed: int = 0
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Point:
     stream: Stream
     is_done: bool = False
     patience: int = 0
-    """So many queries more are told that it is not reached, unless it is."""
+    """The number of further queries that are told that it is not reached, unless it is."""
 
 
 Work = Callable[[], object] | Point | tuple[Point]
@@ -77,7 +77,7 @@ class Stream:
         self.is_main = is_main
         self.queue: deque[Work] = deque()
         self.graph: Graph | None = None
-        """What is being captured here."""
+        """The graph that is being captured on this stream."""
         device.streams.append(self)
 
     def give(self, work: Callable[[], object]) -> None:

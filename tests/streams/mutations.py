@@ -41,9 +41,9 @@ class Mutation:
     case: str
     change: Change
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """More of them; see ``Bench.run``."""
+    """Further settings of the case; see ``Bench.run``."""
     first_seed: int = 0
-    """Of the first history that is tried; those before it do not come to the change, or run in a kind order."""
+    """Seed of the first history that is tried; those before it do not come to the change, or run in a kind order."""
 
 
 def _replace(owner: Any, name: str, value: Any) -> Change:

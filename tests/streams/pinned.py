@@ -62,7 +62,7 @@ class PinnedBlock:
 
 
 class PinnedMemory:
-    """All page-locked memory: torch's, and what was registered."""
+    """The page-locked memory: torch's, and what was registered."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, PinnedBlock] = {}

@@ -28,7 +28,7 @@ from tests.streams.device import Order
 from tests.streams.tensors import HostWork, LazyTensor
 
 _EMPTY_STEPS = 300
-"""With so many one after the other nothing comes any more; each waits up to 10 ms."""
+"""Number of empty steps in a row after which nothing comes any more; each waits up to 10 ms."""
 
 _SHARED: dict[str, Any] = {
     "attention": "tests.streams.cuda:attend",
@@ -58,7 +58,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "apex": {**_HOST, "scheduler": "apex"},
     "llumnix": {**_HOST, "scheduler": "llumnix"},
 }
-"""What a history is about: settings of the engine, sizes of the pools in blocks, and which mover moves."""
+"""Cases of histories: settings of the engine, sizes of the pools in blocks, and which mover moves."""
 for _name in ("device", "host", "late results", "staged moves", "checkpoints", "shared blocks", "safepoints"):
     CASES = {**CASES, f"{_name}, graphs": {**CASES[_name], "step_graphs": "on"}}
 

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 
 from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
+from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.host.mover import DirectMover, Mover, StagedMover
 from omniserve.host.tier import HostTier
@@ -29,7 +30,8 @@ def _move(direction: MoveDirection, source: int, target: int) -> KVMove:
 
 
 def half_a_move(bench: Bench) -> None:
-    """Of a move, the keys are on their way when there is no memory for the values. It ends when they have arrived."""
+    """Leave a move half done: the keys are on their way when there is no memory for the values. It ends when they have
+    arrived."""
     copied: list[tuple[torch.Tensor, ...]] = []
 
     def host_copy(copy_id: int, to_host: bool, k: torch.Tensor, v: torch.Tensor, *ids: object) -> None:
@@ -67,10 +69,10 @@ def _tier() -> HostTier:
         num_layers=1, hidden_size=4, num_heads=1, num_kv_heads=1, head_size=4, vocab_size=8, max_model_len=8,
         eos_token_ids=(), dtype_bytes=4, attention=(AttentionSpec(scale=1.0),),
     )  # fmt: skip
-    return HostTier(
-        spec=spec, dtype=torch.float32, block_size=2, kv_bytes=4 * spec.kv_block_bytes(2), num_slots=1, num_threads=1,
-        pin_memory=True,
+    setup = HostTierSetup(
+        block_size=2, kv_bytes=4 * spec.kv_block_bytes(2), num_slots=1, num_threads=1, pin_memory=True
     )  # fmt: skip
+    return HostTier(setup, spec=spec, dtype=torch.float32)
 
 
 def _drop_caches_in_flight() -> torch.Tensor:

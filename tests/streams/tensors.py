@@ -43,7 +43,7 @@ class DeviceMemory:
         self.stream = stream
         self.pool: Pool | None = stream.graph.pool if stream.graph is not None else None
         self.is_shared = False
-        """Another stream, or a graph, uses it."""
+        """Another stream or a graph uses the tensor."""
 
     def __del__(self) -> None:
         root = self.root

@@ -1,5 +1,7 @@
 """``bidirectional``: an LS and a BE request may share a device block, one from the left, the other from the right.
 
+A direction table tells attention from which side a block runs (``AttentionMetadata.reversed_RM``).
+
 Paper: bros 5.1 (block structure), 5.2 (allocation and preemption, lazy checkpointing), 6 (direction table).
 
 A block holds tokens of one LS request in its slots from 0 upward, and of one BE request from the last slot downward.

@@ -20,7 +20,7 @@ from omniserve.kv.tiered import Table
 
 @dataclass(slots=True)
 class Evicted:
-    """What the device has of an evicted request: always a prefix."""
+    """The blocks on the device of an evicted request: always a prefix."""
 
     num_tokens: int
     """Tokens [0, num_tokens) have their KV on the device."""
@@ -52,7 +52,7 @@ class DeviceBlocks(BlockPool):
         self.sharers: dict[int, tuple[str, str]] = {}
         """Block -> (the request on its left, LS; the one on its right, BE)."""
         self.evicted: dict[str, Evicted] = {}
-        """By request, in the order of their eviction."""
+        """Evicted requests, by id, in the order of their eviction."""
         # Counters.
         self.num_shared_blocks = 0
         """Blocks that an LS request moved into beside a BE request."""
@@ -213,7 +213,7 @@ class DeviceBlocks(BlockPool):
             slots_ahead: A request is about to lose slots of its last block if fewer than so many are empty beside its
                 guest.
             num_ahead: Of the device blocks that would be taken next, so many are looked at; free ones are the first.
-            max_blocks: Return at most so many blocks.
+            max_blocks: Most blocks to return.
         """
         crowded = (
             be
@@ -278,7 +278,7 @@ class DeviceBlocks(BlockPool):
         self._saved.cut(request_id, num_tokens, self._block_size)
 
     def _cut_beside(self, request_id: str, num_ls_tokens: int) -> None:
-        """Cut an evicted request to what so many LS tokens in its last block leave of it."""
+        """Cut an evicted request to what ``num_ls_tokens`` in its last block leave of it."""
         num_before = (len(self.evicted[request_id].blocks) - 1) * self._block_size
         self._cut(request_id, num_before + self._block_size - num_ls_tokens)
 

@@ -1,4 +1,4 @@
-"""BidirectionalKVManager."""
+"""BidirectionalKVManager: the KV manager ``bidirectional``, on its device blocks and saved blocks."""
 
 from __future__ import annotations
 

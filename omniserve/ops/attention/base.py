@@ -35,7 +35,7 @@ class HostLengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMetadata:
-    """Which queries of a step see which blocks. It is built once a step, and every layer attends with it."""
+    """The blocks that each query of a step sees. One object is built for a step, and every layer attends with it."""
 
     block_table_RM: Tensor
     """Blocks of each request, int32 ``[R, M]``. Entries behind a request's last block are never read."""
@@ -44,7 +44,7 @@ class AttentionMetadata:
     seq_lens_R: Tensor
     """Context of each request, this step's tokens included, int32 ``[R]``."""
     host_lengths: HostLengths | None = None
-    """The same lengths on the host. Without them some implementations copy them from the device, and wait for it."""
+    """The lengths in host memory. Without them some implementations copy them from the device, which waits for it."""
     reversed_RM: Tensor | None = None
     """The direction table, bool ``[R, M]``: True where a block runs from the right, so that offset i of the block is
     its row ``S - 1 - i``. None: all blocks run from the left. Paper: bros 6."""

@@ -22,8 +22,8 @@ class Device:
     """Most shared memory of a program: 99 KiB on sm_86, sm_89 and sm_120, 163 on sm_80, 227 on sm_90 and sm_100."""
     multiprocessors: int = 64
     has_wide_tensor_cores: bool = False
-    """On sm_90 and sm_100 tensor cores read their operands from shared memory, 64 rows at a time. On other devices they
-    read registers."""
+    """The tensor cores read their operands from shared memory, 64 rows at a time, as on sm_90 and sm_100; elsewhere
+    they read registers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Tuning:
     the shared memory, and that no register is spilled (``tests/ops/kernel_resources``)."""
 
     tiles: tuple[Tile, ...]
-    """In order of block_m. The first that holds the mean number of rows per request is taken, else the last."""
+    """Tiles by block_m. A launch takes the first that holds the mean number of rows per request, else the last."""
     fp32_tiles: tuple[Tile, ...] = (Tile(block_m=16, num_warps=8),)
     """The tiles for fp32, which is multiplied without tensor cores, for exactness. With more rows or fewer warps the
     operands do not fit the registers."""
@@ -56,7 +56,7 @@ class Tuning:
     """The tile for heads that are wider than any other takes: 16 rows and as many keys nearly fill the shared memory of
     the smallest device."""
     wide_fp32_head_tile: Tile = Tile(block_m=16, num_warps=16, max_head_size=512)
-    """The same for fp32."""
+    """The tile for such heads in fp32."""
     max_block_n: int = 64
     """Most keys of a tile, however small the heads: scores are BLOCK_M x BLOCK_N registers."""
     programs_per_multiprocessor: int = 2
@@ -94,7 +94,7 @@ WIDE = Tuning(
         Tile(block_m=128, num_warps=8),
     )
 )
-"""For tensor cores that read shared memory."""
+"""The choice for tensor cores that read shared memory."""
 
 NARROW = Tuning(
     tiles=(
@@ -105,7 +105,7 @@ NARROW = Tuning(
         Tile(block_m=128, num_warps=8, key_tile_bytes=8 << 10, max_head_size=64),
     )
 )
-"""For tensor cores with operands in registers."""
+"""The choice for tensor cores with operands in registers."""
 
 
 def tuning_for(device: Device) -> Tuning:
@@ -115,7 +115,7 @@ def tuning_for(device: Device) -> Tuning:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One launch of the attention kernel: a function of shapes and the device."""
+    """The parameters of one launch of the attention kernel, which follow from shapes and the device."""
 
     grid: tuple[int, int, int]
     """(tiles, KV heads, parts)."""

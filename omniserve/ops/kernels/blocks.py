@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 NUM_PROGRAMS = 32
-"""Of a copy. Each has 8 KiB on the way at a time; the bus (PCIe 5.0 x16: about 50 GB/s, 2 us) holds some 100 KiB."""
+"""Programs of a copy. Each has 8 KiB in flight; the bus (PCIe 5.0 x16: about 50 GB/s, 2 us) holds some 100 KiB."""
 
 _TILE_BYTES = 4096  # of K, and as much of V: 256 threads, a 16-byte vector of each to a thread
 _NUM_WARPS = 8

@@ -34,7 +34,7 @@ _ACQUIRE_SOME = tl.constexpr("""{
     @is_meant ld.acquire.sys.global.b64 $0, [$1];
     @!is_meant mov.b64 $0, 0;
 }""")
-"""Where $2 is not 0, load from $1, and with it all that the processor which released this value has written before."""
+"""Load from $1 where $2 is not 0, and see all that the processor which released this value has written before."""
 
 _RELEASE_SOME = tl.constexpr("""{
     .reg .pred is_meant;

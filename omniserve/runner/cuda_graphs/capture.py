@@ -22,7 +22,7 @@ Attend = Callable[[int, Tensor], Tensor]
 FullStep = Callable[[], Tensor]
 """Runs a step and returns its hidden states ``[T + P, D]``, valid until the next step."""
 PiecewiseStep = Callable[[Attend], Tensor]
-"""The same with an attention that is given at each call."""
+"""Runs a step with an attention that is given at each call, and returns its hidden states as a ``FullStep`` does."""
 
 
 class Capture:
@@ -59,14 +59,14 @@ class PiecewiseGraph:
     """A step captured between its attentions."""
 
     before_attention: tuple[tuple[Callable[[], None], int, Tensor], ...]
-    """For each layer: the replay of the piece that makes its queries, the layer, the queries."""
+    """Replays in order, each with its layer and that layer's queries: the piece that makes the queries."""
     attn_TD: Tensor
-    """Each piece reads the attention rows of the layer before from here."""
+    """The attention rows of a layer, which the piece behind the attention reads."""
     replay_last: Callable[[], None]
     """The replay of the piece after the last attention."""
     hidden_TD: Tensor
     run: PiecewiseStep
-    """As in FullGraph."""
+    """The captured function, kept as in ``FullGraph``."""
 
     def __call__(self, attend: Attend) -> Tensor:
         for replay, layer, q_TNH in self.before_attention:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from omniserve.core.config import GIB, EngineConfig
 from omniserve.core.plan import StepPlan
+from omniserve.core.setup import RunnerSetup
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel, Rotary
 from omniserve.ops.attention import AttentionMetadata, DeviceAttention, is_graph_safe
@@ -58,16 +59,13 @@ _store_kv = torch.ops.omniserve.store_kv.default
 class CudaGraphRunner:
     """Runs the layers of the steps that fit a shape; nothing is captured before ``capture_all``.
 
-    With ``is_directed`` KV blocks may run from the right. ``loop`` runs the rest of a step that rows have left.
+    ``loop`` runs the rest of a step that rows have left.
     """
 
-    def __init__(
-        self, config: EngineConfig, *, loop: LayerLoop, max_model_len: int, has_host_tier: bool, is_directed: bool,
-        lockstep: Lockstep,
-    ) -> None:  # fmt: skip
-        model = loop.model
+    def __init__(self, setup: RunnerSetup, *, loop: LayerLoop, lockstep: Lockstep) -> None:
+        config, model = setup.config, loop.model
         device, spec = model.device, model.spec
-        seats = config.max_piggyback_seats if has_host_tier else 0
+        seats = config.max_piggyback_seats if setup.host_tier is not None else 0
         # A best-effort request may be admitted beside as many latency-sensitive ones.
         most = min(2 * config.max_num_seqs, config.max_num_batched_tokens)
         decodes = ShapeTable.of(DECODE_ROWS, max_rows=most, max_seats=seats)
@@ -78,7 +76,7 @@ class CudaGraphRunner:
         self._layers = PaddedLayers(model, loop.storage, loop.attend, loop.rows)
         self._memory = InputMemory(
             StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats), num_layers=spec.num_layers,
-            max_blocks=-(-max_model_len // config.block_size), device=device, is_directed=is_directed,
+            max_blocks=-(-setup.max_model_len // config.block_size), device=device, is_directed=setup.is_directed,
             layer_input=(spec.hidden_size, model.dtype) if loop.safepoint is not None else None,
             max_host_rows=loop.rows.max_rows,
         )  # fmt: skip
@@ -96,7 +94,7 @@ class CudaGraphRunner:
         self.num_chunk_steps = 0
         """Counter: other steps that ran in a constant shape, at least until rows left them."""
         self.num_steps_left = 0
-        """Counter: those of them that rows left."""
+        """Counter: steps in a constant shape that rows left before their end."""
 
     @torch.inference_mode()
     def capture_all(self) -> None:

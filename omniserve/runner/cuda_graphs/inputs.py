@@ -69,7 +69,7 @@ class StaticInputs:
         """``[L * P]``: positions of the tokens in the seats before the attention of each layer."""
         self._wanted_LP = wanted.view(num_layers, seats)
         self.as_one_1: Tensor = as_one
-        """Not 0: a late join that misses its layer keeps all others of the layer away, too."""
+        """A flag, ``[1]``; not 0: a late join that misses its layer keeps all others of the layer away, too."""
         self.joined_LP: Tensor = memory.joined[: num_layers * seats].view(num_layers, seats)
         """The step writes here the rows that have joined at each layer but the last; -1: none has."""
         self.layer_input_TD: Tensor | None = None

@@ -51,7 +51,7 @@ class LineState(IntEnum):
     """The state of a line of a batch."""
 
     PENDING = 0
-    """Without a result. Which of these lines run is known to the owner alone."""
+    """The line has no result. Which of the pending lines run is known to the owner alone."""
     DONE = 2
     """The line has a result, or its batch ended before it was run."""
 
@@ -140,9 +140,10 @@ LINES = sa.Table(
 )
 
 SUSPECT_STOPS = 2
-"""A line that ran so often when the engine ended may be the reason."""
+"""The number of ends of the engine while a line ran from which on the line may be their cause."""
 IS_SUSPECT = LINES.c.engine_stops >= sa.literal_column(str(SUSPECT_STOPS))
-"""Whether a line may be what ends the engine; with the number in it, as an index of some rows asks for."""
+"""Condition on a line that may be what ends the engine. The number is written into the SQL text, as a partial index
+needs it."""
 MAKE_SUSPECT_INDEX = sa.text(
     "create index if not exists omniserve_lines_suspect on omniserve_lines (batch_id, state, number) "
     f"where engine_stops >= {SUSPECT_STOPS}"

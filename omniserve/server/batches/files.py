@@ -30,7 +30,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSettings:
-    """Where files and batches are kept."""
+    """The places where files and batches are kept."""
 
     data_dir: Path | None = None
     """Folder of files and batches, and of their database unless one is named (default: omniserve in $XDG_DATA_HOME,

@@ -76,7 +76,7 @@ class LineWorker:
         self._concurrency = service.limits.batch_concurrency
         self._thread = OneThread("batch-lines")
         self._running: dict[LineKey, RunningLine] = {}
-        """In the order in which they began."""
+        """Running lines, in the order in which they began."""
         self._results: list[LineResult] = []
         self._not_run: list[tuple[RunningLine, RunAgain]] = []
         self._urgency = Urgency(self._concurrency)
@@ -222,7 +222,7 @@ class LineWorker:
                 entry.escalated = True
 
     async def _make_way(self, waiting: set[str]) -> None:
-        """For each late batch with too few escalated lines, start its oldest running line again, escalated.
+        """Start again, escalated, the oldest running line of each late batch that has too few escalated lines.
 
         If none of its lines run, and the batch is among those ``waiting`` for room, a line of another batch is stopped:
         the next one to start is of the late batch. What was computed is lost, so it is one line at a time.

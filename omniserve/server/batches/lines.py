@@ -27,7 +27,7 @@ NO_TEXT = re.compile("[\0\ud800-\udfff]")
 """Characters that databases refuse as text: NUL, and single surrogates."""
 _FIELDS = ("custom_id", "method", "url", "body")
 MAX_ENGINE_STOPS = SUSPECT_STOPS + 1
-"""After so many ends of the engine while a line ran, the line is taken for their cause.
+"""The number of times that the engine may end while a line runs; then the line is taken for the cause.
 
 At most as many as the engine is started again in a row.
 """
@@ -81,7 +81,7 @@ class PendingLine:
     start: int
     length: int
     engine_stops: int
-    """How often the engine died while this line ran."""
+    """The number of times that the engine died while this line ran."""
     escalated: bool
     """The line runs as a latency-sensitive request."""
 
@@ -113,7 +113,7 @@ class RunAgain:
     """A line has no result yet, through no fault of its own."""
 
     delay_s: float
-    """When to try again."""
+    """Seconds until the line is tried again."""
     engine_stopped: bool
     """The engine ended while the line ran."""
 

@@ -32,7 +32,7 @@ logger = logging.getLogger("omniserve.batch")
 
 _POLL_S = 0.25
 _SAY_EVERY_S = 60.0
-"""How often the log says how many lines are done where no terminal shows a bar."""
+"""Seconds between two messages of the log on how many lines are done, where no terminal shows a bar."""
 _NO_WINDOW_S = 10 * 365 * 86400.0
 _INTERRUPTED = 130
 

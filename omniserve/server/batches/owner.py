@@ -204,7 +204,7 @@ class Owner:
             held: Lines that run already.
             with_suspect: Return one line that may be what ends the engine, too. To find out which one does, only one of
                 them runs at a time.
-            first: So many lines of these batches come before all others.
+            first: Number of lines, by batch, that come before all others.
         """
         first = first or {}
         found: dict[LineKey, PendingLine] = {}

@@ -23,7 +23,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float, int]] = deque()
-        """When the number of lines that were done changed: now, seconds that lines had run, and the number."""
+        """Samples, one for each change of the number of lines done: (now, seconds that lines had run, that number)."""
         self._now_s = 0.0
         self._busy_s = 0.0
         self._num_running = 0

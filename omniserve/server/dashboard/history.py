@@ -70,7 +70,7 @@ class History:
             self._readings.popleft()
 
     def _before(self, reading: Reading, seconds: float) -> Reading | None:
-        """Return the oldest reading that is at most so much older."""
+        """Return the oldest reading that is at most ``seconds`` older."""
         return next((old for old in self._readings if reading.clock_s - old.clock_s <= seconds), None)
 
     def since(self, run: str | None, number: int) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class History:
 
         Args:
             run: The server run that the number is of: each has its own. Of another run, all samples are new.
-            number: Of the newest sample that is known already; -1 for none.
+            number: Number of the newest sample that is known already; -1 for none.
         """
         new = [sample for sample in self._samples if run not in (None, self._run) or sample.number > number]
         columns: Iterable[Sequence[Value]] = zip(*(sample.values for sample in new), strict=True)

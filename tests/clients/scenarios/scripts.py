@@ -1,4 +1,5 @@
-"""What the served model writes behind each key (``§key§`` in a prompt); the clients' scripts import this, too."""
+"""The text that the served model writes behind each key (``§key§`` in a prompt); the clients' scripts import this,
+too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the clients' scripts share: where the server is, and checks that are reported one by one.
+"""Parts that the clients' scripts share: the server's address, and checks that are reported one by one.
 
 A script runs in its client's own environment, where neither omniserve nor the tests can be imported.
 """
@@ -24,7 +24,7 @@ URL = os.environ.get("TRIAL_URL", "http://127.0.0.1:8000")
 BASE_URL = f"{URL}/v1"
 MODEL = os.environ.get("TRIAL_MODEL", "scripted")
 MODEL_FOLDER = os.environ.get("TRIAL_MODEL_FOLDER", "")
-"""Its tokenizer is for clients that count tokens themselves."""
+"""Folder of the model, whose tokenizer is for clients that count tokens themselves."""
 TOO_LONG = "word " * 20000
 """A prompt of more tokens than the model has positions."""
 

@@ -16,20 +16,20 @@ from tests.server.attack.sockets import head
 
 @dataclass(slots=True)
 class Fate:
-    """What became of one request."""
+    """The outcome of one request."""
 
     outcome: str
     """The status; ``cut`` if an answer had no end, ``lost`` if there was none."""
     retry_after: bool = False
     ttft_s: float | None = None
-    """From when it was sent to the first byte of a streamed answer's body."""
+    """Seconds from sending the request to the first byte of a streamed answer's body."""
     tpot_s: float | None = None
     num_tokens: int = 0
 
 
 @dataclass(slots=True)
 class Tally:
-    """What became of many requests."""
+    """The outcomes of many requests."""
 
     fates: list[Fate] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""What the processes of a server hold: memory, open files."""
+"""Memory and open files that the processes of a server hold."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one server holds at a moment."""
+    """The resources that a server holds at a moment."""
 
     api_bytes: int
     """Resident memory of the process that answers."""
     engine_bytes: int
-    """Of the engine's process."""
+    """Resident memory of the engine's process."""
     num_files: int
     """Open files of the process that answers, connections included."""
 

@@ -37,7 +37,7 @@ def requests() -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Overload:
-    """What an overload came to."""
+    """The outcome of an overload."""
 
     tally: Tally
     capacity_per_s: float
@@ -50,7 +50,7 @@ class Overload:
     """Times that /health was answered while it lasted."""
     slowest_health_s: float
     objectives: Counter[tuple[str, str]]
-    """Of the admitted latency-sensitive requests, by the server's clock: objective, whether it was met."""
+    """Objectives of the admitted latency-sensitive requests, by the server's clock: (objective, whether it was met)."""
 
     def kept(self, objective: str) -> float:
         """Return the share of the admitted latency-sensitive requests that met an objective."""

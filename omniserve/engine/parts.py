@@ -1,0 +1,415 @@
+"""EngineParts: what an engine is made of, in the order in which it is made, and what no engine can have.
+
+This is the one place that knows which features there are. Modules of a feature are imported if the settings ask for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import secrets
+import time
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from omniserve.core.config import GIB, EngineConfig
+from omniserve.core.setup import HostTierSetup, RunnerSetup
+from omniserve.core.spec import ModelSpec, eos_token_ids
+from omniserve.engine.capacity import (
+    caches_prefixes,
+    fit_states,
+    largest_part,
+    max_model_len,
+    num_blocks,
+    prefix_settings,
+    rows_per_host_request,
+)
+from omniserve.engine.fingerprint import fingerprint_of
+from omniserve.engine.stepping import StepLog
+from omniserve.host.cores import default_host_threads
+from omniserve.host.tier import HostTier
+from omniserve.kv import KV_MANAGERS, CanCache, CanMove, CanShare, CanSpread, KeepsPrefixesOnDisk, KVManager
+from omniserve.latency import LATENCY_MODELS, CorrectedModel, LatencyModel, ModelShape
+from omniserve.latency.profile import Profile, cache_folder
+from omniserve.latency.trace import StepTracer
+from omniserve.layers.kv_fingerprint import kv_fingerprint
+from omniserve.layers.loaded import language_model
+from omniserve.layers.patching import PatchedModel, patched_model
+from omniserve.layers.sharding import num_shards
+from omniserve.runner.runner import ModelRunner, RunnerParts
+from omniserve.sampling.sampler import Sampler
+from omniserve.sched import Forecast, Scheduler, SchedulerLimits, check_stages, policy_of
+from omniserve.sched.late_joins import late_layers
+from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
+from omniserve.sched.state_slots import num_state_slots
+
+if TYPE_CHECKING:
+    from omniserve.host.disk import DiskTier
+    from omniserve.host.prefill_engines import PrefillEngines
+    from omniserve.host.remote import NetworkHosts
+    from omniserve.parallel.group import RankGroup
+    from omniserve.parallel.host_tier import GroupHostTier
+
+logger = logging.getLogger(__name__)
+
+NO_STATES_OF_RANKS: Final = (
+    "recurrent states are not handed over from ranks to ranks: prefill engines of such a model have one rank"
+)
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+P = TypeVar("P", bound=_Closable | None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineParts:
+    """The parts of an engine."""
+
+    model: PatchedModel
+    spec: ModelSpec
+    """The model's sizes, with the end-of-sequence tokens of the tokenizer, too."""
+    setup: RunnerSetup
+    """The settings and what follows from them; its ``config`` is lowered to what recurrent states allow."""
+    host_tier: HostTier | None
+    disk: DiskTier | None
+    kv: KVManager
+    latency: CorrectedModel | None
+    """The latency model of the engine's profile; None: there is no profile."""
+    scheduler: Scheduler
+    sampler: Sampler
+    log: StepLog
+    hosts: NetworkHosts | None
+    prefills: PrefillEngines | None
+    runner: ModelRunner
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, model: PreTrainedModel, *, profile: Profile | None,
+        tokenizer: PreTrainedTokenizerBase | None, clock: Callable[[], float], group: RankGroup | None,
+        safepoint: Callable[[], Set[str]],
+    ) -> Self:  # fmt: skip
+        """Make the parts; if one cannot be made, those before it are closed.
+
+        ``safepoint`` as in ``RunnerParts``, the others and what is raised as in ``Engine``.
+        """
+        check_ranks(config, model, group)
+        patched = patched_model(model, compile=config.execution.compile)
+        ends = {*patched.spec.eos_token_ids, *eos_token_ids(patched.spec.vocab_size, tokenizer)}
+        spec = dataclasses.replace(patched.spec, eos_token_ids=tuple(sorted(ends)))
+        setup = runner_setup(config, patched)
+        latency = make_latency(setup.config, patched, profile)
+        sampler = Sampler(
+            vocab_size=spec.vocab_size, device=patched.device, seed=config.seed, eos_token_ids=spec.eos_token_ids
+        )
+        with contextlib.ExitStack() as undo:
+            tier = _until_done(undo, make_host_tier(setup, patched, group))
+            disk = _until_done(undo, open_disk(setup.config, patched, tier))
+            kv = make_kv(setup, patched.spec, disk)
+            scheduler = make_scheduler(setup, spec, kv, latency, profile, num_late_layers(setup, patched))
+            log = _until_done(undo, make_log(setup.config, spec, latency))
+            hosts = _until_done(undo, connect_hosts(setup, tier))
+            prefills = _until_done(undo, connect_prefill_engines(setup.config, patched, tier, kv, clock))
+            parts = RunnerParts(
+                model=patched, sampler=sampler, tier=tier, disk=disk, hosts=hosts, prefills=prefills,
+                safepoint=safepoint,
+            )  # fmt: skip
+            runner = make_runner(setup, parts, group)
+            undo.pop_all()
+        return cls(
+            model=patched, spec=spec, setup=setup, host_tier=tier, disk=disk, kv=kv, latency=latency,
+            scheduler=scheduler, sampler=sampler, log=log, hosts=hosts, prefills=prefills, runner=runner,
+        )  # fmt: skip
+
+
+def _until_done(undo: contextlib.ExitStack, part: P) -> P:
+    """Have a part closed, if there is one, unless all the others can be made: its threads would go on."""
+    if part is not None:
+        undo.callback(part.close)
+    return part
+
+
+# -- what no engine can have -------------------------------------------------------------------------------------------
+
+
+def check_ranks(config: EngineConfig, model: PreTrainedModel, group: RankGroup | None) -> None:
+    """Raise ValueError unless a model is rank 0's part of as many ranks as the settings ask for."""
+    num_ranks, shards = config.parallel.num_ranks, config.parallel.tensor_parallel_size
+    if num_ranks != (group.size if group is not None else 1) or shards != num_shards(language_model(model)):
+        raise ValueError(
+            f"the settings ask for {num_ranks} ranks, but the model is not rank 0's part of {num_ranks}: make the "
+            "engine with omniserve.launch.loading.EngineLoader, which loads the parts and starts the other ranks"
+        )
+
+
+def check_policy(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raise ValueError if the policy is not for this KV manager, this model or several stages."""
+    _, options = policy_of(config)
+    if options.checkpoint_kv and not issubclass(KV_MANAGERS.get(config.kv), CanMove):
+        raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
+    if isinstance(options, CoServingOptions) and options.defer_classes and spec.state_bytes:
+        raise ValueError("defer_classes is not for models with recurrent states: their rows cannot leave a step")
+    check_stages(config)
+
+
+def check_disk(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raise ValueError if a disk tier is wanted and this KV manager or model cannot have one."""
+    if not config.disk_kv.gib:
+        return
+    if not issubclass(KV_MANAGERS.get(config.kv), KeepsPrefixesOnDisk):
+        raise ValueError(f"kv={config.kv!r} keeps nothing on disk: set kv to tiered, or disk_kv.gib to 0")
+    if spec.state_bytes or not caches_prefixes(config, spec):
+        raise ValueError("the disk tier keeps what the prefix cache has, and there is none: set disk_kv.gib to 0")
+
+
+def require_shared_kv(config: EngineConfig, tier: HostTier | None, kv: KVManager, what: str) -> None:
+    """See that an engine can give KV of prompts to others, or take it from them.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if tier is None or not isinstance(kv, CanCache) or not kv.caches_prefixes():
+        raise ValueError(
+            f"{what} need a host tier and a prefix cache: set kv to tiered, host_kv_bytes above 0, and prefix_cache to "
+            "True"
+        )
+    if config.host_kv_dtype != "auto" or not config.execution.host_prefixes:
+        raise ValueError(f"{what} need host_kv_dtype='auto' and host_prefixes")
+
+
+# -- the parts, in the order in which they are made --------------------------------------------------------------------
+
+
+def runner_setup(config: EngineConfig, model: PatchedModel) -> RunnerSetup:
+    """Return what the runner of each rank is made with.
+
+    Raises:
+        ValueError: The settings do not fit the model, or one another.
+    """
+    config = fit_states(config, model.spec)
+    check_policy(config, model.spec)
+    check_disk(config, model.spec)
+    manager, (_, options) = KV_MANAGERS.get(config.kv), policy_of(config)
+    num_device_blocks, num_host_blocks = num_blocks(config, largest_part(config, model.spec))
+    num_stages, overlaps = config.parallel.pipeline_parallel_size, config.execution.async_steps
+    if overlaps is None:
+        overlaps = model.device.type == "cuda" or num_stages > 1
+    return RunnerSetup(
+        config=config,
+        max_model_len=max_model_len(config, model.spec),
+        num_device_blocks=num_device_blocks,
+        num_host_blocks=num_host_blocks,
+        num_state_slots=num_state_slots(config, model.spec, has_host_tier=num_host_blocks > 0),
+        host_tier=_host_tier_setup(config, model) if num_host_blocks > 0 else None,
+        engine_id=secrets.token_hex(16),
+        is_directed=issubclass(manager, CanShare),
+        keeps_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
+        # A chunk that began anew after it left would find the states of some layers ahead of it.
+        has_safepoints=not model.spec.state_bytes and options.preempts,
+        overlaps=overlaps and num_stages == 1,
+        num_stages=num_stages if overlaps else 1,
+    )
+
+
+def _host_tier_setup(config: EngineConfig, model: PatchedModel) -> HostTierSetup:
+    return HostTierSetup.of(
+        config,
+        num_threads=config.host_threads or default_host_threads(model.device),
+        max_rows=rows_per_host_request(config, model.spec, has_own_memory=model.device.type != "cpu"),
+        pin_memory=model.device.type == "cuda",
+        mailbox=model.device.type == "cuda" or config.execution.step_graphs == "on",
+    )
+
+
+def make_latency(config: EngineConfig, model: PatchedModel, profile: Profile | None) -> CorrectedModel | None:
+    """Fit the latency model that the settings name to a profile; None without one.
+
+    Raises:
+        ValueError: There is no such latency model.
+        ProfileMismatch: The profile was made for something else.
+    """
+    latency_model = latency_model_of(config)
+    if profile is None:
+        return None
+    profile.require(fingerprint_of(model.family.model, config))
+    return CorrectedModel(latency_model.from_profile(profile), is_coarse=profile.is_coarse)
+
+
+def latency_model_of(config: EngineConfig) -> type[LatencyModel]:
+    """Return the latency model that the settings name.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    return LATENCY_MODELS.get(policy_of(config)[1].latency_model)
+
+
+def make_host_tier(setup: RunnerSetup, model: PatchedModel, group: RankGroup | None) -> HostTier | None:
+    """Make this rank's host tier, if there is one; with a group, it takes in what the tiers of the other ranks tell."""
+    if setup.host_tier is None:
+        return None
+    spec, dtype, device, layers = model.spec, model.dtype, model.device, model.layers
+    if group is None:
+        return HostTier(setup.host_tier, spec=spec, dtype=dtype, device=device, layers=layers)
+    from omniserve.parallel.host_tier import GroupHostTier
+
+    tier = GroupHostTier(setup.host_tier, spec=spec, dtype=dtype, device=device, layers=layers)
+    tier.follow(group.place, group.news, group.tell, group.tell_each)
+    return tier
+
+
+def open_disk(config: EngineConfig, model: PatchedModel, tier: HostTier | None) -> DiskTier | None:
+    """Open the disk tier below a host tier; None if none is wanted.
+
+    Raises:
+        ValueError, OSError: See ``DiskFile``.
+    """
+    if tier is None or not config.disk_kv.gib:
+        return None
+    from omniserve.host.disk import DiskTier
+    from omniserve.host.disk_file import DiskFile
+
+    fingerprint = None
+    if config.disk_kv.keep:
+        began_s = time.monotonic()
+        fingerprint = kv_fingerprint(model.family.model, config)
+        logger.info("disk tier: the weights were compared in %.1f s", time.monotonic() - began_s)
+    file = DiskFile(
+        Path(config.disk_kv.dir) if config.disk_kv.dir is not None else cache_folder() / "kv",
+        num_bytes=int(config.disk_kv.gib * GIB), block_bytes=model.spec.host_block_bytes(config.block_size, "auto"),
+        fingerprint=fingerprint,
+    )  # fmt: skip
+    return DiskTier(file, tier.pool_LBK2SH)
+
+
+def make_kv(setup: RunnerSetup, spec: ModelSpec, disk: DiskTier | None) -> KVManager:
+    """Make the books of the KV pools."""
+    config, num_device_blocks, num_host_blocks = setup.config, setup.num_device_blocks, setup.num_host_blocks
+    caches = prefix_settings(config, spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks)
+    if disk is not None:
+        from omniserve.kv.disk_prefixes import DiskPrefixes
+
+        caches["disk"] = DiskPrefixes(disk.file.num_slots, disk.file.entries)
+    return KV_MANAGERS.get(config.kv)(
+        num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size, **caches
+    )
+
+
+def make_scheduler(
+    setup: RunnerSetup, spec: ModelSpec, kv: KVManager, latency: CorrectedModel | None, profile: Profile | None,
+    late_layers: int,
+) -> Scheduler:  # fmt: skip
+    """Make the scheduler with the policy that the settings name; ``late_layers`` as in ``SchedulerLimits``."""
+    policy, options = policy_of(setup.config)
+    limits = SchedulerLimits.of(
+        setup.config, options, spec, kv, max_model_len=setup.max_model_len, late_layers=late_layers,
+        max_host_drafts=setup.host_tier.max_rows - 1 if setup.host_tier is not None else 0,
+    )  # fmt: skip
+    if limits.num_state_slots:
+        num_bytes = limits.num_state_slots * spec.state_bytes
+        logger.info("recurrent states of %d requests take %d bytes", limits.num_state_slots, num_bytes)
+    forecast: Forecast | None = None
+    if profile is not None and latency is not None:
+        forecast = Forecast.of_profile(profile, latency)
+    return Scheduler(policy, options, limits=limits, kv=kv, forecast=forecast, num_stages=setup.num_stages)
+
+
+def num_late_layers(setup: RunnerSetup, model: PatchedModel) -> int:
+    """Return at how many layers a step can take results that come while it runs (``late_layers``)."""
+    if setup.host_tier is None:
+        return 0
+    # The devices of several ranks may see different results, and a stage's ranks plan ahead of them.
+    parallel = setup.config.parallel
+    if parallel.pipeline_parallel_size > 1 or (parallel.num_ranks > 1 and setup.host_tier.mailbox):
+        return 0
+    return late_layers(model.spec.num_layers, device_looks=setup.host_tier.mailbox, has_between=model.has_between)
+
+
+def make_log(config: EngineConfig, spec: ModelSpec, latency: CorrectedModel | None) -> StepLog:
+    """Make what counts and traces steps.
+
+    Raises:
+        OSError: The trace cannot be written.
+    """
+    tracer = StepTracer(config.trace_steps, classes=config.classes) if config.trace_steps is not None else None
+    return StepLog(ModelShape.of(spec), latency=latency, tracer=tracer)
+
+
+def connect_hosts(setup: RunnerSetup, tier: HostTier | None) -> NetworkHosts | None:
+    """Connect the host tier to the CPU hosts on the network; None if none are wanted.
+
+    Raises:
+        ValueError, OSError: The settings cannot have hosts, or see ``NetworkHosts``.
+    """
+    config = setup.config
+    if not config.hosts.cpu_hosts:
+        return None
+    from omniserve.host.remote import HostUser, NetworkHosts
+
+    manager = KV_MANAGERS.get(config.kv)
+    if tier is None or not issubclass(manager, CanSpread) or issubclass(manager, CanShare):
+        raise ValueError(f"kv={config.kv!r} moves nothing to cpu_hosts: set kv to tiered or incremental")
+    if policy_of(config)[0].offloads is False:
+        logger.warning("scheduler=%r moves no request to a host: cpu_hosts are of no use", config.scheduler)
+    user = HostUser(setup.engine_id, num_ranks=config.parallel.num_ranks)
+    hosts = NetworkHosts(config.hosts, tier, user=user)
+    if (of_ranks := _of_ranks(tier)) is not None:
+        of_ranks.use(hosts)
+    return hosts
+
+
+def connect_prefill_engines(
+    config: EngineConfig, model: PatchedModel, tier: HostTier | None, kv: KVManager, clock: Callable[[], float]
+) -> PrefillEngines | None:
+    """Connect to the prefill engines; None if none are wanted.
+
+    Raises:
+        ValueError, OSError: The settings cannot have any, or see ``PrefillEngines``.
+    """
+    if not config.prefill.prefill_engines:
+        return None
+    from omniserve.host.prefill_engines import PrefillEngines
+
+    require_shared_kv(config, tier, kv, "prefill_engines")
+    assert tier is not None
+    if model.spec.state_bytes and config.parallel.num_ranks > 1:
+        raise ValueError(NO_STATES_OF_RANKS)
+    prefills = PrefillEngines(
+        config.prefill, tier.pool_LBK2SH, fingerprint=kv_fingerprint(model.family.model, config),
+        state_bytes=model.spec.state_bytes, classes=[spec.name for spec in config.classes], parallel=config.parallel,
+        clock=clock,
+    )  # fmt: skip
+    if (of_ranks := _of_ranks(tier)) is not None:
+        of_ranks.use_prefills(prefills)
+    return prefills
+
+
+def _of_ranks(tier: HostTier) -> GroupHostTier | None:
+    """Return a host tier that speaks for several ranks; None if it does not."""
+    from omniserve.parallel.host_tier import GroupHostTier
+
+    return tier if isinstance(tier, GroupHostTier) else None
+
+
+def make_runner(setup: RunnerSetup, parts: RunnerParts, group: RankGroup | None) -> ModelRunner:
+    """Make what runs steps; with a group, on the other ranks, too, and wait for these."""
+    if group is None:
+        return ModelRunner(setup, parts)
+    from omniserve.parallel.lead import LastStageRunner, LeadLockstep, LeadRunner
+
+    group.begin_engine(setup)
+    runner: ModelRunner
+    if setup.config.parallel.pipeline_parallel_size > 1:
+        runner = LastStageRunner(setup, dataclasses.replace(parts, stage=group.stage), group)
+    else:
+        lockstep = LeadLockstep(group, shares_tokens=setup.overlaps)
+        runner = LeadRunner(setup, dataclasses.replace(parts, lockstep=lockstep), group)
+    group.await_engine()
+    return runner
