@@ -164,7 +164,9 @@ def test_a_coarse_profile_refuses_for_load_although_steps_are_never_as_large_as_
                 refused += 1
         machine.step()
     assert refused > admitted
-    in_time = sum(first_s - float(name[2:].split("-")[0]) <= DEFAULT_TTFT_S for name, first_s in machine.first_s.items())
+    in_time = sum(
+        first_s - float(name[2:].split("-")[0]) <= DEFAULT_TTFT_S for name, first_s in machine.first_s.items()
+    )
     assert in_time > 0.7 * admitted, (in_time, admitted, refused)
 
 
