@@ -76,7 +76,7 @@ class HostTier:
         dtype: The dtype of the rows, the results and the device's cache.
         device: The device that uses the tier, whose work must end before the tier's memory is freed. None: the current
             GPU with ``setup.pin_memory``, else the CPU.
-        layers: Those of the model that the tier has, consecutive ones; None: all. They keep their numbers.
+        layers: Layers of the model that the tier has, consecutive ones; None: all. They keep their numbers.
 
     Raises:
         ValueError: A size is out of range, the dtype does not fit the spec, or a core does not exist here.
@@ -160,7 +160,7 @@ class HostTier:
             self._flags_3S = torch.zeros(3, num_rows, dtype=torch.int64, pin_memory=pin_memory)
         flags: Sequence[Tensor | None] = (None, None, None) if self._flags_3S is None else self._flags_3S.unbind()
         self.result_flags_S, self.flags_S, self.skips_S = flags
-        """Of each row, int64, 0 at first; None without a mailbox.
+        """Flags of each row, int64, 0 at first; None without a mailbox.
 
         ``result_flags_S``: `result_flag` of the slot's last result, which the tier writes behind the result, for its
         first token. ``flags_S``: the step in which `piggyback_send` last sent the row. ``skips_S``: the step in which

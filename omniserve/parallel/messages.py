@@ -81,7 +81,7 @@ class PassRows:
 
 @dataclass(frozen=True, slots=True)
 class BeginEngine:
-    """To it: make a runner."""
+    """Has a rank make its runner."""
 
     setup: RunnerSetup
 
