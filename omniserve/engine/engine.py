@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,8 +28,10 @@ from omniserve.host.disk import DiskStats
 from omniserve.kv import KeepsPrefixesOnDisk
 from omniserve.latency.profile import Profile
 from omniserve.ops.streams import drain
-from omniserve.parallel.group import RankGroup
 from omniserve.sampling.grammar import Grammar, GrammarCompiler
+
+if TYPE_CHECKING:
+    from omniserve.parallel.group import RankGroup
 
 logger = logging.getLogger(__name__)
 

@@ -81,7 +81,7 @@ class PassRows:
 
 @dataclass(frozen=True, slots=True)
 class BeginEngine:
-    """Has a rank make a runner."""
+    """Has a rank make its runner."""
 
     setup: RunnerSetup
 

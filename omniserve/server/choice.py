@@ -90,26 +90,39 @@ class Times:
         self.num_tokens += num_tokens
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextForm:
+    """What an API call wants of the text of its outputs."""
+
+    stop: Sequence[str] = ()
+    """Strings that end an output; they are not part of the text."""
+    at_once: bool = False
+    """The answer is read when it is complete."""
+    tools: Collection[str] = ()
+    """Names of the tools whose calls are told from the text."""
+    several_calls: bool = True
+    """The text goes on after a call."""
+    include_stop: bool = False
+    """What ends an output, a stop string or a stop token, is a part of its text."""
+    skip_special_tokens: bool = True
+    """The text has no special tokens."""
+    with_token_ids: bool = False
+    """Deltas have the ids of their tokens, and the first of a choice those of the prompt."""
+
+
 class Choice:
     """Follows one engine request.
 
     Args:
         request: The request as the engine gets it, so without stop strings.
         arrival_s: Arrival of the call in monotonic seconds.
-        stop: Strings that end the output.
-        at_once: The answer is read when it is complete.
-        tools: Names of the tools whose calls are told from the text.
-        several_calls: The text goes on after a call.
+        form: What the text is to be like.
         echo: Text of the prompt, which the answer begins with; None: it does not.
-        include_stop: What ends the output, a stop string or a stop token, is a part of the text.
-        skip_special_tokens: The text has no special tokens.
-        with_token_ids: Deltas have token ids.
     """
 
     def __init__(
-        self, index: int, request: Request, codec: TextCodec, *, slo: SLO, arrival_s: float, stop: Sequence[str],
-        at_once: bool, tools: Collection[str], several_calls: bool, echo: str | None, include_stop: bool = False,
-        skip_special_tokens: bool = True, with_token_ids: bool = False,
+        self, index: int, request: Request, codec: TextCodec, *, slo: SLO, arrival_s: float, form: TextForm,
+        echo: str | None,
     ) -> None:  # fmt: skip
         self.index = index
         self.request = request
@@ -133,23 +146,23 @@ class Choice:
         self.num_rejected_drafts = 0
         """Number of guesses that were computed and are not in the output."""
         self._detokenizer = codec.detokenizer(
-            stop,
-            skip_special_tokens=skip_special_tokens,
+            form.stop,
+            skip_special_tokens=form.skip_special_tokens,
             min_tokens=request.sampling.min_tokens,
-            include_stop=include_stop,
-            shown=codec.special_tokens.tags if tools else (),
+            include_stop=form.include_stop,
+            shown=codec.special_tokens.tags if form.tools else (),
         )
-        self._include_stop = include_stop
+        self._include_stop = form.include_stop
         self._num_told_tokens = 0
         """Number of tokens in deltas so far."""
-        self._new_token_ids: list[int] | None = [] if with_token_ids else None
-        self._prompt_token_ids = request.prompt_token_ids if with_token_ids else None
+        self._new_token_ids: list[int] | None = [] if form.with_token_ids else None
+        self._prompt_token_ids = request.prompt_token_ids if form.with_token_ids else None
         self._logprobs: list[TokenLogprob] = []
         self._echo = echo
-        self._parser = ToolCallParser(tools, several=several_calls) if tools else None
+        self._parser = ToolCallParser(form.tools, several=form.several_calls) if form.tools else None
         self._total_logprob, self._num_logprobs = 0.0, 0
         # What ends the text has to be found when it is there.
-        self._in_large_parts = at_once and not stop and several_calls
+        self._in_large_parts = form.at_once and not form.stop and form.several_calls
         self._token_ids: list[int] = []
 
     @property

@@ -80,18 +80,22 @@ class ServerMetrics:
         self._errors = Counter(
             "omniserve_http_errors", "Answers other than success", ["status", "code"], registry=registry
         )
-        for service_class in class_names:  # a series that is 0 is there from the start
-            self._rejected.labels(service_class)
-            for histogram in (self._ttft, self._predicted_ttft, self._ttft_error, self._tpot, self._e2e):
-                histogram.labels(service_class)
-            for objective in ("ttft", "tpot"):
-                self._scaled.labels(service_class, objective)
-                for met in ("true", "false"):
-                    self._slo.labels(service_class, objective, met)
-            for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
-                self._requests.labels(service_class, reason)
+        for service_class in class_names:
+            self._begin_at_zero(service_class)
         self._engine = _EngineCollector()
         registry.register(self._engine)
+
+    def _begin_at_zero(self, service_class: str) -> None:
+        """Have the series of a class from the start, when they are 0."""
+        self._rejected.labels(service_class)
+        for histogram in (self._ttft, self._predicted_ttft, self._ttft_error, self._tpot, self._e2e):
+            histogram.labels(service_class)
+        for objective in ("ttft", "tpot"):
+            self._scaled.labels(service_class, objective)
+            for met in ("true", "false"):
+                self._slo.labels(service_class, objective, met)
+        for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
+            self._requests.labels(service_class, reason)
 
     def show_backlog(self, num_waiting: Mapping[str, int]) -> None:
         """Show, from now on, how many requests of each class wait for their first token."""

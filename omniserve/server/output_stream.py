@@ -7,13 +7,13 @@ import dataclasses
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from omniserve.core.errors import EngineStopped
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams
-from omniserve.server.choice import Choice, Delta, merge
+from omniserve.server.choice import Choice, Delta, TextForm, merge
 from omniserve.server.engine_client import Accepted, EngineClient, Event
 from omniserve.server.errors import ApiError, engine_gone, from_engine
 from omniserve.server.limits import Backlog
@@ -34,8 +34,8 @@ class Job:
     prompts: Sequence[Sequence[int]]
     samplings: Sequence[SamplingParams]
     """Sampling parameters without stop strings, which are looked for here, where the text is."""
-    stop: Sequence[str] = ()
-    """Strings that end an output; they are not part of the text."""
+    form: TextForm = field(default_factory=TextForm)
+    """The form of the outputs' text."""
     service_class: str
     slo: SLO
     """The call's own or its class's default."""
@@ -51,18 +51,6 @@ class Job:
     """The call's word on speculative decoding, as in ``Request``."""
     num_kept: int | None = None
     """Number of outputs of each prompt that are in the answer, the likeliest ones; None: all."""
-    at_once: bool = False
-    """The answer is read when it is complete."""
-    tools: Collection[str] = ()
-    """Names of the tools whose calls are told from the text."""
-    several_calls: bool = True
-    """The text goes on after a call."""
-    include_stop: bool = False
-    """The stop string or stop token that ends an output is a part of its text."""
-    skip_special_tokens: bool = True
-    """The text has no special tokens."""
-    with_token_ids: bool = False
-    """Deltas have the ids of their tokens, and the first of a choice those of the prompt."""
     max_unread_tokens: int | None = None
     """Per choice, on average: a stream whose reader leaves more than these unread ends; None: no limit."""
     interval_s: float = 0.0
@@ -142,10 +130,8 @@ class OutputStream:
                 )
                 echo = None if job.echoes is None else job.echoes[i]
                 self._choices[f"{job.call_id}-{index}"] = Choice(
-                    index, request, codec, slo=job.slo, arrival_s=job.arrival_s, stop=job.stop, at_once=job.at_once,
-                    tools=job.tools, several_calls=job.several_calls, echo=echo, include_stop=job.include_stop,
-                    skip_special_tokens=job.skip_special_tokens, with_token_ids=job.with_token_ids,
-                )  # fmt: skip
+                    index, request, codec, slo=job.slo, arrival_s=job.arrival_s, form=job.form, echo=echo
+                )
         self._num_unaccepted = self._num_running = len(self._choices)
         try:
             backlog.enter(job.service_class, len(self._choices))

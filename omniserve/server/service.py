@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Collection, Sequence
 
 from omniserve.core.request import SamplingParams, ServiceClass
+from omniserve.server.choice import TextForm
 from omniserve.server.constraints import GrammarWriter
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_messages import EngineInfo
@@ -178,7 +179,15 @@ class Service:
                 arrival_s=arrival_s,
                 prompts=prompts,
                 samplings=_samplings(request, max_tokens, grammar, more_stop_token_ids),
-                stop=[*request.stop, *more_stops],
+                form=TextForm(
+                    stop=[*request.stop, *more_stops],
+                    at_once=not request.stream,
+                    tools=frozenset(tool.function.name for tool in request.offered_tools),
+                    several_calls=not isinstance(request, ChatRequest) or request.parallel_tool_calls,
+                    include_stop=request.include_stop_str_in_output,
+                    skip_special_tokens=request.skip_special_tokens,
+                    with_token_ids=request.return_token_ids,
+                ),
                 service_class=spec.name,
                 slo=slo,
                 brings_slo=own_slo is not None,
@@ -187,12 +196,6 @@ class Service:
                 speculation=request.speculation,
                 cache_salt=self._salt(request.cache_salt or "", caller or ""),
                 num_kept=request.n,
-                at_once=not request.stream,
-                tools=frozenset(tool.function.name for tool in request.offered_tools),
-                several_calls=not isinstance(request, ChatRequest) or request.parallel_tool_calls,
-                include_stop=request.include_stop_str_in_output,
-                skip_special_tokens=request.skip_special_tokens,
-                with_token_ids=request.return_token_ids,
                 max_unread_tokens=self.limits.max_unread_tokens if request.stream else None,
                 interval_s=0.0 if is_urgent else self.limits.best_effort_stream_interval_s,
             ),

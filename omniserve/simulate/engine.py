@@ -19,7 +19,7 @@ from omniserve.sched.speculation import MAX_DRAFTS
 from omniserve.simulate.drafter import SimulatedDrafter
 from omniserve.simulate.host_tier import SimulatedHostTier
 from omniserve.simulate.machine import Machine, host_speed_of
-from omniserve.simulate.runner import PrefillPeers, SimulatedRunner, StepRecord
+from omniserve.simulate.runner import Chances, PrefillPeers, SimulatedRunner, StepRecord
 
 
 class SimulatedEngine:
@@ -29,9 +29,8 @@ class SimulatedEngine:
         machine: What it runs on.
         config: Its settings.
         caches_prefixes: Have a prefix cache, if the settings allow one; without need it only costs time.
-        seed, noise: See ``SimulatedRunner``.
+        chances: See ``SimulatedRunner``.
         prefills: See ``SimulatedRunner``.
-        drafts_right: How often a draft is right; 0: no request has drafts.
         must_leave: See ``SimulatedRunner``.
         on_step: Called with each step that computed something.
 
@@ -40,58 +39,43 @@ class SimulatedEngine:
     """
 
     def __init__(
-        self, machine: Machine, config: EngineConfig, *, caches_prefixes: bool, seed: int, noise: float,
-        prefills: PrefillPeers | None = None, drafts_right: float = 0.0,
+        self, machine: Machine, config: EngineConfig, chances: Chances, *, caches_prefixes: bool,
+        prefills: PrefillPeers | None = None,
         must_leave: Callable[[float, float], Set[str]] = lambda after_s, now_s: frozenset(),
         on_step: Callable[[StepRecord], object] = lambda step: None,
     ) -> None:  # fmt: skip
-        self._on_step = on_step
-        self._drafts_right, self._seed = drafts_right, seed
+        _check(machine, config)
+        self._config, self._chances, self._on_step = config, chances, on_step
         policy, options = policy_of(config)
-        num_stages = config.parallel.pipeline_parallel_size
-        if config.disk_kv.gib:
-            raise ValueError("simulated machines have no disk: set disk_kv.gib to 0")
-        if num_stages != machine.num_stages:
-            raise ValueError(
-                f"the machine has {machine.num_stages} stages: set pipeline_parallel_size to that, not to {num_stages}"
-            )
-        check_stages(config)
-        spec = machine.spec
+        spec, num_stages = machine.spec, config.parallel.pipeline_parallel_size
         num_device_blocks, num_host_blocks = num_blocks(
             config, largest_part(config, spec), has_hosts=bool(machine.hosts)
         )
         caches: dict[str, Any] = {}
         if caches_prefixes:
             caches = prefix_settings(config, spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks)
-        kv = KV_MANAGERS.get(config.kv)(
+        self.kv: KVManager = KV_MANAGERS.get(config.kv)(
             num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size,
             **caches,
         )  # fmt: skip
-        self.kv: KVManager = kv
-        self.tier: SimulatedHostTier | None = None
-        if num_host_blocks:
-            self.tier = SimulatedHostTier(
-                machine.hosts, machine.copies, spec, config.block_size, num_blocks=num_host_blocks,
-                held=lambda request_id: kv.num_held(request_id, Tier.HOST),
-            )  # fmt: skip
+        self.tier = _host_tier(machine, config, self.kv, num_host_blocks)
         limits = SchedulerLimits.of(
-            config, options, spec, kv, max_model_len=max_model_len(config, spec),
+            config, options, spec, self.kv, max_model_len=max_model_len(config, spec),
             late_layers=machine.late_layers if num_stages == 1 else 0,
-            max_host_drafts=MAX_DRAFTS if num_host_blocks and drafts_right else 0,
+            max_host_drafts=MAX_DRAFTS if num_host_blocks and chances.drafts_right else 0,
         )  # fmt: skip
-        # With perfect predictions there is nothing to correct, and correcting costs as much as predicting.
-        is_exact = noise == 0 and machine.spread is None and machine.forecast is machine.device
-        self._corrected = None if is_exact else CorrectedModel(machine.forecast)
+        self._corrected = _corrected(machine, chances)
         forecast = Forecast(
             self._corrected or machine.forecast, machine.shape, host_has_own_cores=machine.host_has_own_cores,
             host=host_speed_of(machine.hosts),
         )  # fmt: skip
         self.scheduler = Scheduler(
-            policy, options, limits=limits, kv=kv, forecast=forecast, drafter_of=self._drafter, num_stages=num_stages
-        )
+            policy, options, limits=limits, kv=self.kv, forecast=forecast, drafter_of=self._drafter,
+            num_stages=num_stages,
+        )  # fmt: skip
         self.runner = SimulatedRunner(
-            machine, self.tier, prefills=prefills, num_stages=num_stages, noise=noise, seed=seed,
-            keeps_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted, must_leave=must_leave,
+            machine, self.tier, chances, prefills=prefills, num_stages=num_stages, must_leave=must_leave,
+            keeps_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
         )  # fmt: skip
         self._outputs = OutputCollector(tokenizer=None)
         self.stepper = Stepper(
@@ -104,7 +88,6 @@ class SimulatedEngine:
         """Most tokens of a request, and those that the device pool holds."""
         self.caches_prefixes = bool(caches)
         """The engine has a prefix cache."""
-        self._config = config
 
     @property
     def now_s(self) -> float:
@@ -137,7 +120,9 @@ class SimulatedEngine:
         return self.runner.next_event_s()
 
     def _drafter(self, request_id: str, request: Request) -> SimulatedDrafter:
-        return SimulatedDrafter(self._drafts_right, len(request.prompt_token_ids), f"{self._seed} {request_id}")
+        return SimulatedDrafter(
+            self._chances.drafts_right, len(request.prompt_token_ids), f"{self._chances.seed} {request_id}"
+        )
 
     def _record(self, step: FinishedStep) -> None:
         """Count and report a step, and let the latency model learn from it."""
@@ -147,3 +132,30 @@ class SimulatedEngine:
         # Of a step that ran alone they are exact; a difference of two times of the clock is not.
         seconds = self.runner.seconds if step.ran_alone else step.seconds
         self._on_step(StepRecord(plan=step.plan, start_s=step.started_s, seconds=seconds))
+
+
+def _check(machine: Machine, config: EngineConfig) -> None:
+    """Raise ValueError if the settings do not fit the machine."""
+    num_stages = config.parallel.pipeline_parallel_size
+    if config.disk_kv.gib:
+        raise ValueError("simulated machines have no disk: set disk_kv.gib to 0")
+    if num_stages != machine.num_stages:
+        raise ValueError(
+            f"the machine has {machine.num_stages} stages: set pipeline_parallel_size to that, not to {num_stages}"
+        )
+    check_stages(config)
+
+
+def _corrected(machine: Machine, chances: Chances) -> CorrectedModel | None:
+    """Return a model that learns; None with perfect predictions, where correcting costs as much as predicting."""
+    is_exact = chances.noise == 0 and machine.spread is None and machine.forecast is machine.device
+    return None if is_exact else CorrectedModel(machine.forecast)
+
+
+def _host_tier(machine: Machine, config: EngineConfig, kv: KVManager, num_blocks: int) -> SimulatedHostTier | None:
+    if not num_blocks:
+        return None
+    return SimulatedHostTier(
+        machine.hosts, machine.copies, machine.spec, config.block_size, num_blocks=num_blocks,
+        held=lambda request_id: kv.num_held(request_id, Tier.HOST),
+    )  # fmt: skip

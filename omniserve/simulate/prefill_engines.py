@@ -23,6 +23,7 @@ from omniserve.kv.prefix_cache import PrefixKeys
 from omniserve.latency.features import AlphaBeta
 from omniserve.simulate.engine import SimulatedEngine
 from omniserve.simulate.machine import Machine
+from omniserve.simulate.runner import Chances
 
 _LOOK_S = 0.001
 """Seconds after which an engine that waits for copies to its host looks again."""
@@ -56,7 +57,7 @@ class _Engine:
         self._number, self._link, self._block_size = number, link, config.block_size
         self._block_bytes = machine.spec.kv_block_bytes(config.block_size)
         self._state_bytes = machine.spec.state_bytes
-        self.engine = SimulatedEngine(machine, config, caches_prefixes=True, seed=seed, noise=0.0)
+        self.engine = SimulatedEngine(machine, config, Chances(seed), caches_prefixes=True)
         require_shared_kv(self.engine, "a prefill engine")
         self.engine.scheduler.requests.prefixes.save_all()
         self._inbox: deque[tuple[float, float, RemotePrefill | int]] = deque()

@@ -22,7 +22,7 @@ from omniserve.simulate.load import MOST_HASH_IDS, Load, TraceRequest
 from omniserve.simulate.machine import Machine
 from omniserve.simulate.prefill_engines import SimulatedPrefillEngines, require_shared_kv
 from omniserve.simulate.results import RequestResult, Result, summarise
-from omniserve.simulate.runner import StepRecord
+from omniserve.simulate.runner import Chances, StepRecord
 
 _POLL_S = 0.05
 """Seconds after which an engine that waits for its host tier looks again, as the server does."""
@@ -121,9 +121,9 @@ class _Run:
             prefills = SimulatedPrefillEngines(config.machine, settings, seed=config.seed)
             settings = dataclasses.replace(settings, prefill=asking)
         self._engine = SimulatedEngine(
-            config.machine, settings, prefills=prefills, seed=config.seed, noise=config.noise,
+            config.machine, settings, Chances(config.seed, config.noise, config.drafts_right), prefills=prefills,
             caches_prefixes=bool(settings.execution.prefix_cache or has_ids or prefills),
-            drafts_right=config.drafts_right, must_leave=self._must_leave, on_step=on_step,
+            must_leave=self._must_leave, on_step=on_step,
         )  # fmt: skip
         if prefills is not None:
             require_shared_kv(self._engine, "an engine with prefill engines")

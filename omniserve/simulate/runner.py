@@ -61,6 +61,17 @@ _layer = attrgetter("layer")
 _TOKEN = (SampledToken(token_id=TOKEN),)
 
 
+@dataclass(frozen=True, slots=True)
+class Chances:
+    """What is drawn at random in a simulation."""
+
+    seed: int
+    noise: float = 0.0
+    """Standard deviation of the logarithm of what a step takes over what it takes otherwise; the mean stays."""
+    drafts_right: float = 0.0
+    """How often a draft is right; 0: no request has drafts."""
+
+
 class SimulatedRunner:
     """Runs steps on a virtual clock: a machine says what they take, and tokens are invented.
 
@@ -70,16 +81,15 @@ class SimulatedRunner:
         prefills: Prefill engines that it asks, if there are any.
         num_stages: Stages of the model. Each step passes all of them, and each has one step at a time: the layers are
             shared out evenly, and the last stage has what a step takes besides.
-        noise: Standard deviation of the logarithm of what a step takes over what it takes otherwise; the mean stays.
-        seed: Seed of the noise and of the machine's spread.
+        chances: The noise of its steps, and the seed of that and of the machine's spread.
         keeps_halted: Rows that left a step go on from the layer where they left it.
         must_leave: Asked between two layers, with the times of the last and of this question, for the requests whose
             preemptible rows must leave the step for one that came in between.
     """
 
     def __init__(
-        self, machine: Machine, tier: SimulatedHostTier | None, *, prefills: PrefillPeers | None = None,
-        num_stages: int = 1, noise: float, seed: int, keeps_halted: bool,
+        self, machine: Machine, tier: SimulatedHostTier | None, chances: Chances, *,
+        prefills: PrefillPeers | None = None, num_stages: int = 1, keeps_halted: bool,
         must_leave: Callable[[float, float], Set[str]],
     ) -> None:  # fmt: skip
         self._machine = machine
@@ -88,9 +98,10 @@ class SimulatedRunner:
         self._free_s = [0.0] * num_stages
         """Time at which each stage has done the step that was launched last, seconds."""
         self._shape = machine.shape
-        self._noise = noise
-        self._rng = random.Random(seed)
-        self._draw = machine.spread.draws(random.Random(f"{seed} spread")) if machine.spread is not None else None
+        self._noise = chances.noise
+        self._rng = random.Random(chances.seed)
+        spread_rng = random.Random(f"{chances.seed} spread")
+        self._draw = machine.spread.draws(spread_rng) if machine.spread is not None else None
         self._keeps_halted = keeps_halted
         self._must_leave = must_leave
         self.now_s = 0.0

@@ -18,7 +18,7 @@ from tokenizers_for_tests import byte_level_tokenizer
 
 from omniserve.core.request import SLO, FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from omniserve.server.answers import CompletionShape
-from omniserve.server.choice import Delta, merge
+from omniserve.server.choice import Delta, TextForm, merge
 from omniserve.server.engine_client import Accepted
 from omniserve.server.errors import ApiError
 from omniserve.server.generate import EventStream
@@ -56,11 +56,9 @@ def started(num_choices=1, *, max_unread_tokens=None, stop=(), tools=(), at_once
         arrival_s=time.monotonic(),
         prompts=[[5]],
         samplings=[SamplingParams(max_tokens=10_000)] * num_choices,
-        stop=stop,
+        form=TextForm(stop=stop, tools=tools, at_once=at_once),
         service_class="LS",
         slo=SLO(),
-        tools=tools,
-        at_once=at_once,
         max_unread_tokens=max_unread_tokens,
         interval_s=interval_s,
     )
