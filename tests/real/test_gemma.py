@@ -75,9 +75,10 @@ def hugging_face(folder: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def reference(hugging_face: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Reference:
-    """Hugging Face's answers to short prompts and to one that is longer than the window."""
-    prompts = [tuple(tokenizer.encode(text)) for text in (*SHORT[:4], LICENCE, *SHORT[4:])]
-    prompts = [prompt[: WINDOW + 8] for prompt in prompts]
+    """Continuations of short prompts, of some of 100 to 200 tokens, and of one that is longer than the window."""
+    middle = [LICENCE[begin : begin + length] for begin, length in ((3000, 900), (5000, 700), (7000, 500), (9000, 600))]
+    texts = (SHORT[0], middle[0], SHORT[1], middle[1], LICENCE, SHORT[2], middle[2], *SHORT[3:], middle[3])
+    prompts = [tuple(tokenizer.encode(text))[: WINDOW + 8] for text in texts]
     return Reference(hugging_face, prompts=prompts, num_prompts=8, max_tokens=MAX_TOKENS)
 
 
@@ -100,16 +101,17 @@ def test_random_histories_equal_hugging_face(patched: PreTrainedModel, reference
     assert max(map(len, reference.prompts)) > WINDOW, "the long prompt has a near tie: take another length"
     block_bytes = patched.omniserve.spec.kv_block_bytes(8)
     run_histories(
-        patched, reference, range(2), reach=("host_tokens", "piggyback_rows", "preemptions", "swaps_out"),
-        has_profile=False, max_model_len=WINDOW + 32, device_kv_bytes=80 * block_bytes, host_kv_bytes=400 * block_bytes,
-        max_num_batched_tokens=lambda seed: (96, 32)[seed % 2], max_host_requests=16, max_num_seqs=8,
-        kv=lambda seed: ("tiered", "bidirectional")[seed % 2],
+        patched, reference, range(3), reach=("host_tokens", "piggyback_rows", "preemptions", "swaps_out"),
+        kv=lambda seed: ("paged", "tiered", "bidirectional")[seed % 3],
+        max_num_batched_tokens=lambda seed: (96, 64, 32)[seed % 3], max_host_requests=16, max_num_seqs=8,
+        has_profile=False, max_model_len=WINDOW + 32, device_kv_bytes=70 * block_bytes,
+        host_kv_bytes=lambda seed: (0, 400, 400)[seed % 3] * block_bytes,
     )  # fmt: skip
 
 
 def test_drawn_text_is_prose(engine: Engine, hugging_face: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     ids = tokenizer.encode(PROSE)
-    sampling = SamplingParams(max_tokens=200, temperature=0.7, top_p=0.9, seed=3, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=200, temperature=1.0, top_p=0.95, seed=3, ignore_eos=True)
     (completion,) = engine.generate([Request(prompt_token_ids=ids, sampling=sampling)])
     tokens = list(completion.token_ids)
     assert len(tokens) == 200
