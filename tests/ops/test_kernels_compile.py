@@ -20,8 +20,15 @@ from omniserve.ops.kernels.attention_launch import choose_launch, shared_bytes
 from tests.ops.compile_cases import ALL, DEVICES, DTYPES, QUICK, cases, requests_of
 from tests.ops.compile_kernels import TABLES
 
-OLDEST, NEWEST = "3.6.0", "3.7.1"
+OLDEST, NEWEST = "3.6.0", "3.9.0"
 """Triton of the oldest and of the newest torch of pyproject.toml."""
+
+SPILLED = {
+    ("3.9.0", "attend bf16 H128 G7 S16 chunk, window, softcap, directed", "sm_100"): 56,
+    ("3.9.0", "attend fp32 H128 G7 S16 prompt, window, softcap, directed", "sm_100"): 8,
+}
+"""Bytes of stack that a thread takes where a Triton has too few registers: it costs time on that device, and nothing
+else. What is not named here must not spill."""
 
 Row = dict[str, list[int]]
 
@@ -61,8 +68,12 @@ def table(version: str) -> dict[str, Row]:
 
 
 def check(label: str, capability: int, stack: int, shared: int) -> None:
-    """Fail if a kernel spills, or takes more shared memory than the device has or than is written for this Triton."""
-    assert not stack, f"{label}, sm_{capability}: {stack} bytes are spilled"
+    """Fail if a kernel spills more than is known.
+
+    It fails, too, if one takes more shared memory than the device has or than is written for this Triton.
+    """
+    spilled = SPILLED.get((triton.__version__, label, f"sm_{capability}"), 0)
+    assert stack <= spilled, f"{label}, sm_{capability}: {stack} bytes are spilled"
     limit = DEVICES[capability].shared_bytes
     if (TABLES / f"triton-{triton.__version__}.json").exists():
         limit = min(limit, table(triton.__version__)[label][f"sm_{capability}"][2])
@@ -78,7 +89,7 @@ def test_no_kernel_spills_or_exceeds_a_device_with_this_triton(version: str) -> 
         for device, (registers, stack, shared) in row.items():
             limit = DEVICES[int(device.removeprefix("sm_"))].shared_bytes
             assert registers <= 255 and shared <= limit, f"{label}, {device}: {shared} bytes of {limit}"
-            assert not stack, f"{label}, {device}: {stack} bytes are spilled"
+            assert stack == SPILLED.get((version, label, device), 0), f"{label}, {device}: {stack} bytes are spilled"
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
@@ -103,7 +114,7 @@ def test_no_kernel_takes_more_shared_memory_than_its_launch_was_chosen_for(versi
 
 def test_there_are_tables_for_the_oldest_and_the_newest_torch() -> None:
     required = Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
-    assert '"torch>=2.11,<2.14"' in required, "other versions of torch: look up their triton, and write the tables"
+    assert '"torch>=2.11,<2.16"' in required, "other versions of torch: look up their triton, and write the tables"
 
 
 @pytest.mark.slow
