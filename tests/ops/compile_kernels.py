@@ -7,9 +7,9 @@ Run as a program, in a process of its own (the interpreter is chosen when Triton
     python -m tests.ops.compile_kernels --write     # the same, into tests/ops/kernel_resources/triton-VERSION.json
 
 The tables are for the Tritons that come with the oldest and the newest torch of pyproject.toml and with that of
-constraints.txt (torch 2.11.0: triton 3.6.0; 2.12.0: 3.7.0; 2.13.0: 3.7.1; 2.14.1: 3.8.0; 2.15.0: 3.9.0). To take another
-one than the environment's: ``pip install --no-deps --target /tmp/triton triton==3.6.0`` and ``PYTHONPATH=/tmp/triton``.
-They bring an assembler for sm_100 and sm_120 along.
+constraints.txt (torch 2.11.0: triton 3.6.0; 2.12.0: 3.7.0; 2.13.0: 3.7.1; 2.14.1: 3.8.0; 2.15.0: 3.9.0). To take
+another one than the environment's: ``pip install --no-deps --target /tmp/triton triton==3.6.0`` and
+``PYTHONPATH=/tmp/triton``. They bring an assembler for sm_100 and sm_120 along.
 """
 
 from __future__ import annotations
