@@ -67,6 +67,8 @@ COARSE_MARGIN = 1.2
 FEW_STEPS = 5
 """The number of steps, at least half as large, after which a coarse profile's word on a step counts: the pace follows
 by then."""
+FEW_PROMPTS = 10
+"""Number of first tokens, of prompts for which such steps were predicted, after which that word counts, too."""
 
 
 class StepPace:
@@ -142,7 +144,9 @@ class CorrectedModel(ScaledModel):
         """Time until which idle seconds are accounted for: the last step, or the last call that let factors decay; None
         before."""
         self._sizes: Counter[int] = Counter()
-        """Steps and prompts since then by the bit length of their rows; a coarse model's."""
+        """Steps since then by the bit length of their rows; a coarse model's."""
+        self._prompts: Counter[int] = Counter()
+        """Prompts since then by the bit length of the rows that were predicted for their steps; a coarse model's."""
         self._num_steps = 0
         self._num_beyond = 0
         self.error = 0.0
@@ -179,12 +183,16 @@ class CorrectedModel(ScaledModel):
         for a few steps of at least half the size, or a few prompts for which such steps were predicted.
         """
         least = max(1, num_rows // 2).bit_length()
-        return not self.is_coarse or sum(self._sizes[size] for size in self._sizes if size >= least) >= FEW_STEPS
+        return (
+            not self.is_coarse
+            or sum(self._sizes[size] for size in self._sizes if size >= least) >= FEW_STEPS
+            or sum(self._prompts[size] for size in self._prompts if size >= least) >= FEW_PROMPTS
+        )
 
     def note_prompt(self, num_rows: int) -> None:
-        """Count a prompt like a step of the rows that were predicted: if steps are smaller, those are what counts."""
+        """Count a prompt by the rows that were predicted for its steps, which may have been smaller."""
         if self.is_coarse:
-            self._sizes[num_rows.bit_length()] += 1
+            self._prompts[num_rows.bit_length()] += 1
 
     def at(self, now_s: float) -> None:
         """Let what was learned lose its say if there were no steps lately."""

@@ -67,7 +67,7 @@ class Run(NamedTuple):
     arguments: list[tuple[Any, ...]]
     """The other arguments of each layer: positional ones, and those with a name."""
     between: Sequence[tuple[Any, ...]] = ()
-    """The same arguments for each layer that does not attend."""
+    """Arguments of each layer that does not attend."""
 
 
 class _Watched(NamedTuple):

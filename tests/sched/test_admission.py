@@ -240,7 +240,7 @@ def check_history(seed: int, *, is_coarse: bool) -> tuple[int, int]:
     # A refusal gives up a request that would come late, for others that then come in time. Where all come late in any
     # case, as the machine became slow, that brings nothing: a pause would have served them.
     reached, reached_by_all = served + attained, served_by_all + attained_by_all
-    assert reached >= 0.3 * reached_by_all - 3, (seed, served, attained, served_by_all, attained_by_all)
+    assert reached >= 0.4 * reached_by_all - 3, (seed, served, attained, served_by_all, attained_by_all)
     assert attained >= 0.9 * attained_by_all - 1, (seed, attained, attained_by_all)
     for arrival, error, is_idle in refusals:
         is_for_size = error.retry_after_s is None
