@@ -604,6 +604,7 @@ struct Stress {
   }
 
   void drain() {
+    poll();  // close() fails what was expected, and a row that was skipped unseen is not waited for
     while (is_waiting()) {
       tier.wait(1);
       poll();
