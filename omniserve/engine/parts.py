@@ -10,8 +10,9 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from omniserve.core.config import GIB, EngineConfig
 from omniserve.core.setup import HostTierSetup, RunnerSetup
 from omniserve.core.spec import ModelSpec, eos_token_ids
+from omniserve.core.work import CancelPrefill, DiskCopy, HostEvent, RemotePrefill, SideWork
 from omniserve.engine.capacity import (
     caches_prefixes,
     fit_states,
@@ -41,7 +43,7 @@ from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.layers.loaded import language_model
 from omniserve.layers.patching import PatchedModel, patched_model
 from omniserve.layers.sharding import num_shards
-from omniserve.runner.runner import ModelRunner, RunnerParts
+from omniserve.runner.runner import Executor, ModelRunner, RunnerParts
 from omniserve.sampling.sampler import Sampler
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, check_stages, policy_of
 from omniserve.sched.late_joins import late_layers
@@ -117,10 +119,10 @@ class EngineParts:
             log = _until_done(undo, make_log(setup.config, spec, latency))
             hosts = _until_done(undo, connect_hosts(setup, tier))
             prefills = _until_done(undo, connect_prefill_engines(setup.config, patched, tier, kv, clock))
+            executors, sources = side_workers(tier, disk, hosts, prefills)
             parts = RunnerParts(
-                model=patched, sampler=sampler, tier=tier, disk=disk, hosts=hosts, prefills=prefills,
-                safepoint=safepoint,
-            )  # fmt: skip
+                model=patched, sampler=sampler, tier=tier, executors=executors, sources=sources, safepoint=safepoint
+            )
             runner = make_runner(setup, parts, group)
             undo.pop_all()
         return cls(
@@ -389,6 +391,31 @@ def connect_prefill_engines(
     if (of_ranks := _of_ranks(tier)) is not None:
         of_ranks.use_prefills(prefills)
     return prefills
+
+
+def side_workers(
+    tier: HostTier | None, disk: DiskTier | None, hosts: NetworkHosts | None, prefills: PrefillEngines | None
+) -> tuple[dict[type[SideWork], Executor], list[Callable[[], Sequence[HostEvent]]]]:
+    """Return the executors of side work that only some engines have, and the sources of events (``RunnerParts``)."""
+    executors: dict[type[SideWork], Executor] = {}
+    sources: list[Callable[[], Sequence[HostEvent]]] = []
+    if tier is not None:
+        sources.append(tier.poll)
+        if hosts is not None and _of_ranks(tier) is None:  # else the tier asks them itself
+            sources[0] = partial(_poll_both, tier, hosts)
+    if disk is not None:
+        executors[DiskCopy] = disk.start
+        sources.append(disk.poll)
+    if prefills is not None:
+        assert tier is not None
+        executors |= {RemotePrefill: prefills.start, CancelPrefill: prefills.cancel}
+        if _of_ranks(tier) is None:
+            sources.append(prefills.poll)
+    return executors, sources
+
+
+def _poll_both(tier: HostTier, hosts: NetworkHosts) -> list[HostEvent]:
+    return hosts.poll(tier.poll())
 
 
 def _of_ranks(tier: HostTier) -> GroupHostTier | None:

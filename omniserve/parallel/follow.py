@@ -13,8 +13,8 @@ from torch import Tensor
 from omniserve.core.config import PREFILL_SECRET_VARIABLE, EngineConfig
 from omniserve.core.errors import OmniServeError, PeerLost, PeerRefused
 from omniserve.core.link import Link, read_secret
-from omniserve.core.plan import HostEvent
 from omniserve.core.setup import RunnerSetup
+from omniserve.core.work import CancelPrefill, HostEvent, RemotePrefill, SideWork
 from omniserve.host.remote import HostUser, NetworkHosts
 from omniserve.host.tier import HostTier
 from omniserve.layers.kv_fingerprint import kv_fingerprint
@@ -26,7 +26,7 @@ from omniserve.parallel.group import versions
 from omniserve.parallel.meeting import connect_collectives, stage_link
 from omniserve.parallel.prefill import RankReceiver, RankSender
 from omniserve.runner.lockstep import Lockstep
-from omniserve.runner.runner import ModelRunner, RunnerParts
+from omniserve.runner.runner import Executor, ModelRunner, RunnerParts
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,10 @@ class _Follower:
             self._link, timeout_s=self._welcome.timeout_s, shares_tokens=setup.overlaps,
             join_or_drop=self._join_or_drop,
         )  # fmt: skip
-        parts = RunnerParts(model=model, tier=self._tier, prefills=self._receiver, lockstep=lockstep, stage=self._stage)
+        executors: dict[type[SideWork], Executor] = {}
+        if self._receiver is not None:
+            executors = {RemotePrefill: self._receiver.start, CancelPrefill: self._receiver.cancel}
+        parts = RunnerParts(model=model, tier=self._tier, executors=executors, lockstep=lockstep, stage=self._stage)
         return ModelRunner(setup, parts)
 
     def _tell_events(self) -> None:

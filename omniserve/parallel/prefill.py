@@ -21,10 +21,10 @@ from torch import Tensor
 from omniserve.core import link
 from omniserve.core.config import PREFILL_SECRET_VARIABLE, PrefillConfig
 from omniserve.core.errors import PeerLost, PeerRefused
-from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
 from omniserve.core.version import __version__
+from omniserve.core.work import CancelPrefill, HostEvent, PrefillEngineJoined, PrefillEngineLost, RemotePrefill
 from omniserve.host.prefill_engines import engine_name
-from omniserve.host.prefill_messages import Blocks, Done, Failed, HelloOfRank, Refused, Welcome
+from omniserve.host.prefill_messages import Blocks, Failed, Finished, HelloOfRank, Refused, Welcome
 from omniserve.host.prefill_receiver import Order, PrefillReceiver, Sender
 from omniserve.host.prefill_session import Listener, Session, bytes_of
 
@@ -83,7 +83,7 @@ class RankReceiver(PrefillReceiver):
                 peer.shut_down()
             self._has_started.notify_all()
 
-    def cancel(self, move_id: int) -> None:
+    def cancel(self, cancel: CancelPrefill) -> None:
         """Do nothing: rank 0 tells the engine, whose ranks all end the prefill."""
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class RankReceiver(PrefillReceiver):
                 if self._is_dropped[sender.number - 1]:
                     raise PeerLost("another rank has lost it meanwhile")
                 sender.link = peer
-                self._tell(HostEvent(kind=HostEventKind.PREFILL_JOINED, host=sender.number))
+                self._tell(PrefillEngineJoined(sender.number))
         except PeerLost as error:
             self._give_up(sender, error)
         else:
@@ -122,7 +122,7 @@ class RankReceiver(PrefillReceiver):
     def _give_up(self, sender: Sender, error: Exception) -> None:
         if not self._is_closed.is_set():
             logger.warning("%s cannot be used: %s", sender.name, error)
-            self._tell(HostEvent(kind=HostEventKind.PREFILL_LOST, host=sender.number))
+            self._tell(PrefillEngineLost(sender.number))
 
     def _order(self, sender: Sender, move_id: int) -> Order:
         """Return the order that a message is about; wait for it, as the step that begins it may come later here."""
@@ -164,7 +164,7 @@ class RankSender:
         """Send the next blocks of a prompt."""
         self._send(session, Blocks(move_id, bytes_of(self._pool_LBK2SH, blocks)))
 
-    def end(self, session: str, message: Done | Failed) -> None:
+    def end(self, session: str, message: Finished | Failed) -> None:
         """Send how a prompt has ended."""
         self._send(session, message)
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from omniserve.core.plan import DiskCopy, HostEvent, HostEventKind
 from omniserve.core.request import ServiceClass
-from omniserve.kv.base import KeepsPrefixesOnDisk, KVManager
+from omniserve.core.work import DiskCopy, Done
+from omniserve.kv.base import CanMove, KeepsPrefixesOnDisk, KVManager
 from omniserve.sched import prefixes
 from omniserve.sched.prefixes import Coming, Prefixes
+from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import Forecast
 
@@ -50,17 +51,22 @@ class DiskReads:
     computing them; without a forecast, or before the first copy has told how long one takes, they are read.
 
     Args:
+        side_work: Takes the copies.
+        put_back: Called with the requests that waited for a copy when it has ended.
         max_blocks: Most blocks that are being written at a time.
     """
 
-    def __init__(self, kv: KVManager, prefixes: Prefixes, *, max_blocks: int) -> None:
+    def __init__(
+        self, kv: KVManager, prefixes: Prefixes, side_work: SideWorkQueue, *,
+        put_back: Callable[[Iterable[RequestState]], None], max_blocks: int,
+    ) -> None:  # fmt: skip
         self._kv = kv if isinstance(kv, KeepsPrefixesOnDisk) and kv.has_disk() else None
-        self._prefixes = prefixes
+        self._mover = kv if isinstance(kv, CanMove) else None
+        self._prefixes, self._side_work, self._put_back = prefixes, side_work, put_back
         self._block_size = kv.block_size
         self._max_blocks = max_blocks
         self._writing: dict[int, int] = {}
         self._reading: dict[int, _Read] = {}
-        self._begun: list[DiskCopy] = []
         self._block_s: float | None = None
         self.num_read_tokens: Counter[str] = Counter()
         """Counter, by class of the request that was first: tokens whose KV was read from disk."""
@@ -112,8 +118,9 @@ class DiskReads:
         use.was_looked_up_on_disk = len(wanted) == len(on_disk)
         use.num_coming = num_on_host + len(copy.keys)
         use.num_disk_waits += 1
-        self._begun.append(copy)
         self._reading[copy.move_id] = _Read(copy, state.service_class, {state: None})
+        self._side_work.expect(copy.move_id, self._on_read)
+        self._side_work.begin(copy)
         return True
 
     def coming(self, state: RequestState) -> Coming | None:
@@ -162,34 +169,37 @@ class DiskReads:
         for read in self._reading.values():
             read.states.pop(state, None)
 
-    def take_copies(self) -> list[DiskCopy]:
-        """Return, once, the copies from disk that were begun, and begin to write; for the plan that is decided."""
-        copies, self._begun = self._begun, []
+    def write(self) -> None:
+        """Begin to write what the disk has not; to be called when a plan is decided."""
         if self._kv is None:
-            return copies
+            return
         max_blocks = self._max_blocks - sum(self._writing.values())
         if max_blocks > 0 and (copy := self._kv.start_writing_prefixes(max_blocks=max_blocks)) is not None:
             self._writing[copy.move_id] = len(copy.keys)
-            copies.append(copy)
-        return copies
+            self._side_work.expect(copy.move_id, self._on_written)
+            self._side_work.begin(copy)
 
     @property
     def is_writing(self) -> bool:
         """Copies to disk are under way."""
         return bool(self._writing)
 
-    def on_end(self, event: HostEvent) -> Iterable[RequestState] | None:
-        """Book the end of a copy; return the requests that waited for it. None: the event is of something else."""
-        if self._writing.pop(event.move_id, None) is not None:
-            return ()
-        if event.move_id not in self._reading:
-            return None
-        copy, service_class, states = self._reading.pop(event.move_id)
-        if event.kind is HostEventKind.MOVE_DONE:
+    def _on_written(self, done: Done) -> None:
+        self._finish(done)
+        del self._writing[done.move_id]
+
+    def _on_read(self, done: Done) -> None:
+        self._finish(done)
+        copy, service_class, states = self._reading.pop(done.move_id)
+        if done.ok:
             self.num_read_tokens[service_class] += len(copy.keys) * self._block_size
-            block_s = event.seconds / len(copy.keys)
+            block_s = done.seconds / len(copy.keys)
             self._block_s = block_s if self._block_s is None else self._block_s + _RATE * (block_s - self._block_s)
-        return states
+        self._put_back(states)
+
+    def _finish(self, done: Done) -> None:
+        assert self._mover is not None
+        self._mover.finish_move(done.move_id, succeeded=done.ok)
 
     def look_again(self, state: RequestState) -> None:
         """Look a request up again that comes to wait anew, as it was preempted."""

@@ -6,19 +6,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 from omniserve.core.config import EngineConfig
-from omniserve.core.plan import HostEvent, HostEventKind
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import KVManager
 from omniserve.sched.disk_reads import MOST_LOOKED_UP, DiskReads
 from omniserve.sched.prefixes import Prefixes
 from omniserve.sched.remote_prefills import MOST_ASKED_FOR, RemotePrefills
+from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
 from omniserve.sched.step_cost import Forecast
-
-_OF_PREFILLS = (
-    HostEventKind.PREFILL_DONE, HostEventKind.PREFILL_FAILED, HostEventKind.PREFILL_JOINED, HostEventKind.PREFILL_LOST,
-)  # fmt: skip
-
 
 _NUM_NEXT = 2 * MOST_ASKED_FOR[BE]
 """Number of prompts, the first of the queues, for which ``blocks_wanted`` keeps room, as an engine may be asked for
@@ -34,11 +29,11 @@ class Reads:
     """
 
     def __init__(
-        self, kv: KVManager, prefixes: Prefixes, config: EngineConfig, waiting: Mapping[ServiceClass, RequestQueue], *,
-        max_blocks: int,
+        self, kv: KVManager, prefixes: Prefixes, side_work: SideWorkQueue, config: EngineConfig,
+        waiting: Mapping[ServiceClass, RequestQueue], *, max_blocks: int,
     ) -> None:  # fmt: skip
-        self.disk = DiskReads(kv, prefixes, max_blocks=max_blocks)
-        self.prefills = RemotePrefills(kv, prefixes, config)
+        self.disk = DiskReads(kv, prefixes, side_work, put_back=self._put_back, max_blocks=max_blocks)
+        self.prefills = RemotePrefills(kv, prefixes, side_work, config, put_back=self._put_back)
         self._waiting, self._block_size = waiting, kv.block_size
 
     def __contains__(self, state: RequestState) -> bool:
@@ -86,21 +81,6 @@ class Reads:
         askable = (state for kind in (LS, BE) for state in self._waiting[kind] if self.prefills.may_ask(state))
         upcoming = sum(-(-state.num_tokens // self._block_size) for state in itertools.islice(askable, _NUM_NEXT))
         return self.prefills.blocks_arrived() + upcoming
-
-    def on_prefill(self, event: HostEvent) -> bool:
-        """Book an event of a prefill engine; False: it is of something else."""
-        if event.kind not in _OF_PREFILLS:
-            return False
-        if (state := self.prefills.on_event(event)) is not None:
-            self._put_back([state])
-        return True
-
-    def on_move_end(self, event: HostEvent) -> bool:
-        """Book the end of a copy from or to disk; False: the move is another one."""
-        if (readers := self.disk.on_end(event)) is None:
-            return False
-        self._put_back(readers)
-        return True
 
     def forget(self, state: RequestState) -> None:
         """Forget a READING request that has ended."""

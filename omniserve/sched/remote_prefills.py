@@ -7,7 +7,7 @@ To the scheduler a prefill engine is one more place where prefixes come from, li
 (``sched/placement.py``) chooses an engine for a request that waits, which then leaves its queue (READING) with host
 blocks for the KV; a thread writes the KV into them (``host/prefill_receiver.py``). Decodes that move to the host to let
 best-effort prompts in leave room for what has come and for the next few prompts (``Reads.blocks_wanted``). Recurrent
-states are put into the request's state slot when the KV has been copied (``StepPlan.state_loads``); without them the KV
+states are put into the request's state slot when the KV has been copied (``StateLoad``); without them the KV
 is of no use, so a request of a model with states finds no other KV. If the engine is lost or lacks memory, what has
 come is kept, and the rest is computed here.
 """
@@ -15,16 +15,17 @@ come is kept, and the rest is computed here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from omniserve.core.config import EngineConfig
-from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
 from omniserve.core.request import ServiceClass
+from omniserve.core.work import CancelPrefill, Done, PrefillEngineJoined, PrefillEngineLost, RemotePrefill
 from omniserve.kv.base import KeepsPrefixesOnHost, KVManager
 from omniserve.sched import prefixes
 from omniserve.sched.placement import PLACEMENTS, PrefillEngine, Prompt
 from omniserve.sched.prefixes import Prefixes
+from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.state import LS, Phase, RequestState
 from omniserve.sched.step_cost import Forecast, ttft_left_s
 
@@ -52,9 +53,18 @@ class _Order:
 
 
 class RemotePrefills:
-    """Asks prefill engines for prompts, and books what comes of it."""
+    """Asks prefill engines for prompts, and books what comes of it.
 
-    def __init__(self, kv: KVManager, prefixes: Prefixes, config: EngineConfig) -> None:
+    Args:
+        side_work: Takes the prefills.
+        put_back: Called with a request that waits for an engine no more.
+    """
+
+    def __init__(
+        self, kv: KVManager, prefixes: Prefixes, side_work: SideWorkQueue, config: EngineConfig, *,
+        put_back: Callable[[Iterable[RequestState]], None],
+    ) -> None:  # fmt: skip
+        self._side_work, self._put_back = side_work, put_back
         wanted = bool(config.prefill.prefill_engines)
         self._kv = kv if wanted and isinstance(kv, KeepsPrefixesOnHost) and prefixes.is_on else None
         self._prefixes, self._block_size = prefixes, kv.block_size
@@ -67,8 +77,6 @@ class RemotePrefills:
         self._after_s = 0.0
         """Recent seconds from the arrival of a prompt's KV to its first token."""
         self._orders: dict[int, _Order] = {}
-        self._begun: list[RemotePrefill] = []
-        self._cancels: list[int] = []
         self._arrived: list[RequestState] = []
         """Requests whose KV has come, not all of which still wait."""
         self.num_tokens: Counter[str] = Counter()
@@ -90,7 +98,7 @@ class RemotePrefills:
     @property
     def is_cancelling(self) -> bool:
         """There are prefills to stop, because their requests have ended."""
-        return bool(self._cancels)
+        return self._side_work.has_begun(CancelPrefill)
 
     def __contains__(self, state: RequestState) -> bool:
         """Tell whether a request waits for an engine."""
@@ -146,7 +154,8 @@ class RemotePrefills:
         ttft_s: float | None = None
         if state.slo.ttft_s is not None:
             ttft_s = state.arrival_s + state.slo.ttft_s - now_s - self._after_s  # the engine leaves headroom itself
-        self._begun.append(RemotePrefill(
+        self._side_work.expect(move_id, self._on_done)
+        self._side_work.begin(RemotePrefill(
             move_id=move_id, engine=chosen.number, token_ids=tuple(state.token_ids[: len(keys) * self._block_size]),
             first_block=first, host_block_ids=blocks, service_class=state.service_class,
             ttft_s=ttft_s if ttft_s is not None and ttft_s > 0 else None, cache_salt=state.request.cache_salt,
@@ -197,40 +206,34 @@ class RemotePrefills:
         for move_id, order in self._orders.items():
             if order.state is state:
                 order.state = None
-                self._cancels.append(move_id)
+                self._side_work.begin(CancelPrefill(move_id=move_id))
 
-    def take_orders(self) -> tuple[RemotePrefill, ...]:
-        """Return, once, what was asked for; for the plan that is decided."""
-        begun, self._begun = tuple(self._begun), []
-        return begun
+    def on_event(self, event: PrefillEngineJoined | PrefillEngineLost) -> None:
+        """Note that an engine can be asked, or can no longer be."""
+        if isinstance(event, PrefillEngineJoined):
+            self._token_s[event.engine] = None
+        else:
+            self._token_s.pop(event.engine, None)
 
-    def take_cancels(self) -> tuple[int, ...]:
-        """Return, once, the ids of prefills whose requests have ended."""
-        cancels, self._cancels = tuple(self._cancels), []
-        return cancels
-
-    def on_event(self, event: HostEvent) -> RequestState | None:
-        """Book an event of a prefill engine; return the request that waits no more, if there is one."""
-        if event.kind is HostEventKind.PREFILL_JOINED:
-            self._token_s[event.host] = None
-            return None
-        if event.kind is HostEventKind.PREFILL_LOST:
-            self._token_s.pop(event.host, None)
-            return None
-        order = self._orders.pop(event.move_id)
+    def _on_done(self, done: Done) -> None:
+        """Book the end of a prefill."""
+        order, prefilled = self._orders.pop(done.move_id), done.prefilled
+        assert prefilled is not None
         if self._kv is None:
-            return None  # given up: nothing may be found in these blocks, so they stay taken
-        self._kv.end_awaiting_prefix(event.move_id, event.num_blocks)
-        self.num_tokens[order.service_class] += event.num_blocks * self._block_size
-        if event.kind is HostEventKind.PREFILL_DONE and order.engine in self._token_s:
-            token_s, before_s = event.seconds / order.num_tokens, self._token_s[order.engine]
+            return  # given up: nothing may be found in these blocks, so they stay taken
+        self._kv.end_awaiting_prefix(done.move_id, prefilled.num_blocks)
+        self.num_tokens[order.service_class] += prefilled.num_blocks * self._block_size
+        if done.ok and order.engine in self._token_s:
+            token_s, before_s = done.seconds / order.num_tokens, self._token_s[order.engine]
             self._token_s[order.engine] = token_s if before_s is None else before_s + _RATE * (token_s - before_s)
-        if order.state is not None and order.state.prefix is not None and event.kind is HostEventKind.PREFILL_DONE:
+        if order.state is None:
+            return
+        if done.ok and order.state.prefix is not None:
             order.state.prefix.num_prefills = _MOST_TRIES  # what the host loses meanwhile is computed here
-            order.state.prefix.was_prefilled, order.state.prefix.came_s = True, event.at_s
-            order.state.prefix.states = event.states
+            order.state.prefix.was_prefilled, order.state.prefix.came_s = True, prefilled.at_s
+            order.state.prefix.states = prefilled.states
             self._arrived = [*self._waiting(self._arrived), order.state]
-        return order.state
+        self._put_back([order.state])
 
     def blocks_arrived(self) -> int:
         """Return how many host blocks the KV that has come for WAITING requests has, with what the host had of it."""

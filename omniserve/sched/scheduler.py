@@ -20,7 +20,6 @@ from omniserve.core.errors import RequestRejected
 from omniserve.core.plan import (
     PENDING_TOKEN,
     DeviceChunk,
-    HostEvent,
     PiggybackEntry,
     PiggybackJoin,
     StepOutput,
@@ -28,6 +27,7 @@ from omniserve.core.plan import (
 )
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
 from omniserve.core.stats import SchedulerStats
+from omniserve.core.work import HostEvent
 from omniserve.kv.base import KVManager, Tier
 from omniserve.sched.batch import Batch
 from omniserve.sched.drafter import Drafter, prompt_lookup

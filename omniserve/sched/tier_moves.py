@@ -11,8 +11,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from omniserve.core.plan import Bound, MoveDirection
+from omniserve.core.plan import Bound
 from omniserve.core.request import ServiceClass
+from omniserve.core.work import MoveDirection
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
 from omniserve.sched.options import HostTierOptions
