@@ -10,9 +10,8 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 
@@ -43,7 +42,7 @@ from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.layers.loaded import language_model
 from omniserve.layers.patching import PatchedModel, patched_model
 from omniserve.layers.sharding import num_shards
-from omniserve.runner.runner import Executor, ModelRunner, RunnerParts
+from omniserve.runner.runner import EventSource, Executor, ModelRunner, RunnerParts
 from omniserve.sampling.sampler import Sampler
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, check_stages, policy_of
 from omniserve.sched.late_joins import late_layers
@@ -395,27 +394,34 @@ def connect_prefill_engines(
 
 def side_workers(
     tier: HostTier | None, disk: DiskTier | None, hosts: NetworkHosts | None, prefills: PrefillEngines | None
-) -> tuple[dict[type[SideWork], Executor], list[Callable[[], Sequence[HostEvent]]]]:
+) -> tuple[dict[type[SideWork], Executor], list[EventSource]]:
     """Return the executors of side work that only some engines have, and the sources of events (``RunnerParts``)."""
     executors: dict[type[SideWork], Executor] = {}
-    sources: list[Callable[[], Sequence[HostEvent]]] = []
+    sources: list[EventSource] = []
     if tier is not None:
-        sources.append(tier.poll)
+        sources.append(tier)
         if hosts is not None and _of_ranks(tier) is None:  # else the tier asks them itself
-            sources[0] = partial(_poll_both, tier, hosts)
+            sources[0] = _TierWithHosts(tier, hosts)
     if disk is not None:
         executors[DiskCopy] = disk.start
-        sources.append(disk.poll)
+        sources.append(disk)
     if prefills is not None:
         assert tier is not None
         executors |= {RemotePrefill: prefills.start, CancelPrefill: prefills.cancel}
         if _of_ranks(tier) is None:
-            sources.append(prefills.poll)
+            sources.append(prefills)
     return executors, sources
 
 
-def _poll_both(tier: HostTier, hosts: NetworkHosts) -> list[HostEvent]:
-    return hosts.poll(tier.poll())
+@dataclass(frozen=True, slots=True)
+class _TierWithHosts:
+    """The events of a host tier, which CPU hosts on the network see, and add their own to."""
+
+    tier: HostTier
+    hosts: NetworkHosts
+
+    def poll(self) -> list[HostEvent]:
+        return self.hosts.poll(self.tier.poll())
 
 
 def _of_ranks(tier: HostTier) -> GroupHostTier | None:

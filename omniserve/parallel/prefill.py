@@ -66,7 +66,7 @@ class RankReceiver(PrefillReceiver):
     def join(self, number: int, session: str, address: tuple[str, int]) -> None:
         """Connect to this rank's counterpart in a prefill engine that rank 0 has joined.
 
-        PREFILL_JOINED tells when that is done, and PREFILL_LOST once when it is over.
+        ``PrefillEngineJoined`` tells when that is done, and ``PrefillEngineLost`` once when it is over.
         """
         self._is_dropped[number - 1] = self._is_closed.is_set()
         self._threads[number] = threading.Thread(

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -48,6 +48,14 @@ Executor = Callable[[Any], object]
 """Starts a piece of side work of the type that it is for."""
 
 
+class EventSource(Protocol):
+    """Something that works beside the steps."""
+
+    def poll(self) -> Sequence[HostEvent]:
+        """Return the events since the last call. Never blocks."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
     """A step whose work the device has been given."""
@@ -72,9 +80,8 @@ class RunnerParts:
     tier: HostTier | None = None
     executors: Mapping[type[SideWork], Executor] = field(default_factory=dict)
     """Executors of the side work that only some engines have."""
-    sources: Sequence[Callable[[], Sequence[HostEvent]]] = ()
-    """Each returns the events of some side work since its last call, that of the host tier first; none: the host tier
-    is all there is."""
+    sources: Sequence[EventSource] = ()
+    """What tells events, the host tier first; none: it is all there is."""
     safepoint: Callable[[], Set[str]] = frozenset
     """Asked between two layers which requests' rows must leave the step, if the setup has safepoints."""
     lockstep: Lockstep = field(default_factory=Lockstep)
@@ -93,7 +100,7 @@ class ModelRunner:
     def __init__(self, setup: RunnerSetup, parts: RunnerParts) -> None:
         config, model, tier = setup.config, parts.model, parts.tier
         self._model, self._sampler, self._tier, self._lockstep = model, parts.sampler, tier, parts.lockstep
-        self._sources = parts.sources or ((tier.poll,) if tier is not None else ())
+        self._sources = parts.sources or ((tier,) if tier is not None else ())
         self._storage = DeviceKVStorage(
             model.spec, num_blocks=setup.num_device_blocks, block_size=config.block_size, dtype=model.dtype,
             device=model.device, layers=model.layers,
@@ -244,8 +251,8 @@ class ModelRunner:
         if self._tier is None:
             return []
         events = self._late_results.take_events()
-        for poll in self._sources:
-            events += poll()
+        for source in self._sources:
+            events += source.poll()
         if self._host_was_healthy and not self._tier.healthy:
             self._host_was_healthy = False
             events.append(TierDown())

@@ -179,13 +179,13 @@ class Batch:
     def _is_computed_sooner(self, state: RequestState, bound_s: float) -> bool:
         """Tell whether an LS request has its first token sooner without what the host has of it.
 
-        What is copied is there for the next step at the soonest. This one may become as long as ``bound_s``. What a
-        prefill engine has computed is not computed again: that is the time which it was asked to save.
+        What is copied is there for the next step at the soonest. This one may become as long as ``bound_s``. What was
+        computed elsewhere for it is not computed again: that is the time which was to be saved.
         """
         num_tokens = self._requests.prefixes.num_tokens_on_host(state)
         if state.kind is not LS or self.cost is None or not 0 < num_tokens <= self.tokens_left:
             return False
-        if state.prefix is not None and state.prefix.was_prefilled:
+        if state.prefix is not None and state.prefix.was_computed_elsewhere:
             return False
         start, now_s = self._requests.num_kept_tokens(state, Tier.DEVICE), self.cost.seconds()
         longer_s = self.cost.seconds_with(start, num_tokens, samples=0) - now_s

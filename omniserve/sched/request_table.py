@@ -25,9 +25,11 @@ from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.prefix_queue import PrefixQueue
 from omniserve.sched.prefixes import Coming, Prefixes
-from omniserve.sched.reads import Reads
 from omniserve.sched.residents import HostResidents
 from omniserve.sched.side_work import SideWorkQueue
+from omniserve.sched.sources import sources_of
+from omniserve.sched.sources.base import KVLoads
+from omniserve.sched.sources.kept import EvictionsKept, KeptKV, PrefixesKept
 from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
 from omniserve.sched.state_slots import StateSlots
 from omniserve.sched.step_cost import Forecast
@@ -38,8 +40,8 @@ logger = logging.getLogger(__name__)
 class RequestTable:
     """The requests that have not ended, the queue that each is in, and the KV moves under way.
 
-    A request is in exactly one of ``waiting[kind]``, ``reads``, ``device[kind]``, ``residents.queue`` and ``moving``,
-    by its phase, or in none of them and ENDING. WAITING, READING and ENDING requests have no block table. HOST requests
+    A request is in exactly one of ``waiting[kind]``, ``loads``, ``device[kind]``, ``residents.queue`` and ``moving``,
+    by its phase, or in none of them and ENDING. WAITING, LOADING and ENDING requests have no block table. HOST requests
     hold a slot, and so do MOVING ones that come from the host tier or go there; with ``offloads``, requests may. With
     ``preempts``, plans may have preemptible rows. With ``hides_held``, its queues hide requests that are held.
     """
@@ -80,9 +82,14 @@ class RequestTable:
         )  # fmt: skip
         # States stand where a request's last token left them: what is kept of its KV up to an earlier one is of no use.
         can_keep = isinstance(kv, CanEvict) and not limits.num_state_slots
-        self.evicter = kv if isinstance(kv, CanEvict) and can_keep and not self.prefixes.is_on else None
-        self.reads = Reads(
-            kv, self.prefixes, self.side_work, limits.config, self.waiting, max_blocks=blocks_per_step
+        self._kept: KeptKV = PrefixesKept(self.prefixes)
+        self.keeps_evicted = can_keep and not self.prefixes.is_on
+        """A preempted request keeps what is left of its blocks."""
+        if isinstance(kv, CanEvict) and self.keeps_evicted:
+            self._kept = EvictionsKept(kv)
+        self.loads = KVLoads(
+            sources_of(limits.config, kv), kv, self.prefixes, self.side_work, limits.config, self.waiting,
+            max_blocks=blocks_per_step,
         )  # fmt: skip
         self._offloads = offloads
         self._draining: dict[int, RequestState] = {}
@@ -128,8 +135,8 @@ class RequestTable:
                 self.side_work.begin(CancelTask(slot=state.slot))
             else:
                 self._leave_host(state)
-        elif phase is Phase.READING:
-            self.reads.forget(state)
+        elif phase is Phase.LOADING:
+            self.loads.forget(state)
         elif phase in (Phase.WAITING, Phase.DEVICE):
             (self.waiting if phase is Phase.WAITING else self.device)[state.kind].remove(state)
             self.kv.free(state.request_id)
@@ -145,7 +152,7 @@ class RequestTable:
 
         Copies of cached prefixes to the host do not count: no request waits for them.
         """
-        is_busy = self.checkpoints.busy or self.reads.prefills.is_cancelling
+        is_busy = self.checkpoints.busy or self.side_work.is_pending
         return not (self.states or self.moving or self.abandoned_moves or self._draining or is_busy)
 
     # -- changes of place ----------------------------------------------------------------------------------------
@@ -159,22 +166,22 @@ class RequestTable:
         state.blocked_since_s = None
         self.device[state.kind].add(state)
 
-    def start_reading(self, forecast: Forecast | None, now_s: float) -> None:
-        """Take WAITING requests from their queues whose KV is to come from disk or from a prefill engine.
+    def start_loading(self, forecast: Forecast | None, now_s: float) -> None:
+        """Take WAITING requests from their queues whose KV is to come from a source.
 
         They come back when it is there.
         """
         if self.host_is_up:
-            self.reads.start(forecast, now_s, running_ls=self.device[LS], reserve_blocks=self.host_headroom)
+            self.loads.start(forecast, now_s, running_ls=self.device[LS], reserve_blocks=self.host_headroom)
 
     def give_up_prefixes(self) -> None:
         """Find, publish, copy and write no prefixes any more; to be called when a step has failed."""
         self.prefixes.give_up()
-        self.reads.give_up()
+        self.loads.give_up()
 
     def coming(self, state: RequestState) -> Coming | None:
         """Return the KV that will be copied to the device for a new WAITING request; None: nothing."""
-        return self.reads.disk.coming(state) if self.prefixes.is_on and self.host_is_up else None
+        return self.loads.coming(state) if self.prefixes.is_on and self.host_is_up else None
 
     def preempt(self, state: RequestState) -> None:
         """Take a request's memory back; it waits, in arrival order, to be resumed. Its tokens are kept.
@@ -188,10 +195,7 @@ class RequestTable:
             self.residents.release_slot(state)
         else:
             raise RuntimeError(f"request {state.request_id} cannot be preempted while {state.phase}")
-        if self.evicter is not None:
-            self.evicter.evict(state.request_id, state.num_computed_tokens)
-        else:
-            self.prefixes.release(state)
+        self._kept.take_from(state)
         self._requeue(state)
 
     def start_move(self, state: RequestState, direction: MoveDirection, *, reserve_blocks: int = 0) -> KVMove | None:
@@ -229,20 +233,14 @@ class RequestTable:
 
     def needs_restore(self, state: RequestState) -> bool:
         """Tell whether the host has KV of a WAITING request that the device has not (any more)."""
-        if not self.host_is_up:
-            return False
-        if self.evicter is None:
-            return self.prefixes.is_worth_restoring(state)
-        return self.num_kept_tokens(state, Tier.HOST) > self.num_kept_tokens(state, Tier.DEVICE)
+        return self.host_is_up and self._kept.needs_restore(state)
 
     def num_kept_tokens(self, state: RequestState, tier: Tier) -> int:
         """Return how many first tokens of a WAITING request still have their KV on a tier.
 
         Of one that was evicted (``CanEvict``), or, on the device, in the prefix cache.
         """
-        if self.evicter is not None:
-            return self.evicter.num_kept_tokens(state.request_id, tier)
-        return self.prefixes.num_tokens(state) if tier is Tier.DEVICE else 0
+        return self._kept.num_tokens(state, tier)
 
     def allocate(self, state: RequestState, *, reserve_blocks: int) -> tuple[int, ...] | None:
         """Return device blocks for all known tokens of a WAITING or DEVICE request; None: there is no room."""
@@ -256,13 +254,10 @@ class RequestTable:
         It holds device blocks for all its tokens from now on, and is on the device, with those behind its checkpoint
         uncomputed, when the copy is done.
         """
-        if self.evicter is not None:
-            num_tokens = self.num_kept_tokens(state, Tier.HOST)
-            move = self.evicter.start_restore(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
-        else:
-            move, num_tokens = self.prefixes.start_restore(state, reserve_blocks=reserve_blocks) or (None, 0)
-        if move is None:
+        restore = self._kept.start_restore(state, reserve_blocks=reserve_blocks)
+        if restore is None:
             return None
+        move, num_tokens = restore
         self.waiting[state.kind].remove(state)
         self.state_slots.of(state)
         state.num_computed_tokens = num_tokens
@@ -302,7 +297,7 @@ class RequestTable:
             known = (state for state in self.device[BE] if state.request_id not in unseen)
             self.checkpoints.begin(known, reserve_blocks=self.host_headroom)
             self.prefixes.save(reserve_blocks=self.host_headroom)
-        self.reads.disk.write()
+        self.loads.write()
         # Copies on the device come first: the others may read what they have written.
         relocations = self.sharer.take_relocations() if self.sharer is not None else ()
         return (*relocations, *self.side_work.take())
@@ -329,7 +324,7 @@ class RequestTable:
                     self.hosts.add(host)
                     self.spreader.add_host(host, num_blocks, num_threads)
                 case _:
-                    self.reads.prefills.on_event(event)
+                    self.loads.on_event(event)
         if self._has_lost_hosts:
             self._leave_lost_hosts()
 
@@ -416,7 +411,7 @@ class RequestTable:
 
     def _wait(self, state: RequestState) -> None:
         self.state_slots.release(state)
-        self.reads.look_again(state)
+        self.loads.look_again(state)
         state.num_computed_tokens = 0
         state.halted = None
         state.phase = Phase.WAITING
@@ -511,7 +506,7 @@ class RequestTable:
             phase, about = state.phase, (state.request_id, state.phase, state.slot)
             homes = {
                 Phase.WAITING: state in self.waiting[state.kind],
-                Phase.READING: state in self.reads,
+                Phase.LOADING: state in self.loads,
                 Phase.DEVICE: state in self.device[state.kind],
                 Phase.HOST: state in self.residents.queue,
                 Phase.MOVING: any(other is state for other, _ in self.moving.values()),
@@ -519,7 +514,7 @@ class RequestTable:
             }
             assert [home for home, is_there in homes.items() if is_there] == [phase], (about, homes)
             num_blocks = self.kv.num_blocks(state.request_id)
-            has_none = phase in (Phase.WAITING, Phase.READING, Phase.ENDING)
+            has_none = phase in (Phase.WAITING, Phase.LOADING, Phase.ENDING)
             assert (num_blocks == 0) == has_none, (about, num_blocks)
             may_hold, must_hold = phase in (Phase.HOST, Phase.MOVING), phase is Phase.HOST
             assert may_hold if state.slot >= 0 else not must_hold, about

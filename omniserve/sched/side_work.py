@@ -34,6 +34,7 @@ class SideWorkQueue:
         """Tell whoever began a piece that it has ended."""
         self._on_done.pop(done.move_id)(done)
 
-    def has_begun(self, kind: type[SideWork]) -> bool:
-        """Tell whether a piece of this type waits for the next plan."""
-        return any(isinstance(work, kind) for work in self._begun)
+    @property
+    def is_pending(self) -> bool:
+        """A piece waits for the next plan."""
+        return bool(self._begun)

@@ -48,7 +48,7 @@ class StateSlots:
         held = [state.state_slot for state in states if state.state_slot >= 0]
         assert sorted(held + self._free) == list(range(self.num_slots)), (sorted(held), sorted(self._free))
         for state in states:
-            has_tokens = state.phase not in (Phase.WAITING, Phase.READING, Phase.ENDING)
+            has_tokens = state.phase not in (Phase.WAITING, Phase.LOADING, Phase.ENDING)
             assert (state.state_slot >= 0) == (has_tokens and self.num_slots > 0), (state.request_id, state.phase)
 
 

@@ -136,7 +136,7 @@ class TierMoves:
         shortage = requests.blocks_for(state) + self._reserve(state) - self._kv.num_free(Tier.DEVICE)
         shortage -= requests.blocks_moving_out
         if shortage > 0:
-            self.offload_until(batch, shortage, reserve_blocks=requests.reads.blocks_wanted())
+            self.offload_until(batch, shortage, reserve_blocks=requests.loads.blocks_wanted())
 
     @property
     def can_offload_for_time(self) -> bool:
@@ -268,6 +268,6 @@ class Parking:
         num_missing = self._kv.num_blocks(state.request_id) - num_checkpointed
         can_park = state.decodes and num_checkpointed > 0 and num_missing <= _MOST_TO_COPY
         # A manager that evicts keeps the checkpoint without a move.
-        can_park &= self._requests.evicter is None
+        can_park &= not self._requests.keeps_evicted
         if not (can_park and batch.start_move(state, MoveDirection.TO_HOST)):
             self._requests.preempt(state)

@@ -469,7 +469,7 @@ def run_history(
         else:
             raise AssertionError(f"seed {seed}: unfinished after all steps: {engine.stats()}")
         stats = engine.stats()
-        tally.prefilled_tokens += engine.scheduler.requests.reads.prefills.num_tokens.total()
+        tally.prefilled_tokens += sum(engine.stats().loaded_from("prefilled").values())
         if tier is not None:
             for host in tier.hosts():
                 tally.network_tasks += host.tasks_sent
@@ -504,7 +504,7 @@ def run_history(
     tally.resumed_tokens += stats.resumed_tokens
     tally.cached_tokens += sum(stats.cached_tokens.values())
     tally.restored_tokens += sum(stats.restored_tokens.values())
-    tally.disk_tokens += sum(stats.disk_tokens.values())
+    tally.disk_tokens += sum(stats.loaded_from("disk").values())
     tally.disk_failures += stats.disk_failures
     if isinstance(engine.kv, BidirectionalKVManager):
         tally.shared_blocks += engine.kv._device.num_shared_blocks

@@ -63,7 +63,7 @@ def test_decodes_that_make_room_for_prompts_leave_them_the_host_blocks_of_their_
     for name in ("be-long1", "be-long2"):
         bench.add(name, prompt=100, output=1)
     bench.run(100)
-    assert len(bench.finished) == 6 and bench.scheduler.stats().prefilled_tokens["BE"] == 2 * 96
+    assert len(bench.finished) == 6 and bench.scheduler.stats().loaded_from("prefilled")["BE"] == 2 * 96
     assert (bench.computed["be-long1"], bench.computed["be-long2"]) == (4, 4), "what has come was not pushed out"
 
 
@@ -76,8 +76,8 @@ def test_decodes_that_make_room_leave_host_blocks_for_the_prompts_that_are_asked
     for number in range(12):
         bench.add(f"be-long{number}", prompt=100, output=1)
     bench.run(5, engine_answers=False)
-    reads = bench.requests.reads
-    assert len([*reads.states()]) == 2 and reads.blocks_wanted() == 8 * 25, "of ten that wait"
+    loads = bench.requests.loads
+    assert len([*loads]) == 2 and loads.blocks_wanted() == 8 * 25, "of ten that wait"
     assert bench.num_offloaded == 0
     bench.run(100)
     assert len(bench.finished) == 16
@@ -99,12 +99,12 @@ def test_what_has_come_is_counted_once_until_the_request_is_admitted_or_ends() -
     for number in range(4):
         bench.add(f"be{number}", prompt=60, output=12)
     bench.run(2)
-    prefills = bench.requests.reads.prefills
+    loads = bench.requests.loads
     for number in range(2):
         bench.add(f"be-long{number}", prompt=100, output=1)
     bench.run(3)
-    assert prefills.blocks_arrived() == 2 * 25
+    assert loads.blocks_wanted() == 2 * 25
     bench.scheduler.abort("be-long0", bench.now_s)
-    assert prefills.blocks_arrived() == 25
+    assert loads.blocks_wanted() == 25
     bench.run(100)
-    assert prefills.blocks_arrived() == 0 and "be-long1" in bench.finished
+    assert loads.blocks_wanted() == 0 and "be-long1" in bench.finished

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from omniserve.core.work import CancelPrefill, CancelTask, Done, SlotCopy
+from omniserve.core.work import CancelTask, Done, SlotCopy
 from omniserve.sched.side_work import SideWorkQueue
 
 
@@ -13,9 +13,9 @@ def test_work_is_taken_once_and_in_the_order_in_which_it_was_begun() -> None:
     works = (CancelTask(slot=3), SlotCopy(source_block=0, target_block=1, begin=0, end=2), CancelTask(slot=1))
     for work in works:
         queue.begin(work)
-    assert queue.has_begun(CancelTask) and not queue.has_begun(CancelPrefill)
+    assert queue.is_pending
     assert queue.take() == works
-    assert queue.take() == () and not queue.has_begun(CancelTask)
+    assert queue.take() == () and not queue.is_pending
 
 
 def test_an_end_is_told_to_whoever_began_it_and_to_nobody_else() -> None:

@@ -1,30 +1,27 @@
-"""DiskReads: requests whose first tokens have their KV on disk wait beside their queue until it is in host memory.
+"""DiskSource: requests whose first tokens have their KV on disk wait beside their queue until it is in host memory.
 
 From there it is copied to the device as they are admitted, like any prefix that the host has (``sched.prefixes``).
 Paper: omniserve 3.2.3 (KV that is loaded from disk).
 
-A request of which the disk has more than the host leaves its queue (READING) before the policy plans, and comes back to
+A request of which the disk has more than the host leaves its queue (LOADING) before the policy plans, and comes back to
 its place when the copy has ended. All requests that wait for the same block wait for one copy.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import DiskCopy, Done
-from omniserve.kv.base import CanMove, KeepsPrefixesOnDisk, KVManager
+from omniserve.kv.base import CanMove, KeepsPrefixesOnDisk
 from omniserve.sched import prefixes
-from omniserve.sched.prefixes import Coming, Prefixes
-from omniserve.sched.side_work import SideWorkQueue
+from omniserve.sched.prefixes import Coming
+from omniserve.sched.sources.base import KVSource, Outlook, SourceContext
 from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import Forecast
-
-MOST_LOOKED_UP = {ServiceClass.LS: 64, ServiceClass.BE: 8}
-"""Most requests of a kind that are looked up, from the first of its queue on."""
 
 _MOST_WAITS = 4
 """Copies that a request waits for, one after another, before it computes what it lacks."""
@@ -44,64 +41,57 @@ class _Read(NamedTuple):
     """The requests that wait for the copy."""
 
 
-class DiskReads:
+@dataclass(slots=True)
+class _LookUp:
+    """What was tried for a request since it began to wait."""
+
+    is_done: bool = False
+    """The disk was looked up."""
+    num_waits: int = 0
+    """Copies from disk that it has waited for."""
+
+
+class DiskSource(KVSource):
     """Begins copies from disk for requests that wait, and copies of what the host has to disk.
 
     A request is looked up once each time it comes to wait. Its blocks are read if that is predicted to be sooner than
     computing them; without a forecast, or before the first copy has told how long one takes, they are read.
-
-    Args:
-        side_work: Takes the copies.
-        put_back: Called with the requests that waited for a copy when it has ended.
-        max_blocks: Most blocks that are being written at a time.
     """
 
-    def __init__(
-        self, kv: KVManager, prefixes: Prefixes, side_work: SideWorkQueue, *,
-        put_back: Callable[[Iterable[RequestState]], None], max_blocks: int,
-    ) -> None:  # fmt: skip
-        self._kv = kv if isinstance(kv, KeepsPrefixesOnDisk) and kv.has_disk() else None
-        self._mover = kv if isinstance(kv, CanMove) else None
-        self._prefixes, self._side_work, self._put_back = prefixes, side_work, put_back
+    name = "disk"
+    most_looked_up: ClassVar = {ServiceClass.LS: 64, ServiceClass.BE: 8}
+
+    def __init__(self, context: SourceContext) -> None:
+        super().__init__(context)
+        kv = context.kv
+        assert isinstance(kv, KeepsPrefixesOnDisk) and isinstance(kv, CanMove)
+        self._kv, self._mover, self._is_on = kv, kv, True
+        self._context, self._prefixes, self._side_work = context, context.prefixes, context.side_work
         self._block_size = kv.block_size
-        self._max_blocks = max_blocks
+        self._max_blocks = context.max_blocks
         self._writing: dict[int, int] = {}
         self._reading: dict[int, _Read] = {}
         self._block_s: float | None = None
-        self.num_read_tokens: Counter[str] = Counter()
-        """Counter, by class of the request that was first: tokens whose KV was read from disk."""
 
-    def give_up(self) -> None:
-        """Begin no copy any more. Those under way still end."""
-        self._kv = None
+    def give_up(self) -> Iterable[RequestState]:
+        self._is_on = False
+        return ()  # copies under way still end
 
-    @property
-    def is_on(self) -> bool:
-        """There is a disk tier in use."""
-        return self._kv is not None
-
-    def __contains__(self, state: RequestState) -> bool:
-        """Tell whether a request waits for a copy."""
-        return any(state in read.states for read in self._reading.values())
-
-    def start(self, state: RequestState, forecast: Forecast | None, *, reserve_blocks: int) -> bool:
-        """Let a WAITING request wait for a copy from disk, if there is one to begin or under way that is of use.
-
-        ``reserve_blocks``: host blocks to leave free.
-        """
-        use = state.prefix
-        if self._kv is None or use is None or use.was_looked_up_on_disk or not use.may_restore:
+    def start(self, state: RequestState, outlook: Outlook) -> bool:
+        """Let a WAITING request wait for a copy from disk, if there is one to begin or under way that is of use."""
+        use, look_up = state.prefix, state.fact(_LookUp)
+        if not self._is_on or use is None or look_up.is_done or not use.may_restore:
             return False
-        if use.num_disk_waits >= _MOST_WAITS:  # the host loses what it reads
+        if look_up.num_waits >= _MOST_WAITS:  # the host loses what it reads
             return False
-        use.was_looked_up_on_disk = True
+        look_up.is_done = True
         keys, num_on_device, num_on_host = self._prefixes.parts(state)
         first = num_on_device + num_on_host
         if first < len(keys) and (move_id := self._kv.reading_from_disk(keys[first])) is not None:
             use.num_coming = num_on_host + self._num_on_disk(keys, first)
             self._reading[move_id].states[state] = None
-            use.was_looked_up_on_disk = False  # what it lacks then may be on disk, too
-            use.num_disk_waits += 1
+            look_up.is_done = False  # what it lacks then may be on disk, too
+            look_up.num_waits += 1
             return True
         on_disk = [*itertools.takewhile(self._kv.has_on_disk, itertools.islice(keys, first, None))]
         # What another copy brings is not read twice: the request is looked up again behind this one.
@@ -109,45 +99,32 @@ class DiskReads:
         wanted = on_disk[: sum(1 for _ in itertools.takewhile(bool, is_new))]
         if len(wanted) * self._block_size < prefixes.LEAST_RESTORED_TOKENS:
             return False
-        if not self._is_read_sooner(first, len(wanted), forecast):
+        if not self._is_read_sooner(first, len(wanted), outlook.forecast):
             return False
-        copy = self._kv.start_reading_prefix(keys[num_on_device:first], wanted, reserve_blocks=reserve_blocks)
+        copy = self._kv.start_reading_prefix(keys[num_on_device:first], wanted, reserve_blocks=outlook.reserve_blocks)
         if copy is None:
-            use.was_looked_up_on_disk = not self._reading  # copies that end make room
+            look_up.is_done = not self._reading  # copies that end make room
             return False
-        use.was_looked_up_on_disk = len(wanted) == len(on_disk)
+        look_up.is_done = len(wanted) == len(on_disk)
         use.num_coming = num_on_host + len(copy.keys)
-        use.num_disk_waits += 1
+        look_up.num_waits += 1
         self._reading[copy.move_id] = _Read(copy, state.service_class, {state: None})
         self._side_work.expect(copy.move_id, self._on_read)
         self._side_work.begin(copy)
         return True
 
-    def coming(self, state: RequestState) -> Coming | None:
-        """Return what a WAITING request that has just come finds on the host and on disk, behind the device's blocks.
-
-        None: too little to be copied.
-        """
-        keys, num_on_device, num_on_host = self._prefixes.parts(state)
-        first = num_on_device + num_on_host
+    def coming(self, keys: Sequence[bytes], first: int) -> Coming | None:
         num_on_disk = self._num_on_disk(keys, first)
         if num_on_disk * self._block_size < prefixes.LEAST_RESTORED_TOKENS:
-            num_on_disk = 0
-        if (num_on_host + num_on_disk) * self._block_size < prefixes.LEAST_RESTORED_TOKENS:
             return None
-        return Coming((num_on_host + num_on_disk) * self._block_size, self._seconds(num_on_disk))
+        return Coming(num_on_disk * self._block_size, self._seconds(num_on_disk))
 
     def _num_on_disk(self, keys: Sequence[bytes], first: int) -> int:
         """Return how many keys, from one on, have their blocks on disk."""
-        if (kv := self._kv) is None:
+        if not self._is_on:
             return 0
         rest = itertools.islice(keys, first, None)
-        return sum(1 for _ in itertools.takewhile(kv.has_on_disk, rest))
-
-    def states(self) -> Iterator[RequestState]:
-        """Yield the requests that wait for copies."""
-        for read in self._reading.values():
-            yield from read.states
+        return sum(1 for _ in itertools.takewhile(self._kv.has_on_disk, rest))
 
     def _is_read_sooner(self, first: int, count: int, forecast: Forecast | None) -> bool:
         if forecast is None:
@@ -165,13 +142,11 @@ class DiskReads:
         return (sum(len(read.copy.keys) for read in self._reading.values()) + count) * self._block_s
 
     def forget(self, state: RequestState) -> None:
-        """Forget a request that waits for a copy and has ended."""
         for read in self._reading.values():
             read.states.pop(state, None)
 
     def write(self) -> None:
-        """Begin to write what the disk has not; to be called when a plan is decided."""
-        if self._kv is None:
+        if not self._is_on:
             return
         max_blocks = self._max_blocks - sum(self._writing.values())
         if max_blocks > 0 and (copy := self._kv.start_writing_prefixes(max_blocks=max_blocks)) is not None:
@@ -181,7 +156,6 @@ class DiskReads:
 
     @property
     def is_writing(self) -> bool:
-        """Copies to disk are under way."""
         return bool(self._writing)
 
     def _on_written(self, done: Done) -> None:
@@ -192,17 +166,14 @@ class DiskReads:
         self._finish(done)
         copy, service_class, states = self._reading.pop(done.move_id)
         if done.ok:
-            self.num_read_tokens[service_class] += len(copy.keys) * self._block_size
+            self.num_tokens[service_class] += len(copy.keys) * self._block_size
             block_s = done.seconds / len(copy.keys)
             self._block_s = block_s if self._block_s is None else self._block_s + _RATE * (block_s - self._block_s)
-        self._put_back(states)
+        self._context.end_loading(states)
 
     def _finish(self, done: Done) -> None:
-        assert self._mover is not None
         self._mover.finish_move(done.move_id, succeeded=done.ok)
 
     def look_again(self, state: RequestState) -> None:
-        """Look a request up again that comes to wait anew, as it was preempted."""
-        if state.prefix is not None:
-            state.prefix.was_looked_up_on_disk = False
-            state.prefix.num_disk_waits = 0
+        look_up = state.fact(_LookUp)
+        look_up.is_done, look_up.num_waits = False, 0

@@ -1,12 +1,12 @@
-"""RemotePrefills: requests whose prompts a prefill engine computes wait beside their queue until the KV is here.
+"""PrefillSource: requests whose prompts a prefill engine computes wait beside their queue until the KV is here.
 
 The KV comes into host memory. From there it is copied to the device as they are admitted, like any prefix that the host
 has (``sched.prefixes``); the last tokens, less than a block and one more, are computed here. Paper: omniserve 5.4.4.
 
 To the scheduler a prefill engine is one more place where prefixes come from, like the disk. A placement
-(``sched/placement.py``) chooses an engine for a request that waits, which then leaves its queue (READING) with host
+(``sources/placement.py``) chooses an engine for a request that waits, which then leaves its queue (LOADING) with host
 blocks for the KV; a thread writes the KV into them (``host/prefill_receiver.py``). Decodes that move to the host to let
-best-effort prompts in leave room for what has come and for the next few prompts (``Reads.blocks_wanted``). Recurrent
+best-effort prompts in leave room for what has come and for the next few prompts (``blocks_wanted``). Recurrent
 states are put into the request's state slot when the KV has been copied (``StateLoad``); without them the KV
 is of no use, so a request of a model with states finds no other KV. If the engine is lost or lacks memory, what has
 come is kept, and the rest is computed here.
@@ -14,20 +14,19 @@ come is kept, and the rest is computed here.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from omniserve.core.config import EngineConfig
 from omniserve.core.request import ServiceClass
-from omniserve.core.work import CancelPrefill, Done, PrefillEngineJoined, PrefillEngineLost, RemotePrefill
-from omniserve.kv.base import KeepsPrefixesOnHost, KVManager
+from omniserve.core.work import CancelPrefill, Done, HostEvent, PrefillEngineJoined, PrefillEngineLost, RemotePrefill
+from omniserve.kv.base import KeepsPrefixesOnHost
 from omniserve.sched import prefixes
-from omniserve.sched.placement import PLACEMENTS, PrefillEngine, Prompt
-from omniserve.sched.prefixes import Prefixes
-from omniserve.sched.side_work import SideWorkQueue
-from omniserve.sched.state import LS, Phase, RequestState
-from omniserve.sched.step_cost import Forecast, ttft_left_s
+from omniserve.sched.sources.base import KVSource, Outlook, SourceContext
+from omniserve.sched.sources.placement import PLACEMENTS, PrefillEngine, Prompt
+from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
+from omniserve.sched.step_cost import ttft_left_s
 
 _MOST_TRIES = 2
 _RATE = 1 / 4
@@ -36,8 +35,22 @@ _FORGETTING = 1 / 16
 """Share by which learned times fall each time that an engine is found too slow: else one slow prompt would be the
 last."""
 
-MOST_ASKED_FOR = {ServiceClass.LS: 64, ServiceClass.BE: 4}
-"""Most requests of a kind for which engines are asked in a step, from the first of its queue on."""
+_NUM_NEXT = 8
+"""Number of prompts, the first of the queues, for which ``blocks_wanted`` keeps room, as an engine may be asked for
+them."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What engines were asked for a request since it began to wait."""
+
+    num_times: int = 0
+    has_come: bool = False
+    """An engine has computed it, and its KV has come."""
+    expected_s: float | None = None
+    """Predicted end of the engine's work, on the scheduler's clock; None: nothing was predicted."""
+    came_s: float = 0.0
+    """Time at which the last of that KV came."""
 
 
 @dataclass(slots=True)
@@ -52,22 +65,19 @@ class _Order:
     num_tokens: int
 
 
-class RemotePrefills:
-    """Asks prefill engines for prompts, and books what comes of it.
+class PrefillSource(KVSource):
+    """Asks prefill engines for prompts, and books what comes of it."""
 
-    Args:
-        side_work: Takes the prefills.
-        put_back: Called with a request that waits for an engine no more.
-    """
+    name = "prefilled"
+    most_looked_up: ClassVar = {ServiceClass.LS: 64, ServiceClass.BE: 4}
 
-    def __init__(
-        self, kv: KVManager, prefixes: Prefixes, side_work: SideWorkQueue, config: EngineConfig, *,
-        put_back: Callable[[Iterable[RequestState]], None],
-    ) -> None:  # fmt: skip
-        self._side_work, self._put_back = side_work, put_back
-        wanted = bool(config.prefill.prefill_engines)
-        self._kv = kv if wanted and isinstance(kv, KeepsPrefixesOnHost) and prefixes.is_on else None
-        self._prefixes, self._block_size = prefixes, kv.block_size
+    def __init__(self, context: SourceContext) -> None:
+        super().__init__(context)
+        kv, config = context.kv, context.config
+        assert isinstance(kv, KeepsPrefixesOnHost)
+        self._kv, self._is_on = kv, context.prefixes.is_on
+        self._context, self._prefixes, self._side_work = context, context.prefixes, context.side_work
+        self._block_size = kv.block_size
         self._max_step_tokens = config.max_num_batched_tokens
         self._placement = PLACEMENTS.get(config.prefill.prefill_placement)(self._max_step_tokens)
         self._token_s: dict[int, float | None] = {}
@@ -79,59 +89,36 @@ class RemotePrefills:
         self._orders: dict[int, _Order] = {}
         self._arrived: list[RequestState] = []
         """Requests whose KV has come, not all of which still wait."""
-        self.num_tokens: Counter[str] = Counter()
-        """Counter, by class: tokens whose KV has come from prefill engines."""
 
     @property
-    def is_on(self) -> bool:
+    def can_ask(self) -> bool:
         """There is an engine that can be asked."""
-        return bool(self._kv is not None and self._token_s)
+        return self._is_on and bool(self._token_s)
 
-    def give_up(self) -> list[RequestState]:
-        """Use no engine from now on. Return the requests that were waiting for one; they no longer do."""
-        waiting = [*self.states()]
+    def give_up(self) -> Iterable[RequestState]:
+        waiting = [order.state for order in self._orders.values() if order.state is not None]
         for order in self._orders.values():
             order.state = None
-        self._kv = None
+        self._is_on = False
         return waiting
-
-    @property
-    def is_cancelling(self) -> bool:
-        """There are prefills to stop, because their requests have ended."""
-        return self._side_work.has_begun(CancelPrefill)
-
-    def __contains__(self, state: RequestState) -> bool:
-        """Tell whether a request waits for an engine."""
-        return any(order.state is state for order in self._orders.values())
-
-    def states(self) -> Iterator[RequestState]:
-        """Yield the requests that wait for engines."""
-        yield from (order.state for order in self._orders.values() if order.state is not None)
 
     @staticmethod
     def may_ask(state: RequestState) -> bool:
         """Tell whether an engine may be asked for a WAITING request: its KV has not come, and no copy has failed."""
         use = state.prefix
-        return use is not None and use.may_restore and use.num_prefills < _MOST_TRIES
+        return use is not None and use.may_restore and state.fact(_Asked).num_times < _MOST_TRIES
 
-    def start(
-        self, state: RequestState, now_s: float, forecast: Forecast | None, *, num_ahead: int = 0, reserve_blocks: int
-    ) -> bool:
-        """Let an engine compute a WAITING request's prompt, if the placement says so and there is room for its KV.
-
-        Args:
-            num_ahead: Tokens of LS prompts that are computed here before it.
-            reserve_blocks: Host blocks to leave free.
-        """
-        use = state.prefix
-        if self._kv is None or use is None or not self.may_ask(state):
+    def start(self, state: RequestState, outlook: Outlook) -> bool:
+        """Let an engine compute a WAITING request's prompt, if the placement says so and there is room for its KV."""
+        use, asked, now_s = state.prefix, state.fact(_Asked), outlook.now_s
+        if not self.can_ask or use is None or not self.may_ask(state):
             return False
         keys, num_on_device, num_on_host = self._prefixes.parts(state)
         first = num_on_device + num_on_host
         num_tokens = (len(keys) - first) * self._block_size
         if num_tokens < prefixes.LEAST_RESTORED_TOKENS:
             return False
-        local_s = self._local_s(state, now_s, first * self._block_size, num_ahead, forecast)
+        local_s = self._local_s(state, first * self._block_size, outlook)
         left_s = ttft_left_s(state, now_s) if state.slo.ttft_s is not None else None
         chosen = self._placement.choose(
             Prompt(
@@ -141,13 +128,15 @@ class RemotePrefills:
         )  # fmt: skip
         if chosen is None:
             if state.kind is LS:
-                use.num_prefills = _MOST_TRIES  # it is not asked about again
+                asked.num_times = _MOST_TRIES  # it is not asked about again
                 for number, token_s in self._token_s.items():
                     self._token_s[number] = None if token_s is None else (1 - _FORGETTING) * token_s
                 if self._rest_s is not None:
                     self._rest_s *= 1 - _FORGETTING
             return False
-        taken = self._kv.start_awaiting_prefix(keys[num_on_device:first], keys[first:], reserve_blocks=reserve_blocks)
+        taken = self._kv.start_awaiting_prefix(
+            keys[num_on_device:first], keys[first:], reserve_blocks=outlook.reserve_blocks
+        )
         if taken is None:
             return False
         move_id, blocks = taken
@@ -161,17 +150,13 @@ class RemotePrefills:
             ttft_s=ttft_s if ttft_s is not None and ttft_s > 0 else None, cache_salt=state.request.cache_salt,
         ))  # fmt: skip
         self._orders[move_id] = _Order(chosen.number, state, state.kind, state.service_class, num_tokens)
-        use.expected_s = now_s + chosen.seconds(num_tokens) if chosen.token_s is not None else None
-        use.num_prefills += 1
+        asked.expected_s = now_s + chosen.seconds(num_tokens) if chosen.token_s is not None else None
+        asked.num_times += 1
         use.num_coming = num_on_host + len(blocks)
         return True
 
-    def predict(self, state: RequestState) -> float | None:
-        """Return in how many seconds a new request's first token is predicted if an engine computes its prompt.
-
-        None: none would be asked, or none has told yet how fast it is.
-        """
-        if not self.is_on or state.prefix is None:
+    def expected_s(self, state: RequestState) -> float | None:
+        if not self.can_ask or state.prefix is None:
             return None
         keys, num_on_device, num_on_host = self._prefixes.parts(state)
         num_tokens = (len(keys) - num_on_device - num_on_host) * self._block_size
@@ -188,10 +173,9 @@ class RemotePrefills:
             ls_tokens=sum(order.num_tokens for order in orders if order.kind is LS),
         )  # fmt: skip
 
-    def _local_s(
-        self, state: RequestState, now_s: float, start: int, num_ahead: int, forecast: Forecast | None
-    ) -> float | None:
+    def _local_s(self, state: RequestState, start: int, outlook: Outlook) -> float | None:
         """Return in how many seconds a request's first token comes if its prompt is computed here."""
+        now_s, forecast, num_ahead = outlook.now_s, outlook.forecast, outlook.num_tokens_ahead
         predicted_s = state.predicted_ttft_s if state.predicted_here_s is None else state.predicted_here_s
         if predicted_s is not None:
             return max(0.0, state.arrival_s + predicted_s - now_s)
@@ -202,24 +186,22 @@ class RemotePrefills:
         return ahead_s + step.seconds_with(start, state.num_tokens - start, samples=1)
 
     def forget(self, state: RequestState) -> None:
-        """Forget a request that waits for an engine and has ended."""
         for move_id, order in self._orders.items():
             if order.state is state:
                 order.state = None
                 self._side_work.begin(CancelPrefill(move_id=move_id))
 
-    def on_event(self, event: PrefillEngineJoined | PrefillEngineLost) -> None:
-        """Note that an engine can be asked, or can no longer be."""
+    def on_event(self, event: HostEvent) -> None:
         if isinstance(event, PrefillEngineJoined):
             self._token_s[event.engine] = None
-        else:
+        elif isinstance(event, PrefillEngineLost):
             self._token_s.pop(event.engine, None)
 
     def _on_done(self, done: Done) -> None:
         """Book the end of a prefill."""
         order, prefilled = self._orders.pop(done.move_id), done.prefilled
         assert prefilled is not None
-        if self._kv is None:
+        if not self._is_on:
             return  # given up: nothing may be found in these blocks, so they stay taken
         self._kv.end_awaiting_prefix(done.move_id, prefilled.num_blocks)
         self.num_tokens[order.service_class] += prefilled.num_blocks * self._block_size
@@ -229,34 +211,44 @@ class RemotePrefills:
         if order.state is None:
             return
         if done.ok and order.state.prefix is not None:
-            order.state.prefix.num_prefills = _MOST_TRIES  # what the host loses meanwhile is computed here
-            order.state.prefix.was_prefilled, order.state.prefix.came_s = True, prefilled.at_s
-            order.state.prefix.states = prefilled.states
+            asked = order.state.fact(_Asked)
+            asked.num_times = _MOST_TRIES  # what the host loses meanwhile is computed here
+            asked.has_come, asked.came_s = True, prefilled.at_s
+            order.state.prefix.was_computed_elsewhere, order.state.prefix.states = True, prefilled.states
             self._arrived = [*self._waiting(self._arrived), order.state]
-        self._put_back([order.state])
+        self._context.end_loading([order.state])
 
-    def blocks_arrived(self) -> int:
-        """Return how many host blocks the KV that has come for WAITING requests has, with what the host had of it."""
+    def blocks_wanted(self, waiting: Mapping[ServiceClass, RequestQueue]) -> int:
+        """Return how many host blocks are to be left free for what has come, and for the prompts that come next.
+
+        In their blocks a decode that moves to the host would push out what has come, or keep the next prompts from
+        being asked for, and the step would have to compute those itself.
+        """
+        if not self.can_ask:
+            return 0
         self._arrived = [*self._waiting(self._arrived)]
-        return sum(-(-state.num_tokens // self._block_size) for state in self._arrived)
+        askable = (state for kind in (LS, BE) for state in waiting[kind] if self.may_ask(state))
+        wanted = (*self._arrived, *itertools.islice(askable, _NUM_NEXT))
+        return sum(-(-state.num_tokens // self._block_size) for state in wanted)
 
     @staticmethod
     def _waiting(arrived: Iterable[RequestState]) -> Iterator[RequestState]:
         for state in arrived:
-            if state.phase is Phase.WAITING and state.prefix is not None and state.prefix.was_prefilled:
+            if state.phase is Phase.WAITING and state.fact(_Asked).has_come:
                 yield state
 
     def note_first_token(self, state: RequestState, now_s: float) -> None:
         """Learn how long it takes from a prompt's KV to the first token, if an engine computed it."""
-        use = state.prefix
-        if state.kind is not LS or use is None or not use.was_prefilled:
+        asked = state.fact(_Asked)
+        if state.kind is not LS or not asked.has_come:
             return
-        self._after_s += _RATE * (now_s - use.came_s - self._after_s)
-        if use.expected_s is not None:
-            rest_s = max(0.0, now_s - use.expected_s)
+        self._after_s += _RATE * (now_s - asked.came_s - self._after_s)
+        if asked.expected_s is not None:
+            rest_s = max(0.0, now_s - asked.expected_s)
             self._rest_s = rest_s if self._rest_s is None else self._rest_s + _RATE * (rest_s - self._rest_s)
 
     def look_again(self, state: RequestState) -> None:
-        """Ask about a request anew that comes to wait again, as it was preempted."""
+        asked = state.fact(_Asked)
+        asked.num_times, asked.has_come = 0, False
         if state.prefix is not None:
-            state.prefix.num_prefills, state.prefix.was_prefilled, state.prefix.states = 0, False, None
+            state.prefix.was_computed_elsewhere, state.prefix.states = False, None
