@@ -11,6 +11,15 @@ import enum
 from dataclasses import dataclass, field
 
 
+class SideWork:
+    """A piece of side work. A feature that has work of its own derives from this, beside its other code.
+
+    A piece with a ``move_id`` ends as one ``Done``; its number comes from the KV manager.
+    """
+
+    __slots__ = ()
+
+
 class MoveDirection(enum.StrEnum):
     """The direction of a move."""
 
@@ -19,7 +28,7 @@ class MoveDirection(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KVMove:
+class KVMove(SideWork):
     """Copy a request's blocks (all layers, K and V) between tiers, beside the steps.
 
     The request is not schedulable until the move is ``Done``; source and destination stay allocated until then.
@@ -38,7 +47,7 @@ class KVMove:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DiskCopy:
+class DiskCopy(SideWork):
     """Copy host blocks of prefixes (all layers, K and V) to the file of the disk tier, or back, beside the steps."""
 
     move_id: int
@@ -52,7 +61,7 @@ class DiskCopy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RemotePrefill:
+class RemotePrefill(SideWork):
     """Have a prefill engine compute the first tokens of a prompt, and bring their KV into host blocks."""
 
     move_id: int
@@ -73,7 +82,7 @@ class RemotePrefill:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CancelPrefill:
+class CancelPrefill(SideWork):
     """Stop a ``RemotePrefill`` whose request has ended; that is still ``Done`` once."""
 
     move_id: int
@@ -81,7 +90,7 @@ class CancelPrefill:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CancelTask:
+class CancelTask(SideWork):
     """Cancel the attention task of a request that has ended; its ``AttentionResult`` still comes."""
 
     slot: int
@@ -89,7 +98,7 @@ class CancelTask:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlotCopy:
+class SlotCopy(SideWork):
     """Copy the slots ``[begin, end)`` of a device block (all layers, K and V) into those of another one."""
 
     source_block: int
@@ -99,14 +108,11 @@ class SlotCopy:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StateLoad:
+class StateLoad(SideWork):
     """Put recurrent states that a prefill engine has computed where those of a request are."""
 
     state_slot: int
     states: bytes = field(repr=False)
-
-
-SideWork = KVMove | DiskCopy | RemotePrefill | CancelPrefill | CancelTask | SlotCopy | StateLoad
 
 
 HOST_BLOCKS = 1 << 24
