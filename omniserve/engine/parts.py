@@ -30,7 +30,7 @@ from omniserve.engine.capacity import (
     rows_per_host_request,
 )
 from omniserve.engine.fingerprint import fingerprint_of
-from omniserve.engine.stepping import StepLog
+from omniserve.engine.step_log import StepLog
 from omniserve.host.cores import default_host_threads
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS, CanCache, CanMove, CanShare, CanSpread, KeepsPrefixesOnDisk, KVManager
