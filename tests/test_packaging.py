@@ -56,6 +56,7 @@ PLAIN = (
     "simulate",
     "core",
     "engine/capacity.py",
+    "engine/step_log.py",
     "engine/stepping.py",
     "sampling/grammar.py",
 )

@@ -90,6 +90,10 @@ class RunnerSetup:
     """Rows may leave a step between two layers."""
     overlaps: bool
     """A step is launched while the one before it runs, so that each rank needs the tokens that rank 0 samples."""
-    num_stages: int
-    """Most steps under way, each in another stage of a pipeline; 1: steps do not overlap, or they do as ``overlaps``
-    says."""
+    in_stages: bool
+    """Steps run side by side, each in another stage of a pipeline; never with ``overlaps``."""
+
+    @property
+    def depth(self) -> int:
+        """Number of steps in flight with which the oldest is collected."""
+        return self.config.parallel.pipeline_parallel_size if self.in_stages else 1 + self.overlaps

@@ -97,7 +97,7 @@ class Engine:
         )  # fmt: skip
         self._stepper = Stepper(
             scheduler=self.scheduler, runner=self.runner, outputs=self._outputs, clock=clock,
-            record=lambda step: this()._record(step), overlaps=setup.overlaps, num_stages=setup.num_stages,
+            record=lambda step: this()._record(step), depth=setup.depth, side_by_side=setup.in_stages,
             keeps_names=setup.config.trace_steps is not None,
         )  # fmt: skip
         self._process_id, self._closed = os.getpid(), False

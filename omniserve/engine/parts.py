@@ -31,7 +31,7 @@ from omniserve.engine.capacity import (
     rows_per_host_request,
 )
 from omniserve.engine.fingerprint import fingerprint_of
-from omniserve.engine.stepping import StepLog
+from omniserve.engine.step_log import StepLog
 from omniserve.host.cores import default_host_threads
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS, CanCache, CanMove, CanShare, CanSpread, KeepsPrefixesOnDisk, KVManager
@@ -44,7 +44,7 @@ from omniserve.layers.patching import PatchedModel, patched_model
 from omniserve.layers.sharding import num_shards
 from omniserve.runner.runner import EventSource, Executor, ModelRunner, RunnerParts
 from omniserve.sampling.sampler import Sampler
-from omniserve.sched import Forecast, Scheduler, SchedulerLimits, check_stages, policy_of
+from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.late_joins import late_layers
 from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
 from omniserve.sched.state_slots import num_state_slots
@@ -157,7 +157,10 @@ def check_policy(config: EngineConfig, spec: ModelSpec) -> None:
         raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
     if isinstance(options, CoServingOptions) and options.defer_classes and spec.state_bytes:
         raise ValueError("defer_classes is not for models with recurrent states: their rows cannot leave a step")
-    check_stages(config)
+    if config.parallel.pipeline_parallel_size > 1:
+        from omniserve.sched.stages import check_stages
+
+        check_stages(config)
 
 
 def check_disk(config: EngineConfig, spec: ModelSpec) -> None:
@@ -199,9 +202,9 @@ def runner_setup(config: EngineConfig, model: PatchedModel) -> RunnerSetup:
     check_disk(config, model.spec)
     manager, (_, options) = KV_MANAGERS.get(config.kv), policy_of(config)
     num_device_blocks, num_host_blocks = num_blocks(config, largest_part(config, model.spec))
-    num_stages, overlaps = config.parallel.pipeline_parallel_size, config.execution.async_steps
+    has_stages, overlaps = config.parallel.pipeline_parallel_size > 1, config.execution.async_steps
     if overlaps is None:
-        overlaps = model.device.type == "cuda" or num_stages > 1
+        overlaps = model.device.type == "cuda" or has_stages
     return RunnerSetup(
         config=config,
         max_model_len=max_model_len(config, model.spec),
@@ -214,8 +217,8 @@ def runner_setup(config: EngineConfig, model: PatchedModel) -> RunnerSetup:
         keeps_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
         # A chunk that began anew after it left would find the states of some layers ahead of it.
         has_safepoints=not model.spec.state_bytes and options.preempts,
-        overlaps=overlaps and num_stages == 1,
-        num_stages=num_stages if overlaps else 1,
+        overlaps=overlaps and not has_stages,
+        in_stages=overlaps and has_stages,
     )
 
 
@@ -319,7 +322,10 @@ def make_scheduler(
     forecast: Forecast | None = None
     if profile is not None and latency is not None:
         forecast = Forecast.of_profile(profile, latency)
-    return Scheduler(policy, options, limits=limits, kv=kv, forecast=forecast, num_stages=setup.num_stages)
+    scheduler = Scheduler
+    if setup.in_stages:
+        from omniserve.sched.stages import StagedScheduler as scheduler
+    return scheduler(policy, options, limits=limits, kv=kv, forecast=forecast)
 
 
 def num_late_layers(setup: RunnerSetup, model: PatchedModel) -> int:

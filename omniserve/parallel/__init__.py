@@ -16,9 +16,9 @@ the last stage: it tells all ranks a plan when it launches a step, and runs its 
 it (``LastStageRunner``). Rows go from stage to stage by ``ops/stage_link.py``; both ends know from the plan how many.
 As many steps are in flight as there are stages (``Stepper``), all of them advanced before they are known.
 
-A request that one of these steps samples for is *held* until that is settled (``RequestState.is_held``): no policy sees
-it, nor can it give way. Decodes that are not held are dealt out evenly, so that each step in flight has its share.
-Every rank is given plans in the same order, so cancels, moves and blocks that change hands need no more care than on
-one rank. A host token is attended on the rank of its layer; that rank alone tells of it, while all ranks tell of a
-move. There are no late joins, drafts or captured steps, and no policies whose steps stop between layers.
+A request that one of these steps samples for is in no other one until that is settled, and decodes are dealt out evenly
+to the steps in flight (``sched/stages.py``). Every rank is given plans in the same order, so cancels, moves and blocks
+that change hands need no more care than on one rank. A host token is attended on the rank of its layer; that rank alone
+tells of it, while all ranks tell of a move. There are no late joins, drafts or captured steps, and no policies whose
+steps stop between layers.
 """

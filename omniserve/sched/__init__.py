@@ -3,7 +3,7 @@
 from omniserve.sched import apex, baselines, bros, conserve, neo, omniserve, omniserve_paper
 from omniserve.sched.batch import Batch
 from omniserve.sched.options import PolicyOptions, SchedulerLimits
-from omniserve.sched.policy import SCHEDULERS, Policy, check_stages, policy_of
+from omniserve.sched.policy import SCHEDULERS, Policy, policy_of
 from omniserve.sched.scheduler import Scheduler
 from omniserve.sched.step_cost import Forecast
 
@@ -18,7 +18,6 @@ __all__ = [
     "apex",
     "baselines",
     "bros",
-    "check_stages",
     "conserve",
     "neo",
     "omniserve",

@@ -122,11 +122,11 @@ class NonPreemptivePolicy(Policy):
         batch, requests = Batch(self.requests, now_s), self.requests
         preemptions = requests.num_preemptions
         self._running = [state for state in self._running if state.phase is Phase.DEVICE]
-        for state in [state for state in self._running if not state.is_held]:
+        for state in [state for state in self._running if state not in requests.hidden]:
             while state.phase is Phase.DEVICE and batch.add(state) is Bound.MEMORY:
                 last = next(last for last in reversed(self._running) if last.phase is Phase.DEVICE)
-                if last.is_in_flight:
-                    break  # it gives way when its step has ended
+                if last in requests.pinned:
+                    break  # it gives way when it is not any more
                 requests.preempt(last)
         if requests.num_preemptions == preemptions:
             known = {state.request_id for state in self._running}

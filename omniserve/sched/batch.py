@@ -124,9 +124,6 @@ class Batch:
         Blocks are taken for *all* known tokens at the first chunk: two half-prefilled prompts can then never wait for
         each other's memory. What is refused has changed nothing.
         """
-        assert not state.is_held, (
-            f"{state.request_id} is held: a step in flight has it, so the policy must leave it out"
-        )
         count, refused_by = self.chunk_size(state, bound_s=bound_s, min_tokens=min_tokens)
         if refused_by is not None:
             return refused_by
@@ -202,7 +199,7 @@ class Batch:
     ) -> Bound | None:
         """Schedule a DEVICE request; if blocks are short, others give way (youngest first) until it fits.
 
-        If none is left that can, the request itself gives way; but it waits for one that a step in flight has.
+        If none is left that can, the request itself gives way; but it waits for one that is pinned.
 
         Args:
             victims: Kinds that may lose a request, first to last; of the request's own kind only those behind it do.
@@ -211,7 +208,7 @@ class Batch:
         let_go = let_go or self._requests.preempt
         while (refused_by := self.add(state, bound_s=bound_s, min_tokens=min_tokens)) is Bound.MEMORY:
             victim = self.youngest_victim(state, victims)
-            if victim is not None and victim.is_in_flight:
+            if victim in self._requests.pinned:
                 break
             let_go(victim or state)
             if victim is None:
@@ -244,8 +241,8 @@ class Batch:
         for state in by_arrival(device[kind] for kind in kinds):
             while state.phase is Phase.DEVICE and self.add(state) is Bound.MEMORY:
                 youngest = max((s for queue in device.values() for s in queue.everyone()), key=lambda s: s.order)
-                if youngest.is_in_flight:
-                    return  # it gives way when its step has ended
+                if youngest in self._requests.pinned:
+                    return  # it gives way when it is not any more
                 self._requests.preempt(youngest)
 
     def admit_waiting(self, kind: ServiceClass, *, victims: Iterable[ServiceClass] = ()) -> Bound | None:
@@ -287,18 +284,18 @@ class Batch:
     def youngest_victim(self, state: RequestState, kinds: Iterable[ServiceClass]) -> RequestState | None:
         """Return which request ``run_or_preempt`` would preempt for ``state``; None if none is left.
 
-        One that a step in flight has, if all others are gone.
+        One that is pinned, if all others are gone.
         """
-        in_flight: RequestState | None = None
+        pinned: RequestState | None = None
         for kind in kinds:
             for victim in reversed(self._requests.device[kind].everyone()):
                 same_kind = victim.kind is state.kind
                 if victim in self or victim is state or (same_kind and victim.priority_key < state.priority_key):
                     continue
-                if not victim.is_in_flight:
+                if victim not in self._requests.pinned:
                     return victim
-                in_flight = in_flight or victim
-        return in_flight
+                pinned = pinned or victim
+        return pinned
 
     def start_move(self, state: RequestState, direction: MoveDirection, *, reserve_blocks: int = 0) -> bool:
         """Begin to move a request that stands at a token boundary to the other tier; False if there is no room."""

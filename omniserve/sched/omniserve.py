@@ -145,8 +145,8 @@ class OmniServePolicy(Policy):
         self._give_place()
         deferred = self._deferral.waiting(begin_s) if self._deferral is not None else frozenset()
         decoding = self._decode_ls(batch, deferred)
-        # With several stages: those in other steps wait, in each stage, for this one to leave it.
-        elsewhere = [state for state in self.requests.device[LS].held() if state.decodes]
+        # Those that other steps have wait for this one, too.
+        elsewhere = [state for state in self.requests.device[LS].hidden() if state.decodes]
         s_d, s_be = (
             tpot_bound(decoding + elsewhere, begin_s, self.options.slack, share)
             for share in (self.ls_headroom, self.be_headroom)

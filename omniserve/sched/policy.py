@@ -26,8 +26,8 @@ from omniserve.sched.step_cost import Forecast
 class Policy:
     """Puts together a step from the requests that it is given. It reads no clock and touches no tensor.
 
-    A policy that keeps requests itself from step to step leaves out those that are held (``RequestState.is_held``), and
-    lets none give way that is in flight.
+    A policy that keeps requests itself from step to step leaves out those that are ``hidden``, and lets none give way
+    that is ``pinned`` (``RequestTable``).
 
     All but ``schedule`` are hooks, for policies that learn from what happens. Without a latency model there is no
     ``forecast`` of what a step will take.
@@ -103,16 +103,6 @@ def policy_of(config: EngineConfig) -> tuple[type[Policy], PolicyOptions]:
     """
     policy = SCHEDULERS.get(config.scheduler)
     return policy, make_options(policy.options_type, config.scheduler_options, owner=f"scheduler {config.scheduler!r}")
-
-
-def check_stages(config: EngineConfig) -> None:
-    """Raise ValueError if there are several stages, and the policy cannot have a step in flight in each of them."""
-    policy, options = policy_of(config)
-    reason = "rows may leave its steps between two layers" if options.preempts else ""
-    if policy.awaits_host:
-        reason = "its steps wait for the host tier in each layer"
-    if config.parallel.pipeline_parallel_size > 1 and reason:
-        raise ValueError(f"pipeline_parallel_size is not for scheduler={config.scheduler!r}: {reason}")
 
 
 def known_options(scheduler: str, values: Mapping[str, Value]) -> dict[str, Value]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from omniserve.sched.state import Phase, RequestQueue, RequestState
 
@@ -22,8 +22,8 @@ class PrefixQueue(RequestQueue):
     however many requests wait.
     """
 
-    def __init__(self, *, hides: bool = False) -> None:
-        super().__init__(hides=hides)
+    def __init__(self, hidden: Set[RequestState] = frozenset()) -> None:
+        super().__init__(hidden)
         self._groups: dict[_Group, RequestQueue] = {}
         self._chosen: RequestState | None = None
         """The request that was yielded last."""
@@ -35,7 +35,7 @@ class PrefixQueue(RequestQueue):
     def add(self, state: RequestState) -> None:
         super().add(state)
         for group in _groups_of(state):
-            self._groups.setdefault(group, RequestQueue(hides=self.hides)).add(state)
+            self._groups.setdefault(group, RequestQueue(self._hidden)).add(state)
 
     def remove(self, state: RequestState) -> None:
         groups, is_oldest = _groups_of(state), state is self.first

@@ -43,23 +43,24 @@ class RequestTable:
     A request is in exactly one of ``waiting[kind]``, ``loads``, ``device[kind]``, ``residents.queue`` and ``moving``,
     by its phase, or in none of them and ENDING. WAITING, LOADING and ENDING requests have no block table. HOST requests
     hold a slot, and so do MOVING ones that come from the host tier or go there; with ``offloads``, requests may. With
-    ``preempts``, plans may have preemptible rows. With ``hides_held``, its queues hide requests that are held.
+    ``preempts``, plans may have preemptible rows.
     """
 
-    def __init__(
-        self, *, limits: SchedulerLimits, kv: KVManager, offloads: bool, preempts: bool = False,
-        hides_held: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, *, limits: SchedulerLimits, kv: KVManager, offloads: bool, preempts: bool = False) -> None:
         self.limits = limits
         self.kv = kv
         self.states: dict[str, RequestState] = {}
         self.side_work = SideWorkQueue()
-        self.waiting_be = PrefixQueue(hides=hides_held)
-        self.waiting: dict[ServiceClass, RequestQueue] = {LS: RequestQueue(hides=hides_held), BE: self.waiting_be}
-        self.device = {c: RequestQueue(hides=hides_held) for c in ServiceClass}
+        self.hidden: set[RequestState] = set()
+        """Requests that the step which is planned cannot have: the queues count them and do not yield them."""
+        self.pinned: set[RequestState] = set()
+        """Those of them that cannot give way, either."""
+        self.waiting_be = PrefixQueue(self.hidden)
+        self.waiting: dict[ServiceClass, RequestQueue] = {LS: RequestQueue(self.hidden), BE: self.waiting_be}
+        self.device = {c: RequestQueue(self.hidden) for c in ServiceClass}
         self.residents = HostResidents(
             num_slots=limits.num_host_slots, num_layers=limits.num_layers, late_layers=limits.late_layers,
-            hides_held=hides_held,
+            hidden=self.hidden,
         )  # fmt: skip
         self.moving: dict[int, tuple[RequestState, KVMove]] = {}
         self.abandoned_moves: set[int] = set()

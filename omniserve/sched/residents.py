@@ -11,7 +11,7 @@ tier says that no thread touches them any more.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from omniserve.core.plan import PiggybackEntry, PiggybackJoin
@@ -37,10 +37,12 @@ class HostResidents:
     """Slots of the host tier and the tokens that are away.
 
     In the first ``late_layers`` layers a step looks for results as it reaches them, so rows whose result is only
-    expected may be planned there, too. ``hides_held`` as in ``RequestTable``.
+    expected may be planned there, too. ``hidden`` as in ``RequestTable``.
     """
 
-    def __init__(self, *, num_slots: int, num_layers: int, late_layers: int, hides_held: bool = False) -> None:
+    def __init__(
+        self, *, num_slots: int, num_layers: int, late_layers: int, hidden: Set[RequestState] = frozenset()
+    ) -> None:
         self.num_layers = num_layers
         self._late_layers = late_layers
         self._odds = ResultOdds()
@@ -54,7 +56,7 @@ class HostResidents:
         """Results of each slot that late joins have used before their events came: (epoch, layer, position)."""
         self._ready: list[RequestQueue] = [RequestQueue() for _ in range(num_layers)]
         self._changed: list[RequestState] = []
-        self.queue = RequestQueue(hides=hides_held)
+        self.queue = RequestQueue(hidden)
         """Requests with their KV on the host (not those that move)."""
 
     @property

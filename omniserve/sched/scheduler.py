@@ -36,7 +36,7 @@ from omniserve.sched.policy import Policy
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.residents import AssumedJoin
 from omniserve.sched.speculation import Speculation
-from omniserve.sched.state import HaltedChunk, Phase, RequestQueue, RequestState
+from omniserve.sched.state import HaltedChunk, Phase, RequestState
 from omniserve.sched.step_cost import Forecast
 
 logger = logging.getLogger(__name__)
@@ -67,10 +67,6 @@ class Scheduler:
     notify, schedule and launch of the next one, then ``settle`` of the first. At most one step is ahead of another, and
     only one whose plan ``is_certain`` is advanced before its outcome is known. Requests may end in between.
 
-    With ``num_stages`` > 1 as many steps may be in flight, each in another stage of the model. A request that one of
-    them samples a token for is then *held* until it is settled: no other step has it. Decodes are dealt out evenly to
-    the steps in flight.
-
     Without ``options`` the policy has its defaults, without a latency model there is no ``forecast``. ``drafter_of``
     makes the drafter of a request, by its id, that is decoded speculatively.
     """
@@ -84,16 +80,12 @@ class Scheduler:
         kv: KVManager,
         forecast: Forecast | None = None,
         drafter_of: Callable[[str, Request], Drafter] = prompt_lookup,
-        num_stages: int = 1,
     ) -> None:
         options = options or policy.options_type()
-        self.requests = RequestTable(
-            limits=limits, kv=kv, offloads=policy.offloads, preempts=options.preempts, hides_held=num_stages > 1
-        )
+        self.requests = RequestTable(limits=limits, kv=kv, offloads=policy.offloads, preempts=options.preempts)
         self.policy = policy(self.requests, options, forecast)
         self._limits = limits
         self._drafter_of = drafter_of
-        self._num_stages = num_stages
         self._kv = kv
         self._classes = {spec.name: (rank, ServiceClass(spec.kind)) for rank, spec in enumerate(limits.config.classes)}
         self._in_flight: dict[int, _Advanced] = {}
@@ -149,13 +141,13 @@ class Scheduler:
     def _speculation(self, request_id: str, request: Request) -> Speculation | None:
         """Return what makes a request's drafts; None if it wants none or can have none.
 
-        Recurrent states cannot go back to the last right one, nor can a step that is in another stage.
+        Recurrent states cannot go back to the last right one.
         """
         is_wanted = request.speculation
         if is_wanted is None:
             spec = self._limits.config.class_named(request.service_class)
             is_wanted = spec.speculation or bool(request.predicted_token_ids)
-        if not is_wanted or self._limits.num_state_slots or self._num_stages > 1:
+        if not is_wanted or self._limits.num_state_slots:
             return None
         return Speculation(self._drafter_of(request_id, request))
 
@@ -180,16 +172,10 @@ class Scheduler:
         """Decide the next step; allocates the KV it needs."""
         self._tell_time(now_s)
         self.requests.start_loading(self.policy.forecast, now_s)
-        if self._num_stages == 1:
-            return self.policy.schedule(now_s)
-        others = [state for queue in self.requests.device.values() for state in self._of_other_steps(queue)]
-        for state in others:
-            state.is_passed_over = True
-        try:
-            return self.policy.schedule(now_s)
-        finally:
-            for state in others:
-                state.is_passed_over = False
+        return self._ask_policy(now_s)
+
+    def _ask_policy(self, now_s: float) -> StepPlan:
+        return self.policy.schedule(now_s)
 
     def _tell_time(self, now_s: float) -> None:
         if self.policy.forecast is not None:
@@ -198,13 +184,6 @@ class Scheduler:
     def schedule_moves(self, now_s: float) -> StepPlan:
         """Decide a step that computes nothing: it begins copies between the tiers."""
         return Batch(self.requests, now_s).plan()
-
-    def _of_other_steps(self, queue: RequestQueue) -> list[RequestState]:
-        """Return the decodes that the next step leaves to others: its share are those that have waited longest."""
-        decodes = [state for state in queue.everyone() if state.decodes]
-        share = -(-len(decodes) // self._num_stages)
-        free = sorted((state for state in decodes if not state.is_in_flight), key=_last_token_s)
-        return free[share:]
 
     def update(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
         """Book what a step computed: append tokens, finish requests, free KV."""
@@ -226,12 +205,12 @@ class Scheduler:
         )
 
     def is_certain(self, plan: StepPlan) -> bool:
-        """Return whether all that ``advance`` books of a plan is known before it has run.
+        """Return whether a plan computes something, and all that ``advance`` books of it is known before it has run.
 
         The exception is whether late joins before the last layer join: ``advance`` assumes that they do, and ``settle``
         corrects it.
         """
-        if plan.preemptible or plan.pipelined:
+        if plan.is_empty or plan.preemptible or plan.pipelined:
             return False
         if (doubtful := plan.doubtful) and any(
             join.request_id in doubtful and self._is_last(join) for join in plan.joins
@@ -299,9 +278,6 @@ class Scheduler:
                 requests.preempt(state)
             else:
                 rows += self._arrived(state, 0, output)
-        if self._num_stages > 1:
-            for settled in rows:
-                settled.state.is_in_flight = True
         self._in_flight[plan.step_id] = _Advanced(rows, assumed_joins)
 
     def _verify_drafts(self, state: RequestState, chunk: DeviceChunk, output: StepOutput) -> None:
@@ -344,7 +320,6 @@ class Scheduler:
             self.requests.residents.settle(join, joined=join.state.request_id not in output.missed)
         for settled in advanced.rows:
             state, chunk = settled.state, settled.chunk
-            state.is_in_flight = False
             request_id = state.request_id
             if self.requests.states.get(request_id) is not state:
                 continue  # it has ended; the id may be another request's
@@ -506,7 +481,3 @@ class Scheduler:
         for state in self.requests.states.values():
             pending = state.token_ids.count(PENDING_TOKEN)
             assert pending == state.num_pending_tokens <= len(self._in_flight), (state.request_id, pending)
-
-
-def _last_token_s(state: RequestState) -> float:
-    return state.last_token_s or 0.0

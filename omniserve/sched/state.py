@@ -6,7 +6,7 @@ import bisect
 import enum
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeVar, cast
@@ -119,10 +119,6 @@ class RequestState:
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     """Number of PENDING_TOKEN at the end of ``token_ids``: steps in flight sample them."""
-    is_in_flight: bool = False
-    """A step in another stage of the model samples its token: until then no step can have it, nor can it give way."""
-    is_passed_over: bool = False
-    """The step that is planned now must leave the request to another step, whose turn it is."""
     slot: int = -1
     epoch: int = -1
     state_slot: int = -1
@@ -170,11 +166,6 @@ class RequestState:
     def __post_init__(self) -> None:
         self.max_num_tokens = len(self.token_ids) + self.request.sampling.max_tokens
         self.num_rows_to_score = self.request.num_rows_to_score
-
-    @property
-    def is_held(self) -> bool:
-        """The step that is planned now cannot have it, so policies do not see it (``RequestQueue``)."""
-        return self.is_in_flight or self.is_passed_over
 
     @property
     def service_class(self) -> str:
@@ -356,11 +347,11 @@ _PRIORITY_KEY = attrgetter("priority_key")
 class RequestQueue:
     """Requests of one kind by class and then arrival, whatever order they were put in.
 
-    If it ``hides`` requests that are held, they count, but only ``everyone`` returns them.
+    Requests in the set ``hidden``, which others may change at any time, count, but only ``everyone`` returns them.
     """
 
-    def __init__(self, *, hides: bool = False) -> None:
-        self.hides = hides
+    def __init__(self, hidden: Set[RequestState] = frozenset()) -> None:
+        self._hidden = hidden
         self._states: list[RequestState] = []
 
     def add(self, state: RequestState) -> None:
@@ -375,9 +366,9 @@ class RequestQueue:
     @property
     def first(self) -> RequestState | None:
         """The oldest of the best class that is shown; None: there is none."""
-        if not self.hides:
+        if not self._hidden:
             return self._states[0] if self._states else None
-        return next((state for state in self._states if not state.is_held), None)
+        return next((state for state in self._states if state not in self._hidden), None)
 
     def __iter__(self) -> Iterator[RequestState]:
         """Yield requests, best class first, oldest first in it, over a snapshot: the queue may change meanwhile."""
@@ -387,7 +378,8 @@ class RequestQueue:
         return reversed(self._shown())
 
     def _shown(self) -> tuple[RequestState, ...]:
-        return tuple([state for state in self._states if not state.is_held]) if self.hides else tuple(self._states)
+        hidden = self._hidden
+        return tuple([state for state in self._states if state not in hidden]) if hidden else tuple(self._states)
 
     def __contains__(self, state: object) -> bool:
         return any(state is other for other in self._states)
@@ -396,9 +388,9 @@ class RequestQueue:
         """Return all, in the same order."""
         return tuple(self._states)
 
-    def held(self) -> list[RequestState]:
+    def hidden(self) -> list[RequestState]:
         """Return those that are hidden, in the same order."""
-        return [state for state in self._states if state.is_held] if self.hides else []
+        return [state for state in self._states if state in self._hidden] if self._hidden else []
 
     def __len__(self) -> int:
         return len(self._states)

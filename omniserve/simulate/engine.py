@@ -13,7 +13,7 @@ from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
 from omniserve.kv import KV_MANAGERS, KVManager, Tier
 from omniserve.latency import CorrectedModel
-from omniserve.sched import Forecast, Scheduler, SchedulerLimits, check_stages, policy_of
+from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.options import LayerPreemptionOptions
 from omniserve.sched.speculation import MAX_DRAFTS
 from omniserve.simulate.drafter import SimulatedDrafter
@@ -69,9 +69,11 @@ class SimulatedEngine:
             self._corrected or machine.forecast, machine.shape, host_has_own_cores=machine.host_has_own_cores,
             host=host_speed_of(machine.hosts),
         )  # fmt: skip
-        self.scheduler = Scheduler(
-            policy, options, limits=limits, kv=self.kv, forecast=forecast, drafter_of=self._drafter,
-            num_stages=num_stages,
+        scheduler = Scheduler
+        if num_stages > 1:
+            from omniserve.sched.stages import StagedScheduler as scheduler
+        self.scheduler = scheduler(
+            policy, options, limits=limits, kv=self.kv, forecast=forecast, drafter_of=self._drafter
         )  # fmt: skip
         self.runner = SimulatedRunner(
             machine, self.tier, chances, prefills=prefills, num_stages=num_stages, must_leave=must_leave,
@@ -80,7 +82,7 @@ class SimulatedEngine:
         self._outputs = OutputCollector(tokenizer=None)
         self.stepper = Stepper(
             scheduler=self.scheduler, runner=self.runner, outputs=self._outputs, record=self._record,
-            clock=lambda: self.runner.now_s, num_stages=num_stages,
+            clock=lambda: self.runner.now_s, depth=num_stages, side_by_side=num_stages > 1,
         )  # fmt: skip
         self.num_steps = 0
         """Counter: steps that computed something."""
@@ -143,7 +145,10 @@ def _check(machine: Machine, config: EngineConfig) -> None:
         raise ValueError(
             f"the machine has {machine.num_stages} stages: set pipeline_parallel_size to that, not to {num_stages}"
         )
-    check_stages(config)
+    if num_stages > 1:
+        from omniserve.sched.stages import check_stages
+
+        check_stages(config)
 
 
 def _corrected(machine: Machine, chances: Chances) -> CorrectedModel | None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from omniserve import Engine, EngineConfig, EngineStopped, ExecutionConfig, HostsConfig, Stalled
 from omniserve.core.config import DiskKVConfig
 from omniserve.engine import parts as parts_module
-from omniserve.engine.stepping import StepLog
+from omniserve.engine.step_log import StepLog
 from omniserve.host import tier as tier_module
 from omniserve.host.disk import DiskTier
 from omniserve.host.remote import NetworkHosts

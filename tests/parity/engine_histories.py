@@ -262,8 +262,7 @@ def poison(engine: Engine) -> None:
     """
     used: dict[Tier, set[int]] = {tier: set() for tier in Tier}
     used_states: set[int] = set()
-    for flight in engine._stepper._in_stages:
-        plan = flight.plan
+    for plan in plans_in_stages(engine):
         for chunk in plan.chunks:
             used[Tier.DEVICE].update(chunk.block_ids)
         for entry in plan.entries:
@@ -294,6 +293,12 @@ def poison(engine: Engine) -> None:
             empty = slice(kv._device.num_in_tail(ls), kv.block_size - kv._device.num_in_tail(be))
             for pool in (storage.k_LBKSH, storage.v_LBKSH):
                 pool[:, block, :, empty] = torch.nan
+
+
+def plans_in_stages(engine: Engine) -> list[StepPlan]:
+    """Return the plans of the steps that are in the stages of a model; none if it has no stages."""
+    stepper = engine._stepper
+    return [flight.plan for flight in stepper._flights] if stepper._side_by_side else []
 
 
 def _other(tier: Tier) -> Tier:
@@ -453,7 +458,7 @@ def run_history(
             poison(engine)
             if disturb is not None:
                 disturb(asks)
-            tally.in_stages += bool(engine._stepper._in_stages)
+            tally.in_stages += bool(plans_in_stages(engine))
             for output in engine.step():
                 got[output.request_id] += output.new_token_ids
                 if output.prompt_logprobs:

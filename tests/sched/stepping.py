@@ -44,7 +44,7 @@ class OverlappingStepping(Stepping):
     def step(self, plan: StepPlan, now_s: float, seconds: float) -> tuple[float, list[RequestOutput]]:
         scheduler, before, outputs = self._scheduler, self._in_flight, []
         self._in_flight = None
-        overlaps = not plan.is_empty and scheduler.is_certain(plan)
+        overlaps = scheduler.is_certain(plan)
         if before is not None and not overlaps:
             now_s, outputs = self._settle(before, now_s)
             before, plan = None, scheduler.refresh(plan)
