@@ -54,7 +54,7 @@ class Link:
     def ring(self) -> None:
         self.num_rings += 1
 
-    def look_ahead(self) -> list:
+    def arrivals(self) -> list:
         return []
 
     def send(self, report: engine_messages.Report) -> None:
