@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 
 from omniserve import Engine, Request, SamplingParams
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import Arrival
+from omniserve.runner.safepoint import LayerPreemption
 from tests.sched import preemptible
 
 MakeEngine = Callable[..., Engine]
@@ -25,6 +26,11 @@ def request(service_class: str, length: int = 24, output: int = 4) -> Request:
 def watch(engine: Engine, arrivals: Callable[[], list[Arrival]]) -> None:
     assert engine.preemption is not None
     engine.preemption.arrivals = arrivals
+
+
+def halted_rows(engine: Engine) -> Mapping[str, object]:
+    (strategy,) = (each for each in engine.runner.strategies if isinstance(each, LayerPreemption))
+    return strategy.halted.rows
 
 
 def tokens_of(engine: Engine, request_id: str, steps: int = 50) -> list[int]:
@@ -59,7 +65,7 @@ def test_rows_go_on_at_their_layer_or_begin_anew(make_engine: MakeEngine, keep: 
     assert engine.stats().layer_preemptions == 1
     assert tokens_of(engine, request_id) == expected
     assert plans[1].chunks[0].from_layer == (1 if keep else 0)
-    assert not engine.runner.halted.rows
+    assert not halted_rows(engine)
 
 
 def test_ls_rows_stay_and_finish_their_step(make_engine: MakeEngine) -> None:
@@ -85,9 +91,9 @@ def test_what_an_aborted_request_left_is_forgotten(make_engine: MakeEngine) -> N
     watch(engine, lambda: [Arrival(request("LS"))])
     request_id = engine.add(request("BE"))
     engine.step()
-    assert engine.runner.halted.rows
+    assert halted_rows(engine)
     engine.abort(request_id)
-    assert not engine.runner.halted.rows
+    assert not halted_rows(engine)
 
 
 @pytest.mark.parametrize("scheduler", ["sarathi", "omniserve"])
