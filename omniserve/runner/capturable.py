@@ -1,14 +1,38 @@
-"""wants_graphs: whether the steps of an engine are captured as CUDA graphs, and why not."""
+"""make_graphs: whether the steps of an engine are captured as CUDA graphs, by what, and why not."""
 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from omniserve.core.config import EngineConfig
+from omniserve.core.setup import RunnerSetup
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops.attention import DeviceAttention, is_graph_safe
+from omniserve.runner.layer_loop import LayerLoop
+from omniserve.runner.lockstep import Lockstep
+
+if TYPE_CHECKING:
+    from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
 
 logger = logging.getLogger(__name__)
+
+
+def make_graphs(setup: RunnerSetup, loop: LayerLoop, lockstep: Lockstep) -> CudaGraphRunner | None:
+    """Make what captures an engine's steps, and runs them; None: they are not captured.
+
+    Raises:
+        ValueError: As in ``wants_graphs``.
+    """
+    if not wants_graphs(setup.config, loop.model, loop.attend):
+        return None
+    if setup.has_safepoints:
+        from omniserve.runner.cuda_graphs.safepoints import LeavableGraphRunner
+
+        return LeavableGraphRunner(setup, loop=loop, lockstep=lockstep)
+    from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
+
+    return CudaGraphRunner(setup, loop=loop, lockstep=lockstep)
 
 
 def wants_graphs(config: EngineConfig, model: PatchedModel, attention: DeviceAttention) -> bool:

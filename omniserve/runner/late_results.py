@@ -170,7 +170,8 @@ class LateStep(StepHooks):
         """Leave out the rows of joins that did not join, and name these."""
         if run.missed:
             sampled = self._loop.sampled_without_missed(run)
-            output = dataclasses.replace(output, sampled=sampled, missed=frozenset(run.missed))
+            outcome = dataclasses.replace(output.outcome, missed=frozenset(run.missed))
+            output = dataclasses.replace(output, sampled=sampled, outcome=outcome)
         if self.found:
             missed = MissedJoins(run.plan, self.found.keys(), torch.stack([*self.found.values()]))
             output = dataclasses.replace(output, doubtful=missed.result)

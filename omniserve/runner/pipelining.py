@@ -169,11 +169,10 @@ class HybridBatch(StepHooks):
         """Leave out the rows whose attention has failed, and add those of the second sub-batch."""
         if self._second is not None:
             self._second.end_layer(self._loop.model.num_layers - 1)
-        if lost := {row.request_id for row in self._rows if row.slot in self._awaited.lost}:
+        if lost := frozenset(row.request_id for row in self._rows if row.slot in self._awaited.lost):
             run.missed.update(lost)
-            output = dataclasses.replace(
-                output, sampled=self._loop.sampled_without_missed(run), lost=output.lost | lost
-            )
+            outcome = dataclasses.replace(output.outcome, lost=lost)
+            output = dataclasses.replace(output, sampled=self._loop.sampled_without_missed(run), outcome=outcome)
         return output if self._second is None else self._second.add_to(output)
 
 
@@ -269,4 +268,5 @@ class SecondBatch:
             request_ids=(*sampled.request_ids, *(self._rows[i].request_id for i in kept)),
         )
         hidden_TD = torch.cat([before_TD, self._hidden_TD[kept]])
-        return dataclasses.replace(output, hidden_TD=hidden_TD, sampled=sampled, lost=output.lost | lost)
+        outcome = dataclasses.replace(output.outcome, lost=output.outcome.lost | lost)
+        return dataclasses.replace(output, hidden_TD=hidden_TD, sampled=sampled, outcome=outcome)

@@ -28,7 +28,7 @@ from omniserve.ops.attention import resolve_attention
 from omniserve.ops.attention.native import attend_triton
 from omniserve.ops.stage_link import StageLink
 from omniserve.ops.streams import StreamEvent
-from omniserve.runner.capturable import wants_graphs
+from omniserve.runner.capturable import make_graphs
 from omniserve.runner.late_results import LateResults
 from omniserve.runner.layer_loop import LayerLoop
 from omniserve.runner.lockstep import Lockstep
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from omniserve.host.disk import DiskTier
     from omniserve.host.prefill_receiver import PrefillReceiver
     from omniserve.host.remote import NetworkHosts
-    from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +122,8 @@ class ModelRunner:
             safepoint=parts.safepoint,
         )  # fmt: skip
         """The kinds of steps that need hooks."""
-        self.graphs: CudaGraphRunner | None = None
+        self.graphs = make_graphs(setup, self.loop, parts.lockstep)
         """Runs the steps that fit a captured shape; None: nothing is captured."""
-        if wants_graphs(config, model, attend):
-            self.graphs = _make_graphs(setup, self.loop, parts.lockstep)
         if model.device.type == "cuda" and attend is attend_triton:  # others choose no kernel by shape
             warm_up_attention(
                 attend, self._storage, model.spec, max_rows=config.max_num_batched_tokens,
@@ -201,9 +198,7 @@ class ModelRunner:
         scores, failed = score_prompts(self._model.logits, layers.hidden_TD, wanted) if wanted else ({}, {})
         hidden_TD = layers.hidden_TD[layers.sampled.rows]
         request_ids = list(layers.sampled.request_ids)
-        output = StepOutput(
-            prompt_logprobs=scores, failed=failed, halted=layers.halted, lost=layers.lost, missed=layers.missed
-        )
+        output = dataclasses.replace(layers.outcome, prompt_logprobs=scores, failed=failed)
         if not request_ids:
             return LaunchedStep(output, None, end=StreamEvent(self._model.device), doubtful=layers.doubtful)
         drafts = {chunk.request_id: chunk.drafts for chunk in plan.chunks if chunk.num_drafts}
@@ -211,7 +206,7 @@ class ModelRunner:
         drafts |= {
             join.request_id: join.draft_ids
             for join in plan.joins
-            if join.draft_ids and join.layer == last and join.request_id not in layers.missed
+            if join.draft_ids and join.layer == last and join.request_id not in output.missed
         }
         logits_RV = self._model.logits(hidden_TD)
         if self._ended:
@@ -277,13 +272,3 @@ class ModelRunner:
         pipelined = (row for row in plan.pipelined if isinstance(row, PiggybackEntry))
         for entry in (*plan.entries, *pipelined):
             self._tier.begin_token(entry.slot, entry.epoch, entry.position, entry.block_ids, entry.num_rows)
-
-
-def _make_graphs(setup: RunnerSetup, loop: LayerLoop, lockstep: Lockstep) -> CudaGraphRunner:
-    if setup.has_safepoints:
-        from omniserve.runner.cuda_graphs.safepoints import LeavableGraphRunner
-
-        return LeavableGraphRunner(setup, loop=loop, lockstep=lockstep)
-    from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
-
-    return CudaGraphRunner(setup, loop=loop, lockstep=lockstep)

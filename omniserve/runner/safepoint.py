@@ -130,7 +130,7 @@ class Safepoints(StepHooks):
 
     def finish(self, run: StepRun, output: LayersOutput) -> LayersOutput:
         """Name the chunks that left the step."""
-        return dataclasses.replace(output, halted=self.left)
+        return dataclasses.replace(output, outcome=dataclasses.replace(output.outcome, halted=self.left))
 
     def leaving(self) -> Set[str]:
         """Return the requests whose rows must leave before the current layer; call it once a layer.

@@ -7,7 +7,7 @@ D hidden.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 
@@ -15,7 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import PENDING_TOKEN, PiggybackEntry, PiggybackJoin, PromptScores, StepPlan, joins_by_layer
+from omniserve.core.plan import (
+    PENDING_TOKEN,
+    PiggybackEntry,
+    PiggybackJoin,
+    PromptScores,
+    StepOutput,
+    StepPlan,
+    joins_by_layer,
+)
 from omniserve.host.tier import result_flag
 from omniserve.ops.attention import AttentionMetadata, HostLengths
 from omniserve.ops.streams import upload
@@ -54,14 +62,10 @@ class LayersOutput:
 
     hidden_TD: Tensor
     sampled: SampledRows
-    halted: Mapping[str, int] = field(default_factory=dict)
-    """Request -> the layer before which its chunk left the step."""
-    missed: frozenset[str] = frozenset()
-    """Requests whose joins did not join."""
+    outcome: StepOutput = field(default_factory=StepOutput)
+    """What is known of the step without its tokens."""
     doubtful: Callable[[], frozenset[str]] | None = None
     """Waits for the step, and returns more requests whose joins did not join; none of these is at the last layer."""
-    lost: frozenset[str] = frozenset()
-    """Requests whose rows give no token, as their attention on the host tier has failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
