@@ -22,6 +22,7 @@ import itertools
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.common.engine_run import EngineRun, request
@@ -31,7 +32,9 @@ from benchmarks.common.summary import medians
 from benchmarks.common.terminal import argument_parser
 from omniserve import SLO, Engine, EngineConfig, Request
 from omniserve.core.plan import StepPlan
+from omniserve.core.request import Arrival
 from omniserve.profiling import find_or_make_profile
+from omniserve.runner.safepoint import LayerPreemption
 from omniserve.simulate import Load
 from omniserve.simulate.load import TraceRequest, fixed_lengths, poisson, requests
 from omniserve.simulate.results import percentile
@@ -50,13 +53,13 @@ class Run(EngineRun):
         self._halted = engine.stats().layer_preemptions
         engine.on_step = self._watch
 
-    def announce(self) -> None:
-        """Tell the engine, in the middle of a step, what has come, as a server does."""
+    def arrivals(self) -> Iterator[Arrival]:
+        """Yield what has come, in the middle of a step, as a server's link does."""
         for arrival_s, coming in itertools.islice(self.upcoming, self._num_announced, None):
             if arrival_s > self.now_s:
                 return
             self._num_announced += 1
-            self.engine.arriving(coming, arrival_s=self.began_s + arrival_s)
+            yield Arrival(coming, self.began_s + arrival_s)
 
     def add(self, request: Request, arrival_s: float) -> None:
         super().add(request, arrival_s)
@@ -75,10 +78,17 @@ class Run(EngineRun):
 
 def warm_up(engine: Engine, args: argparse.Namespace) -> None:
     """Serve requests of both kinds; their steps are left between two layers, and go on."""
-    ask, left = engine.runner.loop.safepoint, iter([True, False, False] * 4)
-    engine.runner.loop.safepoint = lambda: engine.scheduler.requests.states.keys() if next(left, False) else set()
+    strategy, left = strategy_of(engine), iter([True, False, False] * 4)
+    ask = strategy.must_leave
+    strategy.must_leave = lambda: engine.scheduler.requests.states.keys() if next(left, False) else set()
     engine.generate([*(request(f"be{i}", args.be_prompt, 4) for i in range(3)), request("ls", args.ls_prompt, 4)])
-    engine.runner.loop.safepoint = ask
+    strategy.must_leave = ask
+
+
+def strategy_of(engine: Engine) -> LayerPreemption:
+    """Return what lets rows leave an engine's steps."""
+    (strategy,) = (each for each in engine.runner.strategies if isinstance(each, LayerPreemption))
+    return strategy
 
 
 def measure_stream(model: Any, config: EngineConfig, args: argparse.Namespace, mode: str, seed: int) -> dict[str, Any]:
@@ -94,8 +104,9 @@ def measure_stream(model: Any, config: EngineConfig, args: argparse.Namespace, m
     with Engine(model, config, profile=find_or_make_profile(model, config, time_limit_s=args.profile_s)) as engine:
         warm_up(engine, args)
         run = Run(engine, load, seed, slo)
+        assert engine.preemption is not None
         if MODES[mode]:
-            engine.on_safepoint = run.announce
+            engine.preemption.arrivals = run.arrivals
         run.run(drain_s=0.0)
     served = {name: r for name, r in run.results.items() if r.service_class == "LS" and r.finished_s is not None}
     ttfts_s = [r.ttft_s for name, r in served.items() if name in run.delays_s and r.ttft_s is not None]
@@ -118,8 +129,9 @@ def measure_overhead(model: Any, config: EngineConfig, args: argparse.Namespace)
     with Engine(model, config, profile=find_or_make_profile(model, config, time_limit_s=args.profile_s)) as engine:
         warm_up(engine, args)
         run = Run(engine, far, 0, SLO(ttft_s=args.ttft, tpot_s=args.tpot))
-        run.began_s, engine.on_safepoint = time.monotonic(), run.announce
-        ask, asked = engine.runner.loop.safepoint, True
+        assert engine.preemption is not None
+        run.began_s, engine.preemption.arrivals = time.monotonic(), run.arrivals
+        strategies, asked = engine.runner.strategies, True
         for i in range(args.be):
             engine.add(request(f"be{i}", 32, 2 * args.steps + 50))
         while not engine.step():  # prompts
@@ -127,9 +139,9 @@ def measure_overhead(model: Any, config: EngineConfig, args: argparse.Namespace)
         engine.on_step = lambda plan, host_works, taken_s: seconds[asked].append(taken_s)
         for step in range(2 * args.steps):
             asked = step % 2 == 0
-            engine.runner.loop.safepoint = ask if asked else None
+            engine.runner.strategies = strategies if asked else ()
             engine.step()
-        assert ask is not None
+        ask = strategy_of(engine).must_leave
         began_s = time.perf_counter()
         for _ in range(1000):
             ask()

@@ -191,6 +191,15 @@ class Request:
         return 0 if self.sampling.prompt_logprobs is None else len(self.prompt_token_ids) - 1
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that has come and was not added to the engine yet."""
+
+    request: Request
+    arrival_s: float | None = None
+    """Time of its arrival, on the engine's clock; None: now."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprob:
     """Log-probability (natural) of one token under the unmodified model distribution."""

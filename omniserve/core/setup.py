@@ -88,6 +88,8 @@ class RunnerSetup:
     """Rows that left a step between two layers go on where they left; else they begin anew."""
     has_safepoints: bool
     """Rows may leave a step between two layers."""
+    awaits_host: bool
+    """Steps may have rows that wait for the host tier in each layer."""
     overlaps: bool
     """A step is launched while the one before it runs, so that each rank needs the tokens that rank 0 samples."""
     in_stages: bool

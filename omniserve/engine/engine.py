@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import EngineStopped, PeerLost, Stalled
 from omniserve.core.plan import StepPlan
-from omniserve.core.request import SLO, Completion, Request, RequestLimits, RequestOutput, ServiceClass
+from omniserve.core.request import SLO, Completion, Request, RequestLimits, RequestOutput
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
 from omniserve.engine.outputs import OutputCollector
@@ -76,9 +76,8 @@ class Engine:
         this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
         self._clock, self._ids, self._outputs = clock, itertools.count(), OutputCollector(tokenizer)
         parts = EngineParts.of(
-            config or EngineConfig(), model, profile=profile, tokenizer=tokenizer, clock=clock, group=group,
-            safepoint=lambda: this()._ask_who_must_leave(),
-        )  # fmt: skip
+            config or EngineConfig(), model, profile=profile, tokenizer=tokenizer, clock=clock, group=group
+        )
         setup, spec = parts.setup, parts.spec
         self.config, self.spec, self.max_model_len = setup.config, spec, setup.max_model_len
         self.model = parts.model
@@ -107,11 +106,8 @@ class Engine:
         with ``async_steps`` they are those of the step launched meanwhile."""
         self.upkeep: Upkeep | None = None
         """Work that is still to be done on the engine beside requests; the process that steps the engine does it."""
-        self.on_safepoint: Callable[[], None] | None = None
-        """Called between the layers of a step that rows may leave; it looks for requests that have come
-        and tells ``arriving`` of them."""
-        self._to_preempt: frozenset[str] = frozenset()
-        """Requests whose rows must leave the running step."""
+        self.preemption = parts.preemption
+        """Polls requests that come while a step runs, for which rows may have to leave it; None: rows never leave."""
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -163,26 +159,6 @@ class Engine:
         """End a request now and free what it holds; False if it is unknown or has finished."""
         return self._stepper.abort(request_id)
 
-    def arriving(self, request: Request, *, arrival_s: float | None = None) -> None:
-        """Say that a request has come while a step runs; ``add`` follows after the step. Called by ``on_safepoint``.
-
-        If the scheduler finds that it would otherwise miss its TTFT, rows leave the step for it (conserve 4.3).
-        ``arrival_s`` as in ``add``.
-        """
-        spec = self.config.class_named(request.service_class)
-        if spec.kind is ServiceClass.LS:
-            now_s = self._clock()
-            waited_s = 0.0 if arrival_s is None else max(0.0, now_s - arrival_s)
-            slo = request.slo if request.slo is not None else spec.slo
-            self._to_preempt |= self.scheduler.policy.to_preempt(request, slo, waited_s, now_s)
-
-    def _ask_who_must_leave(self) -> frozenset[str]:
-        """Take in requests that have come, and return, once, those whose rows must leave the step for them."""
-        if self.on_safepoint is not None:
-            self.on_safepoint()
-        leaving, self._to_preempt = self._to_preempt, frozenset()
-        return leaving
-
     def predicted_ttft_s(self, request_id: str) -> float | None:
         """Return what admission predicted for an unfinished request, seconds from its arrival; None: nothing.
 
@@ -225,7 +201,6 @@ class Engine:
             EngineStopped: The engine was closed.
         """
         self._require_open()
-        self._to_preempt = frozenset()  # what came too late for the last step is in this one
         try:
             return self._stepper.step()
         except BaseException:

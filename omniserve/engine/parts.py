@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
@@ -50,6 +50,7 @@ from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
 from omniserve.sched.state_slots import num_state_slots
 
 if TYPE_CHECKING:
+    from omniserve.engine.preemption import Preemption
     from omniserve.host.disk import DiskTier
     from omniserve.host.prefill_engines import PrefillEngines
     from omniserve.host.remote import NetworkHosts
@@ -85,6 +86,7 @@ class EngineParts:
     latency: CorrectedModel | None
     """The latency model of the engine's profile; None: there is no profile."""
     scheduler: Scheduler
+    preemption: Preemption | None
     sampler: Sampler
     log: StepLog
     hosts: NetworkHosts | None
@@ -95,11 +97,10 @@ class EngineParts:
     def of(
         cls, config: EngineConfig, model: PreTrainedModel, *, profile: Profile | None,
         tokenizer: PreTrainedTokenizerBase | None, clock: Callable[[], float], group: RankGroup | None,
-        safepoint: Callable[[], Set[str]],
     ) -> Self:  # fmt: skip
         """Make the parts; if one cannot be made, those before it are closed.
 
-        ``safepoint`` as in ``RunnerParts``, the others and what is raised as in ``Engine``.
+        Arguments, and what is raised, as in ``Engine``.
         """
         check_ranks(config, model, group)
         patched = patched_model(model, compile=config.execution.compile)
@@ -115,18 +116,21 @@ class EngineParts:
             disk = _until_done(undo, open_disk(setup.config, patched, tier))
             kv = make_kv(setup, patched.spec, disk)
             scheduler = make_scheduler(setup, spec, kv, latency, profile, num_late_layers(setup, patched))
+            preemption = make_preemption(setup, scheduler)
             log = _until_done(undo, make_log(setup.config, spec, latency))
             hosts = _until_done(undo, connect_hosts(setup, tier))
             prefills = _until_done(undo, connect_prefill_engines(setup.config, patched, tier, kv, clock))
             executors, sources = side_workers(tier, disk, hosts, prefills)
             parts = RunnerParts(
-                model=patched, sampler=sampler, tier=tier, executors=executors, sources=sources, safepoint=safepoint
-            )
+                model=patched, sampler=sampler, tier=tier, executors=executors, sources=sources,
+                safepoint=(lambda: preemption.must_leave(clock())) if preemption is not None else frozenset,
+            )  # fmt: skip
             runner = make_runner(setup, parts, group)
             undo.pop_all()
         return cls(
             model=patched, spec=spec, setup=setup, host_tier=tier, disk=disk, kv=kv, latency=latency,
-            scheduler=scheduler, sampler=sampler, log=log, hosts=hosts, prefills=prefills, runner=runner,
+            scheduler=scheduler, preemption=preemption, sampler=sampler, log=log, hosts=hosts, prefills=prefills,
+            runner=runner,
         )  # fmt: skip
 
 
@@ -200,7 +204,7 @@ def runner_setup(config: EngineConfig, model: PatchedModel) -> RunnerSetup:
     config = fit_states(config, model.spec)
     check_policy(config, model.spec)
     check_disk(config, model.spec)
-    manager, (_, options) = KV_MANAGERS.get(config.kv), policy_of(config)
+    manager, (policy, options) = KV_MANAGERS.get(config.kv), policy_of(config)
     num_device_blocks, num_host_blocks = num_blocks(config, largest_part(config, model.spec))
     has_stages, overlaps = config.parallel.pipeline_parallel_size > 1, config.execution.async_steps
     if overlaps is None:
@@ -217,6 +221,7 @@ def runner_setup(config: EngineConfig, model: PatchedModel) -> RunnerSetup:
         keeps_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
         # A chunk that began anew after it left would find the states of some layers ahead of it.
         has_safepoints=not model.spec.state_bytes and options.preempts,
+        awaits_host=policy.awaits_host,
         overlaps=overlaps and not has_stages,
         in_stages=overlaps and has_stages,
     )
@@ -326,6 +331,15 @@ def make_scheduler(
     if setup.in_stages:
         from omniserve.sched.stages import StagedScheduler as scheduler
     return scheduler(policy, options, limits=limits, kv=kv, forecast=forecast)
+
+
+def make_preemption(setup: RunnerSetup, scheduler: Scheduler) -> Preemption | None:
+    """Make what asks the policy which rows must leave a step; None: rows never leave the policy's steps."""
+    if not setup.has_safepoints:
+        return None
+    from omniserve.engine.preemption import Preemption
+
+    return Preemption(scheduler.policy, setup.config.classes)
 
 
 def num_late_layers(setup: RunnerSetup, model: PatchedModel) -> int:

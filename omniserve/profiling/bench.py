@@ -30,8 +30,8 @@ from omniserve.engine.fingerprint import has_constant_steps
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops.attention import resolve_attention
+from omniserve.runner.capturable import why_not_captured
 from omniserve.runner.cuda_graphs.capture import Capture, CudaGraphCapture
-from omniserve.runner.cuda_graphs.graph_runner import why_not_captured
 from omniserve.runner.cuda_graphs.shapes import CHUNK_ROWS
 from omniserve.runner.states import StepStates
 from omniserve.runner.step_inputs import make_step_inputs

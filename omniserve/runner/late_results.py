@@ -1,7 +1,8 @@
-"""LateResults: results of the host tier that come while a step runs, and which rows of it they let join.
+"""Late joins: results of the host tier that come while a step runs, and which rows of it they let join.
 
-A GPU is given all layers of a step at once and looks for the results itself (``PiggybackRows.receive``).
-``MissedJoins`` tells the host which joins found none.
+Without a GPU the host looks for them as the step comes to a layer (``LateResults``). A GPU is given all layers of a
+step at once and looks for the results itself (``PiggybackRows.receive``); ``MissedJoins`` tells the host which joins
+found none.
 
 No step waits for the host tier. A late join whose result has not come leaves its seat empty in that layer, is not sent
 to the next layer, and is named in ``StepOutput.missed``; the scheduler then books nothing of it.
@@ -11,15 +12,19 @@ Paper: omniserve 3.2.3; apex 3.4 (the device asks before a layer's post-attentio
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from omniserve.core.plan import PiggybackJoin, StepPlan, joins_by_layer
 from omniserve.core.work import AttentionResult, HostEvent
 from omniserve.host.tier import HostTier
-from omniserve.ops.streams import AsyncHostCopy
+from omniserve.ops.streams import AsyncHostCopy, upload
+from omniserve.runner.layer_loop import LayerLoop, StepHooks, StepRun
 from omniserve.runner.lockstep import Lockstep
+from omniserve.runner.step_inputs import LayersOutput, SeatRows, wanted_flags
 
 
 class LateResults:
@@ -89,3 +94,86 @@ class MissedJoins:
                     missed.add(join.request_id)
                 seat += join.num_rows  # drafts do as their token
         return frozenset(missed)
+
+
+class LateJoins:
+    """The strategy of steps with late joins."""
+
+    def __init__(self, loop: LayerLoop, results: LateResults) -> None:
+        self._loop, self._results = loop, results
+
+    def hooks(self, plan: StepPlan) -> StepHooks | None:
+        """Return the hooks of a step with late joins; None: it has none."""
+        if all(join.is_ready for join in plan.joins):
+            return None
+        return LateStep(self._loop, self._results, as_one=plan.joins_as_one)
+
+    def forget(self, request_id: str) -> None:
+        """Do nothing: nothing is kept."""
+
+
+class LateStep(StepHooks):
+    """Finds out at each layer which late joins of a step have their results, and empties the seats of the others."""
+
+    fits_graphs = True
+
+    def __init__(self, loop: LayerLoop, results: LateResults, *, as_one: bool) -> None:
+        self._loop, self._results, self._as_one = loop, results, as_one
+        self.found: dict[int, Tensor] = {}
+        """Rows that joined at each layer with late joins, if the device looks for results: layer -> ``[P]`` int64 on
+        the device; -1 in other seats."""
+
+    def begin(self, run: StepRun) -> None:
+        """Have the seats of each layer settled as the step comes to it."""
+        run.joining = self._joining
+
+    def _joining(self, run: StepRun, layer: int) -> SeatRows | None:
+        """Settle the late joins of a layer, and return the seats into which results come; None if all stay empty."""
+        joining = run.inputs.joining
+        seats = joining.get(layer)
+        if seats is not None and seats.late:
+            if self._loop.rows.device_looks:
+                joining[layer] = self._receive(run, layer, seats)
+            else:
+                self._settle(run, layer, seats)
+        return joining.get(layer)
+
+    def _receive(self, run: StepRun, layer: int, seats: SeatRows) -> SeatRows:
+        """Let the device find out which joins of a layer have their results, and return the seats of these."""
+        joined_P = torch.empty_like(seats.rows_P)
+        wanted = wanted_flags(seats.late)
+        wanted += [0] * (run.inputs.num_seats - len(wanted))
+        told = upload(torch.tensor([*wanted, self._as_one], dtype=torch.int64), joined_P.device)
+        self._loop.rows.receive(seats.rows_P, told[:-1], told[-1:], joined_P)
+        self.found[layer] = joined_P
+        return SeatRows(rows_P=joined_P, slots_P=seats.slots_P, positions=seats.positions)
+
+    def _settle(self, run: StepRun, layer: int, seats: SeatRows) -> None:
+        """Look which joins of a layer have their results; empty the seats of the others."""
+        joined = self._results.settle(seats.late, as_one=self._as_one)
+        joining = run.inputs.joining
+        del joining[layer]
+        if all(joined):
+            joining[layer] = dataclasses.replace(seats, late=())
+            return
+        run.missed.update(join.request_id for join, here in zip(seats.late, joined, strict=True) if not here)
+        if any(joined):
+            is_here = [here for join, here in zip(seats.late, joined, strict=True) for _ in range(join.num_rows)]
+            is_empty_P = torch.ones(run.inputs.num_seats, dtype=torch.bool)
+            is_empty_P[: len(is_here)] = ~torch.tensor(is_here)
+            joining[layer] = SeatRows(
+                rows_P=seats.rows_P.masked_fill(upload(is_empty_P, seats.rows_P.device), -1),
+                slots_P=seats.slots_P.masked_fill(is_empty_P, -1),
+                positions=seats.positions,
+            )
+
+    def finish(self, run: StepRun, output: LayersOutput) -> LayersOutput:
+        """Leave out the rows of joins that did not join, and name these."""
+        if run.missed:
+            sampled = self._loop.sampled_without_missed(run)
+            outcome = dataclasses.replace(output.outcome, missed=frozenset(run.missed))
+            output = dataclasses.replace(output, sampled=sampled, outcome=outcome)
+        if self.found:
+            missed = MissedJoins(run.plan, self.found.keys(), torch.stack([*self.found.values()]))
+            output = dataclasses.replace(output, doubtful=missed.result)
+        return output

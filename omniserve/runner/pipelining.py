@@ -27,7 +27,9 @@ from omniserve.core.plan import PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.core.work import AttentionResult, HostEvent
 from omniserve.host.tier import HostTier
 from omniserve.layers.patching import BetweenHook, PatchedModel
+from omniserve.runner.layer_loop import LayerLoop, StepHooks, StepRun
 from omniserve.runner.lockstep import Lockstep
+from omniserve.runner.step_inputs import LayersOutput
 
 _LOOK_AGAIN_S = 0.05  # a host tier whose threads are dead does not wake a waiting thread
 
@@ -84,33 +86,99 @@ class AwaitedResults:
         return frozenset(self._failed)
 
 
-class HybridRows:
-    """The host rows of a hybrid first sub-batch (``StepPlan.hybrid``): they share its dense halves."""
+class Pipelining:
+    """The strategy of steps with rows that wait for the host tier in each layer (``StepPlan.pipelined``)."""
 
-    def __init__(self, rows: tuple[PiggybackEntry, ...], awaited: AwaitedResults, second: SecondBatch | None) -> None:
-        self._rows, self._awaited, self._second = rows, awaited, second
+    def __init__(
+        self, loop: LayerLoop, *, tier: HostTier, keep: Callable[[HostEvent], None], lockstep: Lockstep
+    ) -> None:
+        self._loop, self._tier, self._keep, self._lockstep = loop, tier, keep, lockstep
 
-    def send(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
-        """Submit their attention at a layer."""
-        self._awaited.submit(layer, self._rows, q_TNH, k_TKH, v_TKH)
+    def hooks(self, plan: StepPlan) -> StepHooks | None:
+        """Return the hooks of a step with a second sub-batch, or a hybrid first one; None: it has neither."""
+        if not plan.pipelined:
+            return None
+        awaited = AwaitedResults(self._tier, self._keep, self._lockstep)
+        rows = tuple(row for row in plan.pipelined if row.request_id not in plan.hybrid)
+        second = SecondBatch(
+            rows, model=self._loop.model, awaited=awaited,
+            residuals_SD=self._loop.rows.residuals_SD[:: self._loop.rows.max_rows],  # those of tokens, without drafts
+            between=self._loop.states.of_decodes(rows),
+        ) if rows else None  # fmt: skip
+        if plan.hybrid:
+            return HybridBatch(hybrid_entries(plan), self._loop, awaited, second)
+        assert second is not None
+        return BesideSecond(second)
 
-    def results(self, layer: int, device: torch.device) -> Tensor:
-        """Run the second sub-batch up to its attention at the layer; wait for the results, ``[T, N * H]``."""
+    def forget(self, request_id: str) -> None:
+        """Do nothing: nothing is kept."""
+
+
+class BesideSecond(StepHooks):
+    """Runs a second sub-batch's pre-attention before each layer of the first one, and its post-attention behind it."""
+
+    stops = True
+
+    def __init__(self, second: SecondBatch) -> None:
+        self._second = second
+
+    def before_layer(self, run: StepRun, layer: int) -> None:
+        """Run the second sub-batch up to its attention at the layer."""
+        self._second.begin_layer(layer)
+
+    def after_layer(self, run: StepRun, layer: int) -> None:
+        """Run what is left of the layer for the second sub-batch."""
+        self._second.end_layer(layer)
+
+    def finish(self, run: StepRun, output: LayersOutput) -> LayersOutput:
+        """Add the rows of the second sub-batch."""
+        return self._second.add_to(output)
+
+
+class HybridBatch(StepHooks):
+    """The host rows of a hybrid first sub-batch (``StepPlan.hybrid``) share its dense halves, in seats.
+
+    While the host attends for them, the device runs the second sub-batch, if there is one.
+    """
+
+    def __init__(
+        self, rows: tuple[PiggybackEntry, ...], loop: LayerLoop, awaited: AwaitedResults, second: SecondBatch | None
+    ) -> None:
+        self._rows, self._loop, self._awaited, self._second = rows, loop, awaited, second
+
+    def first_rows(self, plan: StepPlan) -> StepPlan:
+        """Return the plan with the host rows in seats."""
+        return with_seats(plan, self._rows, self._loop.model.num_layers)
+
+    def begin(self, run: StepRun) -> None:
+        """Have the rows attend on both tiers."""
+        run.attend = self._attend
+
+    def _attend(
+        self, run: StepRun, layer: int, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor
+    ) -> Tensor:
+        n = run.inputs.num_device_rows
+        self._awaited.submit(layer, self._rows, q_TNH[n:], k_TKH[n:], v_TKH[n:])
+        attn_TD = self._loop.attend_device(run, layer, hidden_TD, q_TNH[:n], k_TKH[:n], v_TKH[:n])
         if self._second is not None:
             if layer:
                 self._second.end_layer(layer - 1)
             self._second.begin_layer(layer)
-        return self._awaited.results(self._rows, device)
+        return torch.cat([attn_TD, self._awaited.results(self._rows, hidden_TD.device)])
 
-    @property
-    def lost(self) -> set[str]:
-        """The requests of rows whose attention has failed."""
-        return {row.request_id for row in self._rows if row.slot in self._awaited.lost}
+    def finish(self, run: StepRun, output: LayersOutput) -> LayersOutput:
+        """Leave out the rows whose attention has failed, and add those of the second sub-batch."""
+        if self._second is not None:
+            self._second.end_layer(self._loop.model.num_layers - 1)
+        if lost := frozenset(row.request_id for row in self._rows if row.slot in self._awaited.lost):
+            run.missed.update(lost)
+            outcome = dataclasses.replace(output.outcome, lost=lost)
+            output = dataclasses.replace(output, sampled=self._loop.sampled_without_missed(run), outcome=outcome)
+        return output if self._second is None else self._second.add_to(output)
 
 
-def with_seats(plan: StepPlan, num_layers: int) -> StepPlan:
+def with_seats(plan: StepPlan, entries: tuple[PiggybackEntry, ...], num_layers: int) -> StepPlan:
     """Return a plan whose hybrid rows are in seats: each enters at layer 0, and is at the attention of every layer."""
-    entries = hybrid_entries(plan)
     joins = tuple(
         PiggybackJoin(
             request_id=entry.request_id, position=entry.position, slot=entry.slot, epoch=entry.epoch, layer=layer,
@@ -188,9 +256,18 @@ class SecondBatch:
         if self._between is not None:
             self._hidden_TD = torch.cat([self._between(layer, self._hidden_TD[:n]), self._hidden_TD[n:]])
 
-    def result(self) -> tuple[Tensor, list[str], frozenset[str]]:
-        """Return the hidden states after the last layer, their requests, and the requests whose row was lost."""
+    def add_to(self, output: LayersOutput) -> LayersOutput:
+        """Return the output of a step with the rows after the last layer, and the requests whose rows were lost."""
         slots_lost = self._awaited.lost
         kept = [i for i, row in enumerate(self._rows) if row.slot not in slots_lost]
         lost = frozenset(row.request_id for row in self._rows if row.slot in slots_lost)
-        return self._hidden_TD[kept], [self._rows[i].request_id for i in kept], lost
+        before_TD, sampled = output.hidden_TD, output.sampled
+        rows = torch.arange(len(before_TD), len(before_TD) + len(kept), device=before_TD.device)
+        sampled = dataclasses.replace(
+            sampled,
+            rows=torch.cat([sampled.rows, rows]),
+            request_ids=(*sampled.request_ids, *(self._rows[i].request_id for i in kept)),
+        )
+        hidden_TD = torch.cat([before_TD, self._hidden_TD[kept]])
+        outcome = dataclasses.replace(output.outcome, lost=output.outcome.lost | lost)
+        return dataclasses.replace(output, hidden_TD=hidden_TD, sampled=sampled, outcome=outcome)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,15 +30,14 @@ from omniserve.ops.attention import resolve_attention
 from omniserve.ops.attention.native import attend_triton
 from omniserve.ops.stage_link import StageLink
 from omniserve.ops.streams import StreamEvent
-from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner, wants_graphs
-from omniserve.runner.late_results import LateResults, MissedJoins
+from omniserve.runner.capturable import make_graphs
+from omniserve.runner.late_results import LateResults
 from omniserve.runner.layer_loop import LayerLoop
 from omniserve.runner.lockstep import Lockstep
 from omniserve.runner.piggyback_rows import PiggybackRows
-from omniserve.runner.pipelining import AwaitedResults, HybridRows, SecondBatch, hybrid_entries
-from omniserve.runner.safepoint import HaltedRows
 from omniserve.runner.states import StepStates
-from omniserve.runner.step_inputs import LayersOutput, PendingTokens, stops_between_layers
+from omniserve.runner.step_inputs import LayersOutput, PendingTokens
+from omniserve.runner.strategies import make_strategies
 from omniserve.runner.warm_up import warm_up_attention
 from omniserve.sampling.prompt_scores import score_prompts
 from omniserve.sampling.sampler import PendingSample, Sampler
@@ -66,8 +64,8 @@ class LaunchedStep:
     """The tokens; None: the step samples nothing."""
     end: StreamEvent | None = None
     """The end of a step that computes something but samples nothing."""
-    doubtful: MissedJoins | None = None
-    """Joins of which the device tells whether they have joined."""
+    doubtful: Callable[[], frozenset[str]] | None = None
+    """Waits for the step, and returns more requests whose joins did not join."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +81,7 @@ class RunnerParts:
     sources: Sequence[EventSource] = ()
     """What tells events, the host tier first; none: it is all there is."""
     safepoint: Callable[[], Set[str]] = frozenset
-    """Asked between two layers which requests' rows must leave the step, if the setup has safepoints."""
+    """Asked between two layers which requests' rows must leave the step, on rank 0, if the setup has safepoints."""
     lockstep: Lockstep = field(default_factory=Lockstep)
     stage: StageLink = field(default_factory=StageLink)
 
@@ -116,8 +114,6 @@ class ModelRunner:
         self._host_was_healthy = True
         self._ended: Set[str] = frozenset()
         """Requests that have ended since the step that is launched was planned: they need no token."""
-        self.halted = HaltedRows(keep=setup.keeps_halted)
-        """Rows that left a step between two layers."""
         self._pending = PendingTokens(model.device)
         self.states = StepStates(model, num_slots=setup.num_state_slots)
         """The recurrent states of all requests, if the model has such."""
@@ -132,15 +128,17 @@ class ModelRunner:
         )
         self._rows = PiggybackRows(model, tier, config.max_host_requests if tier is not None else 0)
         self.loop = LayerLoop(
-            model=model, storage=self._storage, attend=attend, rows=self._rows, late_results=self._late_results,
-            halted=self.halted, pending=self._pending, states=self.states, stage=parts.stage,
-            safepoint=partial(parts.lockstep.agree, parts.safepoint) if setup.has_safepoints else None,
+            model=model, storage=self._storage, attend=attend, rows=self._rows, pending=self._pending,
+            states=self.states, stage=parts.stage,
         )  # fmt: skip
         """Runs the steps that fit no captured shape."""
-        self.graphs: CudaGraphRunner | None = None
+        self.strategies = make_strategies(
+            setup, self.loop, tier=tier, late_results=self._late_results, lockstep=parts.lockstep,
+            safepoint=parts.safepoint,
+        )  # fmt: skip
+        """The kinds of steps that need hooks."""
+        self.graphs = make_graphs(setup, self.loop, parts.lockstep)
         """Runs the steps that fit a captured shape; None: nothing is captured."""
-        if wants_graphs(config, model, attend):
-            self.graphs = CudaGraphRunner(setup, loop=self.loop, lockstep=parts.lockstep)
         if model.device.type == "cuda" and attend is attend_triton:  # others choose no kernel by shape
             warm_up_attention(
                 attend, self._storage, model.spec, max_rows=config.max_num_batched_tokens,
@@ -166,7 +164,7 @@ class ModelRunner:
             step.end.wait("a step")
         output = step.output
         if step.doubtful is not None:
-            output = dataclasses.replace(output, missed=output.missed | step.doubtful.result())
+            output = dataclasses.replace(output, missed=output.missed | step.doubtful())
         if step.sample is None:
             return output
         sampled, failed = step.sample.result()
@@ -196,22 +194,24 @@ class ModelRunner:
         has_host_rows = bool(plan.entries or plan.joins or plan.pipelined)
         self.host_works = has_host_rows or (self._tier is not None and self._tier.attends)
         self._cores.apply(host_works=self.host_works)
-        if self.halted.rows:
-            self.halted.forget(chunk.request_id for chunk in plan.chunks if not chunk.from_layer)
-        second, hybrid = self._sub_batches(plan) if plan.pipelined else (None, None)
-        layers = self._run_layers(plan, second, hybrid)
+        layers = self._run_layers(plan)
         if not self.loop.stage.is_last:
             return LaunchedStep(StepOutput(), None, end=StreamEvent(self._model.device))
+        return self._sample(plan, layers)
+
+    def _run_layers(self, plan: StepPlan) -> LayersOutput:
+        hooks = [hooks for strategy in self.strategies if (hooks := strategy.hooks(plan)) is not None]
+        if self.graphs is not None and (layers := self.graphs.run(plan, hooks)) is not None:
+            return layers
+        return self.loop.run_with(plan, hooks) if hooks else self.loop.run(plan)
+
+    def _sample(self, plan: StepPlan, layers: LayersOutput) -> LaunchedStep:
+        """Launch what follows the last layer: logits, and the tokens of the rows that are sampled."""
         wanted = layers.sampled.scores
         scores, failed = score_prompts(self._model.logits, layers.hidden_TD, wanted) if wanted else ({}, {})
         hidden_TD = layers.hidden_TD[layers.sampled.rows]
-        request_ids, lost = list(layers.sampled.request_ids), frozenset[str]()
-        if second is not None:
-            second_TD, second_ids, lost = second.result()
-            hidden_TD, request_ids = torch.cat([hidden_TD, second_TD]), request_ids + second_ids
-        output = StepOutput(
-            prompt_logprobs=scores, failed=failed, halted=layers.halted, lost=lost | layers.lost, missed=layers.missed
-        )
+        request_ids = list(layers.sampled.request_ids)
+        output = dataclasses.replace(layers.outcome, prompt_logprobs=scores, failed=failed)
         if not request_ids:
             return LaunchedStep(output, None, end=StreamEvent(self._model.device), doubtful=layers.doubtful)
         drafts = {chunk.request_id: chunk.drafts for chunk in plan.chunks if chunk.num_drafts}
@@ -219,7 +219,7 @@ class ModelRunner:
         drafts |= {
             join.request_id: join.draft_ids
             for join in plan.joins
-            if join.draft_ids and join.layer == last and join.request_id not in layers.missed
+            if join.draft_ids and join.layer == last and join.request_id not in output.missed
         }
         logits_RV = self._model.logits(hidden_TD)
         if self._ended:
@@ -237,15 +237,6 @@ class ModelRunner:
         self._pending.note(request_ids, sample.tokens_R)
         return LaunchedStep(output, sample, doubtful=layers.doubtful)
 
-    def _run_layers(self, plan: StepPlan, second: SecondBatch | None, hybrid: HybridRows | None) -> LayersOutput:
-        if self.graphs is not None and (shape := self.graphs.shape_for(plan)) is not None:
-            return self.graphs.run(plan, shape, self._pending)
-        if hybrid is not None:
-            return self.loop.run_hybrid(plan, second, hybrid)
-        if stops_between_layers(plan):
-            return self.loop.run_one_by_one(plan, second)
-        return self.loop.run(plan)
-
     def poll_host(self) -> list[HostEvent]:
         """Return the events of side work, first those that came during a step that waited; once, the tier's death."""
         if self._tier is None:
@@ -259,23 +250,11 @@ class ModelRunner:
         return events
 
     def forget(self, request_id: str) -> None:
-        """Drop what the sampler and halted rows keep of a request, which has ended."""
+        """Drop what the sampler and the strategies keep of a request, which has ended."""
         if self._sampler is not None:
             self._sampler.remove(request_id)
-        if self.halted.rows:
-            self.halted.forget([request_id])
-
-    def _sub_batches(self, plan: StepPlan) -> tuple[SecondBatch | None, HybridRows | None]:
-        """Return the second sub-batch of a step, and the host rows of the first, if there are any."""
-        assert self._tier is not None
-        awaited = AwaitedResults(self._tier, self._late_results.keep, self._lockstep)
-        rows = tuple(row for row in plan.pipelined if row.request_id not in plan.hybrid)
-        second = SecondBatch(
-            rows, model=self._model, awaited=awaited,
-            residuals_SD=self._rows.residuals_SD[:: self._rows.max_rows],  # those of tokens, without drafts
-            between=self.states.of_decodes(rows),
-        ) if rows else None  # fmt: skip
-        return second, HybridRows(hybrid_entries(plan), awaited, second) if plan.hybrid else None
+        for strategy in self.strategies:
+            strategy.forget(request_id)
 
     def _begin_tokens(self, plan: StepPlan) -> None:
         """Bind the slots of tokens that begin their way on the host tier."""

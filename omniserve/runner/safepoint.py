@@ -14,6 +14,8 @@ from torch import Tensor
 
 from omniserve.core.plan import DeviceChunk, StepPlan
 from omniserve.ops.streams import StreamEvent
+from omniserve.runner.layer_loop import LayerLoop, StepHooks, StepRun
+from omniserve.runner.step_inputs import LayersOutput
 
 
 class HaltedRows:
@@ -70,29 +72,65 @@ class LayerThrottle:
         self._last = event
 
 
-class Safepoints:
-    """Knows the rows of a step at each layer: preemptible rows may leave before it, and others go on there.
+class LayerPreemption:
+    """The strategy of steps that rows may leave between two layers, or where rows that left go on.
 
-    ``must_leave`` returns the requests whose rows must leave, if they are preemptible; with None none ever does.
+    ``must_leave`` returns the requests whose rows must leave the running step, if they are preemptible.
     """
 
+    def __init__(self, loop: LayerLoop, *, keep: bool, must_leave: Callable[[], Set[str]]) -> None:
+        self._loop, self.must_leave = loop, must_leave
+        self.halted = HaltedRows(keep=keep)
+        """Rows that left a step until a later one goes on with them."""
+
+    def hooks(self, plan: StepPlan) -> StepHooks | None:
+        """Return the safepoints of a step; None: no row leaves it or goes on in it."""
+        if self.halted.rows:
+            self.halted.forget(chunk.request_id for chunk in plan.chunks if not chunk.from_layer)
+        if not plan.preemptible and not any(chunk.from_layer for chunk in plan.chunks):
+            return None
+        return Safepoints(plan, loop=self._loop, halted=self.halted, must_leave=self.must_leave)
+
+    def forget(self, request_id: str) -> None:
+        """Drop the rows of a request that has ended."""
+        self.halted.forget([request_id])
+
+
+class Safepoints(StepHooks):
+    """Knows the rows of a step at each layer: preemptible rows may leave before it, and others go on there."""
+
+    stops = True
+
     def __init__(
-        self, plan: StepPlan, *, halted: HaltedRows, must_leave: Callable[[], Set[str]] | None, device: torch.device
+        self, plan: StepPlan, *, loop: LayerLoop, halted: HaltedRows, must_leave: Callable[[], Set[str]]
     ) -> None:
-        self._plan, self._halted, self._must_leave = plan, halted, must_leave
-        self._throttle = LayerThrottle(device)
+        self._plan, self._loop, self._halted, self._must_leave = plan, loop, halted, must_leave
+        self._throttle = LayerThrottle(loop.model.device)
         self.present = _until_layer(plan, 0)
         """The plan with the chunks that are at the current layer only; a new object after each change."""
         self.left: dict[str, int] = {}
         """Request -> the layer before which its chunk left the step."""
+        self.fits_graphs = not any(chunk.from_layer for chunk in plan.chunks)
 
-    def before_layer(self, layer: int, hidden_TD: Tensor) -> Tensor:
-        """Let rows leave before a layer, and others go on there; return the rows of the layer, ``[T, D]``."""
-        if layer and (leaving := self.leaving()):
+    def first_rows(self, plan: StepPlan) -> StepPlan:
+        """Return the plan without the chunks that go on at a later layer."""
+        return self.present
+
+    def before_layer(self, run: StepRun, layer: int) -> None:
+        """Let rows leave before a layer, and others go on there."""
+        if not layer:
+            return
+        hidden_TD = run.hidden_TD
+        if leaving := self.leaving():
             hidden_TD = self.leave(leaving, layer, hidden_TD)
-        if layer and any(chunk.from_layer == layer for chunk in self._plan.chunks):
+        if any(chunk.from_layer == layer for chunk in self._plan.chunks):
             hidden_TD = self._rejoin(layer, hidden_TD)
-        return hidden_TD
+        if self.present is not run.plan:
+            self._loop.change_rows(run, self.present, layer, hidden_TD)
+
+    def finish(self, run: StepRun, output: LayersOutput) -> LayersOutput:
+        """Name the chunks that left the step."""
+        return dataclasses.replace(output, outcome=dataclasses.replace(output.outcome, halted=self.left))
 
     def leaving(self) -> Set[str]:
         """Return the requests whose rows must leave before the current layer; call it once a layer.
@@ -101,7 +139,7 @@ class Safepoints:
         an empty set at once.
         """
         preemptible = self._plan.preemptible
-        if self._must_leave is None or not any(chunk.request_id in preemptible for chunk in self.present.chunks):
+        if not any(chunk.request_id in preemptible for chunk in self.present.chunks):
             return frozenset()
         self._throttle.wait()
         return preemptible & self._must_leave()

@@ -7,7 +7,7 @@ D hidden.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 
@@ -15,11 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import PENDING_TOKEN, PiggybackEntry, PiggybackJoin, PromptScores, StepPlan, joins_by_layer
+from omniserve.core.plan import (
+    PENDING_TOKEN,
+    PiggybackEntry,
+    PiggybackJoin,
+    PromptScores,
+    StepOutput,
+    StepPlan,
+    joins_by_layer,
+)
 from omniserve.host.tier import result_flag
 from omniserve.ops.attention import AttentionMetadata, HostLengths
 from omniserve.ops.streams import upload
-from omniserve.runner.late_results import MissedJoins
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,14 +62,10 @@ class LayersOutput:
 
     hidden_TD: Tensor
     sampled: SampledRows
-    halted: Mapping[str, int] = field(default_factory=dict)
-    """Request -> the layer before which its chunk left the step."""
-    missed: frozenset[str] = frozenset()
-    """Requests whose joins did not join."""
-    doubtful: MissedJoins | None = None
-    """Joins of which the device will tell whether they have joined; none is at the last layer."""
-    lost: frozenset[str] = frozenset()
-    """Requests of a hybrid first sub-batch whose host attention failed."""
+    outcome: StepOutput = field(default_factory=StepOutput)
+    """What is known of the step without its tokens."""
+    doubtful: Callable[[], frozenset[str]] | None = None
+    """Waits for the step, and returns more requests whose joins did not join; none of these is at the last layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,34 +120,10 @@ class StepInputs:
     """Layer -> the seats into which results of the host tier come there; changed as late joins are settled."""
     sampled: SampledRows
     """Rows that are sampled, if no late join misses the last layer."""
-    joins_as_one: bool = False
-    """A late join that misses its layer keeps all others of the layer away, as in ``StepPlan``."""
-    missed: set[str] = field(default_factory=set)
-    """Requests whose joins did not join, as far as that is settled."""
-    found: dict[int, Tensor] = field(default_factory=dict)
-    """Rows that joined at each layer with late joins, if the device looks for results: layer -> ``[P]`` int64 on the
-    device; -1 in other seats."""
 
     def leaving(self, layer: int) -> SeatRows | None:
         """Return the seats whose rows go to the host tier at a layer; None if all are empty."""
         return self.joining.get(layer - 1) if layer else self.entering
-
-    def settle(self, layer: int, joined: Sequence[bool]) -> None:
-        """Empty the seats of a layer with late joins that did not join; ``joined`` is by join."""
-        seats = self.joining.pop(layer)
-        if all(joined):
-            self.joining[layer] = dataclasses.replace(seats, late=())
-            return
-        self.missed.update(join.request_id for join, here in zip(seats.late, joined, strict=True) if not here)
-        if any(joined):
-            is_here = [here for join, here in zip(seats.late, joined, strict=True) for _ in range(join.num_rows)]
-            is_empty_P = torch.ones(self.num_seats, dtype=torch.bool)
-            is_empty_P[: len(is_here)] = ~torch.tensor(is_here)
-            self.joining[layer] = SeatRows(
-                rows_P=seats.rows_P.masked_fill(upload(is_empty_P, seats.rows_P.device), -1),
-                slots_P=seats.slots_P.masked_fill(is_empty_P, -1),
-                positions=seats.positions,
-            )
 
 
 def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
@@ -177,11 +156,6 @@ def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
         block_table=block_table,
         is_reversed=is_reversed if is_directed else None,
     )
-
-
-def stops_between_layers(plan: StepPlan) -> bool:
-    """Tell whether rows may leave or rejoin a step between its layers, or a second sub-batch runs there."""
-    return bool(plan.preemptible or plan.pipelined or any(chunk.from_layer for chunk in plan.chunks))
 
 
 def rows_of(tokens: Sequence[PiggybackEntry | PiggybackJoin], max_host_rows: int) -> list[int]:
@@ -265,7 +239,6 @@ def make_step_inputs(
         entering=entering,
         joining=joining,
         sampled=sampled_rows(plan, num_layers=num_layers, first_seat=num_rows, device=device),
-        joins_as_one=plan.joins_as_one,
     )
 
 

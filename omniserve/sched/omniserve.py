@@ -28,7 +28,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence, Set
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from omniserve.core.plan import Bound, LeftOut, StepPlan
 from omniserve.core.request import SLO, Request
@@ -36,7 +36,6 @@ from omniserve.kv.base import Tier
 from omniserve.sched.admission import Admission
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.best_effort_mix import BestEffortMix
-from omniserve.sched.deferral import Deferral
 from omniserve.sched.options import CoServingOptions, HostTierOptions
 from omniserve.sched.policy import SCHEDULERS, Policy
 from omniserve.sched.state import BE, LS, Phase, RequestState
@@ -58,6 +57,9 @@ from omniserve.sched.step_cost import (
 )
 from omniserve.sched.tier_moves import TierMoves
 from omniserve.sched.ttft import MIN_LS_CHUNK, LSQueue, TTFTEstimator, TTFTPrediction
+
+if TYPE_CHECKING:
+    from omniserve.sched.deferral import Deferral
 
 # BE work that a step without LS work has at least, whatever the bound: an idle machine works.
 MIN_BE_CHUNK = 16
@@ -89,6 +91,8 @@ class OmniServePolicy(Policy):
         self._mix = BestEffortMix()
         self._deferral: Deferral | None = None
         if self.options.defer_classes and forecast is not None:
+            from omniserve.sched.deferral import Deferral
+
             self._deferral = Deferral(self.requests, forecast, slack)
         self._without_memory: RequestState | None = None
         """The BE prompt for which the last step had time, but no memory."""

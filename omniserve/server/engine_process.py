@@ -6,7 +6,6 @@ Nothing here imports torch: the engine's maker does, after the environment was s
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import multiprocessing
 import os
@@ -14,7 +13,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,7 +23,7 @@ import zmq
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import OmniServeError, RequestRejected
 from omniserve.core.logs import set_up_logs
-from omniserve.core.request import SLO, Request, RequestLimits, RequestOutput, SamplingParams
+from omniserve.core.request import SLO, Arrival, Request, RequestLimits, RequestOutput, SamplingParams
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
 from omniserve.sampling.grammar import Grammar
@@ -61,6 +60,12 @@ _IDLE_STEP_S = 1.0
 _LINGER_MS = 2000
 
 
+class TakesArrivals(Protocol):
+    """Asks, in the middle of a step, which requests have come."""
+
+    arrivals: Callable[[], Iterable[Arrival]]
+
+
 class EngineLike(Protocol):
     """The part of an engine's interface that this process calls."""
 
@@ -73,12 +78,13 @@ class EngineLike(Protocol):
     @property
     def last_plan_was_empty(self) -> bool: ...
 
-    on_safepoint: Callable[[], None] | None
+    @property
+    def preemption(self) -> TakesArrivals | None: ...
+
     upkeep: Upkeep | None
 
     def add(self, request: Request, *, arrival_s: float | None = None, grammar: Grammar | None = None) -> str: ...
     def compile_grammar(self, grammar: str) -> Future[Grammar]: ...
-    def arriving(self, request: Request, *, arrival_s: float | None = None) -> None: ...
     def predicted_ttft_s(self, request_id: str) -> float | None: ...
     def scaled_slo(self, request_id: str) -> SLO | None: ...
     def abort(self, request_id: str) -> bool: ...
@@ -180,14 +186,14 @@ class _Link:
             os.read(self._bell, 1 << 16)
         return bool(ready)
 
-    def look_ahead(self) -> list[Command]:
-        """Return the commands that came since the last call; ``receive`` returns them, too."""
+    def arrivals(self) -> list[Arrival]:
+        """Return the requests that came since the last call; ``receive`` returns their commands, too."""
         new: list[Command] = []
         early, self._early = self._early, deque()
         while (command := self.receive()) is not None:
             new.append(command)
         self._early = early + deque(new)
-        return new
+        return [Arrival(command.request, command.arrival_s) for command in new if isinstance(command, Add)]
 
 
 def _start(make_engine: EngineMaker, link: _Link) -> tuple[EngineLike, GarbageCollector] | None:
@@ -363,7 +369,8 @@ class _Serving:
 
 
 def _serve(engine: EngineLike, link: _Link, names: dict[str, str], collector: GarbageCollector) -> None:
-    engine.on_safepoint = functools.partial(_announce, engine, link)
+    if engine.preemption is not None:
+        engine.preemption.arrivals = link.arrivals
     serving = _Serving(engine, link, names, collector)
     try:
         while True:
@@ -384,16 +391,6 @@ def _serve(engine: EngineLike, link: _Link, names: dict[str, str], collector: Ga
         if not isinstance(interrupted.__cause__, _Closed):
             assert interrupted.__cause__ is not None
             raise interrupted.__cause__ from None
-
-
-def _announce(engine: EngineLike, link: _Link) -> None:
-    """Tell the engine, in the middle of a step, of requests that it will get after it."""
-    for command in link.look_ahead():
-        if isinstance(command, Add):
-            try:
-                engine.arriving(command.request, arrival_s=command.arrival_s)
-            except ValueError:
-                logger.debug("a request that will be refused", exc_info=True)
 
 
 def _log(event: str, request_id: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.plan import is_whole
-from omniserve.core.request import Request, RequestOutput
+from omniserve.core.request import Arrival, Request, RequestOutput
 from omniserve.engine.capacity import largest_part, max_model_len, num_blocks, prefix_settings
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
@@ -31,7 +31,8 @@ class SimulatedEngine:
         caches_prefixes: Have a prefix cache, if the settings allow one; without need it only costs time.
         chances: See ``SimulatedRunner``.
         prefills: See ``SimulatedRunner``.
-        must_leave: See ``SimulatedRunner``.
+        arrivals: Returns the requests that come after a time and by another, as the queue that is polled between the
+            layers of a step that rows may leave.
         on_step: Called with each step that computed something.
 
     Raises:
@@ -41,7 +42,7 @@ class SimulatedEngine:
     def __init__(
         self, machine: Machine, config: EngineConfig, chances: Chances, *, caches_prefixes: bool,
         prefills: PrefillPeers | None = None,
-        must_leave: Callable[[float, float], Set[str]] = lambda after_s, now_s: frozenset(),
+        arrivals: Callable[[float, float], Iterable[Arrival]] = lambda after_s, now_s: (),
         on_step: Callable[[StepRecord], object] = lambda step: None,
     ) -> None:  # fmt: skip
         _check(machine, config)
@@ -76,7 +77,8 @@ class SimulatedEngine:
             policy, options, limits=limits, kv=self.kv, forecast=forecast, drafter_of=self._drafter
         )  # fmt: skip
         self.runner = SimulatedRunner(
-            machine, self.tier, chances, prefills=prefills, num_stages=num_stages, must_leave=must_leave,
+            machine, self.tier, chances, prefills=prefills, num_stages=num_stages,
+            must_leave=_must_leave(self.scheduler, config, arrivals) if options.preempts else None,
             keeps_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
         )  # fmt: skip
         self._outputs = OutputCollector(tokenizer=None)
@@ -155,6 +157,16 @@ def _corrected(machine: Machine, chances: Chances) -> CorrectedModel | None:
     """Return a model that learns; None with perfect predictions, where correcting costs as much as predicting."""
     is_exact = chances.noise == 0 and machine.spread is None and machine.forecast is machine.device
     return None if is_exact else CorrectedModel(machine.forecast)
+
+
+def _must_leave(
+    scheduler: Scheduler, config: EngineConfig, arrivals: Callable[[float, float], Iterable[Arrival]]
+) -> Callable[[float, float], Set[str]]:
+    """Return ``must_leave`` of ``SimulatedRunner``."""
+    from omniserve.engine.preemption import Preemption
+
+    preemption = Preemption(scheduler.policy, config.classes)
+    return lambda after_s, now_s: preemption.leaving_for(arrivals(after_s, now_s), now_s)
 
 
 def _host_tier(machine: Machine, config: EngineConfig, kv: KVManager, num_blocks: int) -> SimulatedHostTier | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
-from omniserve.core.request import ClassSpec, Request, RequestOutput, SamplingParams, ServiceClass
+from omniserve.core.request import Arrival, ClassSpec, Request, RequestOutput, SamplingParams, ServiceClass
 from omniserve.core.stats import SchedulerStats
 from omniserve.simulate.engine import SimulatedEngine
 from omniserve.simulate.load import MOST_HASH_IDS, Load, TraceRequest
@@ -123,7 +123,7 @@ class _Run:
         self._engine = SimulatedEngine(
             config.machine, settings, Chances(config.seed, config.noise, config.drafts_right), prefills=prefills,
             caches_prefixes=bool(settings.execution.prefix_cache or has_ids or prefills),
-            must_leave=self._must_leave, on_step=on_step,
+            arrivals=self._come, on_step=on_step,
         )  # fmt: skip
         if prefills is not None:
             require_shared_kv(self._engine, "an engine with prefill engines")
@@ -270,16 +270,13 @@ class _Run:
                     result.num_cached_tokens = output.num_cached_tokens
                     self._unfinished[output.service_class] -= 1
 
-    def _must_leave(self, after_s: float, now_s: float) -> frozenset[str]:
-        """Return the requests whose rows must leave their step for LS requests that came in ``(after_s, now_s]``."""
-        leaving: frozenset[str] = frozenset()
+    def _come(self, after_s: float, now_s: float) -> Iterator[Arrival]:
+        """Yield the requests that come in ``(after_s, now_s]``, of those that are still to be added."""
         for arrival_s, _, request in reversed(self._upcoming):
             if arrival_s > now_s:
-                break
-            spec = self._classes[request.service_class]
-            if arrival_s > after_s and spec.kind == ServiceClass.LS:
-                leaving |= self._scheduler.policy.to_preempt(request, spec.slo, now_s - arrival_s, now_s)
-        return leaving
+                return
+            if arrival_s > after_s:
+                yield Arrival(request, arrival_s)
 
     def _counters(self) -> tuple[SchedulerStats, float]:
         """Return the work that has been done, and the seconds that hosts have attended."""

@@ -94,13 +94,13 @@ class SimulatedRunner:
         chances: The noise of its steps, and the seed of that and of the machine's spread.
         keeps_halted: Rows that left a step go on from the layer where they left it.
         must_leave: Asked between two layers, with the times of the last and of this question, for the requests whose
-            preemptible rows must leave the step for one that came in between.
+            preemptible rows must leave the step for one that came in between; None: they never do.
     """
 
     def __init__(
         self, machine: Machine, tier: SimulatedHostTier | None, chances: Chances, *,
         prefills: PrefillPeers | None = None, num_stages: int = 1, keeps_halted: bool,
-        must_leave: Callable[[float, float], Set[str]],
+        must_leave: Callable[[float, float], Set[str]] | None,
     ) -> None:  # fmt: skip
         self._machine = machine
         self._tier = tier
@@ -237,7 +237,7 @@ class SimulatedRunner:
         looked_s = time_s = self.now_s
         num_layers, layer_s, present = self._machine.spec.num_layers, 0.0, -1
         for layer in range(num_layers):
-            if layer and plan.preemptible - halted.keys():
+            if self._must_leave is not None and layer and plan.preemptible - halted.keys():
                 left, leaving = layer if self._keeps_halted else 0, self._must_leave(looked_s, time_s)
                 for chunk in plan.chunks:
                     if chunk.request_id in plan.preemptible & leaving - halted.keys():

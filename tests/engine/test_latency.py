@@ -9,6 +9,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from omniserve import SLO, Engine, EngineConfig, ExecutionConfig, Request, RequestRejected, SamplingParams
+from omniserve.core.request import Arrival
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.latency import ModelShape, Profile, ProfileMismatch
 from omniserve.latency.correction import COARSE_MARGIN
@@ -84,10 +85,11 @@ def test_nothing_is_learnt_from_steps_that_rows_left_or_came_back_to(model: PreT
     config = dataclasses.replace(CONFIG, trace_steps=str(path), scheduler=preemptible.NAME)
     with Engine(model, config, profile=profile_for(model, config)) as engine:
         engine.add(dataclasses.replace(request(num_output=1), service_class="BE"))
-        engine.on_safepoint = lambda: engine.arriving(request())
+        assert engine.preemption is not None
+        engine.preemption.arrivals = lambda: [Arrival(request())]
         for _ in range(2):
             engine.step()
-            engine.on_safepoint = None
+            engine.preemption.arrivals = tuple
             assert engine.stats().latency_drift == 1.0
         engine.add(request(num_output=1))
         run(engine)

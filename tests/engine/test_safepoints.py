@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 
 from omniserve import Engine, Request, SamplingParams
 from omniserve.core.plan import StepPlan
+from omniserve.core.request import Arrival
+from omniserve.runner.safepoint import LayerPreemption
 from tests.sched import preemptible
 
 MakeEngine = Callable[..., Engine]
@@ -19,6 +21,16 @@ def request(service_class: str, length: int = 24, output: int = 4) -> Request:
         sampling=SamplingParams(max_tokens=output, ignore_eos=True),
         service_class=service_class,
     )
+
+
+def watch(engine: Engine, arrivals: Callable[[], list[Arrival]]) -> None:
+    assert engine.preemption is not None
+    engine.preemption.arrivals = arrivals
+
+
+def halted_rows(engine: Engine) -> Mapping[str, object]:
+    (strategy,) = (each for each in engine.runner.strategies if isinstance(each, LayerPreemption))
+    return strategy.halted.rows
 
 
 def tokens_of(engine: Engine, request_id: str, steps: int = 50) -> list[int]:
@@ -42,42 +54,33 @@ def test_rows_go_on_at_their_layer_or_begin_anew(make_engine: MakeEngine, keep: 
     engine.on_step = lambda plan, host_works, seconds: plans.append(plan)
     asked: list[int] = []
 
-    def on_safepoint() -> None:
+    def arrivals() -> list[Arrival]:
         asked.append(len(plans))
-        if len(plans) == 0:  # in the first step, before its second layer
-            engine.arriving(request("LS"))
+        return [Arrival(request("LS"))] if not plans else []  # in the first step, before its second layer
 
-    engine.on_safepoint = on_safepoint
+    watch(engine, arrivals)
     request_id = engine.add(request("BE"))
     assert engine.step() == [], "the only chunk left the step"
     assert asked == [0], "nobody is asked once they have left"
     assert engine.stats().layer_preemptions == 1
     assert tokens_of(engine, request_id) == expected
     assert plans[1].chunks[0].from_layer == (1 if keep else 0)
-    assert not engine.runner.halted.rows
+    assert not halted_rows(engine)
 
 
 def test_ls_rows_stay_and_finish_their_step(make_engine: MakeEngine) -> None:
     engine = make_engine(scheduler=preemptible.NAME)
     expected = tokens_of(engine, engine.add(request("LS")))
-    engine.on_safepoint = lambda: engine.arriving(request("LS"))
+    watch(engine, lambda: [Arrival(request("LS"))])
     both = [engine.add(request("LS")), engine.add(request("BE"))]
     outputs = {output.request_id: output.new_token_ids for output in engine.step()}
     assert outputs == {both[0]: (expected[0],)}
 
 
-def test_a_signal_that_came_too_late_does_not_hit_the_next_step(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("service_class", ["BE", "of no such class"])
+def test_what_is_not_latency_sensitive_preempts_nobody(make_engine: MakeEngine, service_class: str) -> None:
     engine = make_engine(scheduler=preemptible.NAME)
-    engine.add(request("BE"))
-    engine.step()
-    engine.arriving(request("LS"))  # between two steps: the next one knows of it
-    engine.step()
-    assert engine.stats().layer_preemptions == 0
-
-
-def test_a_best_effort_arrival_preempts_nobody(make_engine: MakeEngine) -> None:
-    engine = make_engine(scheduler=preemptible.NAME)
-    engine.on_safepoint = lambda: engine.arriving(request("BE"))
+    watch(engine, lambda: [Arrival(request(service_class))])
     engine.add(request("BE"))
     engine.step()
     assert engine.stats().layer_preemptions == 0
@@ -85,16 +88,14 @@ def test_a_best_effort_arrival_preempts_nobody(make_engine: MakeEngine) -> None:
 
 def test_what_an_aborted_request_left_is_forgotten(make_engine: MakeEngine) -> None:
     engine = make_engine(scheduler=preemptible.NAME)
-    engine.on_safepoint = lambda: engine.arriving(request("LS"))
+    watch(engine, lambda: [Arrival(request("LS"))])
     request_id = engine.add(request("BE"))
     engine.step()
-    assert engine.runner.halted.rows
+    assert halted_rows(engine)
     engine.abort(request_id)
-    assert not engine.runner.halted.rows
+    assert not halted_rows(engine)
 
 
 @pytest.mark.parametrize("scheduler", ["sarathi", "omniserve"])
-def test_policies_without_safepoints_are_never_asked(make_engine: MakeEngine, scheduler: str) -> None:
-    engine = make_engine(scheduler=scheduler)
-    engine.on_safepoint = lambda: pytest.fail("asked")
-    engine.generate([request("BE"), request("LS")])
+def test_policies_without_safepoints_take_no_arrivals(make_engine: MakeEngine, scheduler: str) -> None:
+    assert make_engine(scheduler=scheduler).preemption is None

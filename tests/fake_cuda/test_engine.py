@@ -12,6 +12,7 @@ from omniserve import Request, SamplingParams
 from omniserve.core.plan import PENDING_TOKEN, PiggybackEntry, PromptScores, StepPlan
 from omniserve.core.work import MoveDirection, SlotCopy
 from omniserve.layers.merged import MergedLinear
+from omniserve.runner.safepoint import LayerPreemption
 from tests.events import WORK_DONE, kind_of
 from tests.fake_cuda.engines import SEATS, chunk, engine_on
 from tests.fake_cuda.runtime import FakeRuntime
@@ -95,11 +96,12 @@ def test_steps_in_their_own_shapes(family: str, dtype: torch.dtype, attention: s
 
 
 def test_rows_that_leave_between_layers_and_go_on_later(gpu: FakeRuntime) -> None:
-    with engine_on(gpu, "llama", torch.bfloat16, step_graphs="off") as fake:
+    with engine_on(gpu, "llama", torch.bfloat16, step_graphs="off", scheduler="conserve") as fake:
         fake.sample("a")
         fake.sample("b")
         must_leave = iter([{"b"}, set()])
-        fake.engine.runner.loop.safepoint = lambda: next(must_leave)
+        (strategy,) = (each for each in fake.engine.runner.strategies if isinstance(each, LayerPreemption))
+        strategy.must_leave = lambda: next(must_leave)
         fake.may_wait = True  # for the layer before the last: a safepoint asked as layers are launched comes too early
         output = fake.run(chunks=(chunk("a", 1), chunk("b", 4)), preemptible=frozenset({"b"}))
         assert output.halted == {"b": 1} and set(output.tokens) == {"a"}
@@ -121,7 +123,7 @@ def test_prompt_scores_read_back_what_they_tell_and_nothing_else(gpu: FakeRuntim
 
 
 def test_a_second_sub_batch_runs_on_the_device(gpu: FakeRuntime) -> None:
-    with engine_on(gpu, "llama", torch.bfloat16, step_graphs="off") as fake:
+    with engine_on(gpu, "llama", torch.bfloat16, step_graphs="off", scheduler="neo") as fake:
         fake.sample("a")
         fake.sample("host")
         entry = PiggybackEntry(request_id="host", token_id=3, position=2, slot=1, epoch=0, block_ids=(0,))

@@ -26,6 +26,7 @@ from omniserve import (
     TokenLogprob,
 )
 from omniserve.core.plan import PiggybackJoin, StepOutput, StepPlan
+from omniserve.core.request import Arrival
 from omniserve.core.work import HostEvent, KVMove, MoveDirection, SlotCopy
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.kv import BidirectionalKVManager, Tier, TieredKVManager
@@ -408,8 +409,8 @@ def run_history(
         highest = config.classes[0].name
         classes = ["LS", "BE", "BE", "BE"] if highest == "LS" else [spec.name for spec in config.classes]
         arriving = Request(prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1), service_class=highest)
-        # Asked only of policies with preemptible rows.
-        engine.on_safepoint = lambda: engine.arriving(arriving) if rng.random() < halt_rate else None
+        if engine.preemption is not None:
+            engine.preemption.arrivals = lambda: [Arrival(arriving)] if rng.random() < halt_rate else []
         if faults and tier is not None:
             tier.inject(delay_s=rng.choice([0.0, 0.0005, 0.003]), shuffle_seed=rng.choice([None, seed]))
         watch_late_joins(engine, tally, random.Random(-2 - seed))
@@ -483,7 +484,7 @@ def run_history(
         if engine.runner.graphs is not None:
             tally.constant_decodes += engine.runner.graphs.num_decode_steps
             tally.constant_chunks += engine.runner.graphs.num_chunk_steps
-            tally.left_graphs += engine.runner.graphs.num_steps_left
+            tally.left_graphs += getattr(engine.runner.graphs, "num_steps_left", 0)
         assert stats.device_blocks_used == stats.host_blocks_used == 0, stats
         if not engine.scheduler.requests.prefixes.is_on:
             num_free = len(free_block_ids(engine.kv, Tier.DEVICE))

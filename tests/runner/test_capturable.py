@@ -11,7 +11,7 @@ import torch
 from omniserve import EngineConfig, ExecutionConfig
 from omniserve.layers.traced import TracedFamily
 from omniserve.ops.attention import resolve_attention
-from omniserve.runner.cuda_graphs.graph_runner import wants_graphs, why_not_captured
+from omniserve.runner.capturable import wants_graphs, why_not_captured
 from tests.parity.models import tiny_model
 
 CUDA = torch.device("cuda")

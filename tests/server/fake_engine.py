@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable
+import types
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +80,6 @@ class FakeEngine:
     """
 
     last_plan_was_empty = False
-    on_safepoint: Callable[[], None] | None = None
     upkeep: Any = None
 
     def __init__(
@@ -117,6 +116,7 @@ class FakeEngine:
         self._num_steps = 0
         self._num_added = 0
         self._announced: set[str | None] = set()
+        self.preemption = types.SimpleNamespace(arrivals=tuple)
         self._work_log = None if work_log is None else os.open(work_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     @property
@@ -172,8 +172,7 @@ class FakeEngine:
         for entry in self._running.values():
             entry.first_scheduled_s = entry.first_scheduled_s or time.monotonic()
         time.sleep(SLOW_STEP_S if slow else 0.001)
-        if self.on_safepoint is not None:
-            self.on_safepoint()
+        self._announced |= {arrival.request.request_id for arrival in self.preemption.arrivals()}
         self._num_steps += 1
         speaking = [item for item in self._running.items() if self._cause(item[1].request) != SILENT]
         return [self._run(request_id, entry) for request_id, entry in speaking]
@@ -264,9 +263,6 @@ class FakeEngine:
             ),
             **fields,
         )
-
-    def arriving(self, request: Request, *, arrival_s: float | None = None) -> None:
-        self._announced.add(request.request_id)
 
     def wait(self, timeout_s: float) -> None:
         time.sleep(timeout_s)

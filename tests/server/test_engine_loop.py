@@ -54,7 +54,7 @@ class Link:
     def ring(self) -> None:
         self.num_rings += 1
 
-    def look_ahead(self) -> list:
+    def arrivals(self) -> list:
         return []
 
     def send(self, report: engine_messages.Report) -> None:
@@ -285,4 +285,31 @@ def test_bell_ends_a_wait_and_is_no_command() -> None:
     sender.send(engine_messages.encode(engine_messages.Close()))
     assert link.wait(None)
     assert isinstance(link.receive(), engine_messages.Close)
+    context.destroy(linger=0)
+
+
+def test_arrivals_are_told_once_and_their_commands_keep_their_order() -> None:
+    context = zmq.Context()
+    commands, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    commands.bind("inproc://arrivals")
+    sender = context.socket(zmq.PUSH)
+    sender.connect("inproc://arrivals")
+    link = engine_process._Link(commands, outputs)
+    sent = [add(0), engine_messages.Abort("r0"), add(1), engine_messages.AskStats(), add(2)]
+
+    def send(*some: engine_messages.Command) -> None:
+        for command in some:
+            sender.send(engine_messages.encode(command))
+
+    def arrived() -> list[str | None]:
+        return [arrival.request.request_id for arrival in link.arrivals()]
+
+    send(sent[0])
+    assert link.receive() == sent[0], "it is added before the step, which need not hear of it"
+    assert arrived() == []
+    send(*sent[1:4])
+    assert arrived() == ["r1"] and arrived() == []
+    send(sent[4])
+    assert arrived() == ["r2"] and link.wait(None)
+    assert [link.receive() for _ in range(5)] == [*sent[1:], None]
     context.destroy(linger=0)

@@ -21,7 +21,7 @@ from omniserve.host import mover, tier
 from omniserve.host.mover import DirectMover, Mover, StagedMover
 from omniserve.host.tier import HostTier
 from omniserve.ops.streams import AsyncHostCopy, StreamEvent, wait_for
-from omniserve.runner import layer_loop
+from omniserve.runner import late_results
 from omniserve.runner.cuda_graphs.capture import CudaGraphCapture
 from omniserve.runner.cuda_graphs.inputs import StaticInputs
 from omniserve.runner.late_results import MissedJoins
@@ -209,7 +209,9 @@ MUTATIONS: Mapping[str, Mutation] = {
     "captured layers do not wait for the results that join them": Mutation(
         "host, graphs", _replace(PiggybackRows, "bring", _bring_without_waiting)
     ),
-    "drafts join without their token": Mutation("drafts", _replace(layer_loop, "wanted_flags", _drafts_by_themselves)),
+    "drafts join without their token": Mutation(
+        "drafts", _replace(late_results, "wanted_flags", _drafts_by_themselves)
+    ),
     "rows count as sent when they are expected": Mutation("host", _replace(HostTier, "expect", _expect_what_is_there)),
     "moves do not wait for the steps before them": Mutation(
         "host", _replace(Mover, "_follow_current_stream", _follow_nothing)

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from omniserve import Engine, FinishReason, Request, SamplingParams, patch
+from omniserve.core.request import Arrival
 from omniserve.host.mover import StagedMover
 from omniserve.host.moves import HostMoves
 from omniserve.layers import TracedFamily, family_of, patching
@@ -202,7 +203,8 @@ class Bench:
             ended: dict[str, FinishReason] = {}
             arrivals = [rng.randrange(len(reference.prompts)) for _ in range(rng.randint(5, 9))]
             with make() as engine:
-                engine.on_safepoint = lambda: engine.arriving(_ARRIVING) if rng.random() < 0.2 else None
+                if engine.preemption is not None:
+                    engine.preemption.arrivals = lambda: [Arrival(_ARRIVING)] if rng.random() < 0.2 else []
                 if faults:
                     engine.host_tier.inject(delay_s=rng.choice((0.0, 0.001)), shuffle_seed=seed)
                 if delay_s := CASES[case].get("host_delay_s"):
@@ -240,7 +242,7 @@ class Bench:
                 tally |= {name: getattr(joins, name) for name in names}
                 if (constant := engine.runner.graphs) is not None:
                     tally |= {"decode_graphs": constant.num_decode_steps, "chunk_graphs": constant.num_chunk_steps}
-                    tally["left_graphs"] = constant.num_steps_left
+                    tally["left_graphs"] = getattr(constant, "num_steps_left", 0)
             late = [work for work in self.cuda.device.works() if isinstance(work, HostWork)]
             self.cuda.device.drain()
             num_late = sum(work.uses_host_memory() for work in late)

@@ -1,9 +1,8 @@
 """CudaGraphRunner: captures CUDA graphs of steps of constant shapes, and runs the steps that fit one of them.
 
 A step in which every request has one device row (decodes, and any rows of the host tier) is one FULL graph and one
-launch. A step with longer chunks is captured PIECEWISE, because its attention depends on the chunks' lengths; between
-its pieces rows may leave, and ``LayerLoop`` then runs the layers that are left. It also runs the steps that fit no
-captured shape, without padding. Capturing ends when its budget is spent.
+launch. A step with longer chunks is captured PIECEWISE, because its attention depends on the chunks' lengths.
+``LayerLoop`` runs the steps that fit no captured shape, without padding. Capturing ends when its budget is spent.
 
 Legend: T device rows, P piggyback seats, D hidden, N query heads, K KV heads, H head size, L layers.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -21,12 +20,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from omniserve.core.config import GIB, EngineConfig
+from omniserve.core.config import GIB
 from omniserve.core.plan import StepPlan
 from omniserve.core.setup import RunnerSetup
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel, Rotary
-from omniserve.ops.attention import AttentionMetadata, DeviceAttention, is_graph_safe
+from omniserve.ops.attention import AttentionMetadata, DeviceAttention
 from omniserve.runner.cuda_graphs.budget import Budget
 from omniserve.runner.cuda_graphs.capture import Attend, Capture, CudaGraphCapture, FullStep, PiecewiseStep
 from omniserve.runner.cuda_graphs.inputs import InputMemory, StaticInputs
@@ -40,16 +39,10 @@ from omniserve.runner.cuda_graphs.shapes import (
     smallest_fitting,
 )
 from omniserve.runner.late_results import MissedJoins
-from omniserve.runner.layer_loop import LayerLoop
+from omniserve.runner.layer_loop import LayerLoop, StepHooks
 from omniserve.runner.lockstep import Lockstep
 from omniserve.runner.piggyback_rows import PiggybackRows
-from omniserve.runner.safepoint import Safepoints
-from omniserve.runner.step_inputs import (
-    LayersOutput,
-    PendingTokens,
-    make_device_rows,
-    sampled_rows,
-)
+from omniserve.runner.step_inputs import DeviceRows, LayersOutput, make_device_rows, sampled_rows
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +52,11 @@ _store_kv = torch.ops.omniserve.store_kv.default
 class CudaGraphRunner:
     """Runs the layers of the steps that fit a shape; nothing is captured before ``capture_all``.
 
-    ``loop`` runs the rest of a step that rows have left.
+    ``loop`` is what runs the other steps.
     """
+
+    keeps_layer_input = False
+    """The input of the running layer is kept (``StaticInputs.layer_input_TD``)."""
 
     def __init__(self, setup: RunnerSetup, *, loop: LayerLoop, lockstep: Lockstep) -> None:
         config, model = setup.config, loop.model
@@ -77,7 +73,7 @@ class CudaGraphRunner:
         self._memory = InputMemory(
             StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats), num_layers=spec.num_layers,
             max_blocks=-(-setup.max_model_len // config.block_size), device=device, is_directed=setup.is_directed,
-            layer_input=(spec.hidden_size, model.dtype) if loop.safepoint is not None else None,
+            layer_input=(spec.hidden_size, model.dtype) if self.keeps_layer_input else None,
             max_host_rows=loop.rows.max_rows,
         )  # fmt: skip
         self._capture = Capture()
@@ -92,9 +88,7 @@ class CudaGraphRunner:
         self.num_decode_steps = 0
         """Counter: steps with at most one row a request that ran in a constant shape."""
         self.num_chunk_steps = 0
-        """Counter: other steps that ran in a constant shape, at least until rows left them."""
-        self.num_steps_left = 0
-        """Counter: steps in a constant shape that rows left before their end."""
+        """Counter: other steps that began in a constant shape."""
 
     @torch.inference_mode()
     def capture_all(self) -> None:
@@ -136,59 +130,53 @@ class CudaGraphRunner:
             self._chunks[shape] = inputs, self._capture.piecewise(run)
 
     def shape_for(self, plan: StepPlan) -> StepShape | None:
-        """Return the captured shape to which a step is padded; None: none fits, or its rows differ from the start."""
-        if plan.pipelined or any(chunk.from_layer for chunk in plan.chunks):
-            return None
-        shapes = self._decode_shapes if is_one_graph(plan) else self._chunk_shapes
+        """Return the captured shape to which a step is padded; None: none fits."""
+        shapes = self._decode_shapes if self._is_one_graph(plan) else self._chunk_shapes
         return smallest_fitting(shapes, plan.num_device_tokens, plan.num_piggyback_seats)
 
-    def run(self, plan: StepPlan, shape: StepShape, pending: PendingTokens) -> LayersOutput:
-        """Run a step's layers in the shape that ``shape_for`` returned; the output is valid until the next step."""
+    def run(self, plan: StepPlan, hooks: Sequence[StepHooks]) -> LayersOutput | None:
+        """Run a step's layers in a captured shape; None: none fits, or what the hooks do cannot be captured.
+
+        The output is valid until the next step.
+        """
+        if not all(each.fits_graphs for each in hooks) or (shape := self.shape_for(plan)) is None:
+            return None
         rows = make_device_rows(plan, block_size=self._block_size)
-        if is_one_graph(plan):
+        if self._is_one_graph(plan):
             self.num_decode_steps += 1
             inputs, replay = self._decodes[shape]
-            inputs.fill(plan, rows, decodes=True)
-            pending.fill(inputs.token_ids_T, plan, first_seat=shape.rows)
-            hidden_TD = replay()
-        else:
-            self.num_chunk_steps += 1
-            inputs, replay_with = self._chunks[shape]
-            inputs.fill(plan, rows, decodes=False)
-            pending.fill(inputs.token_ids_T, plan, first_seat=shape.rows)
-            metadata, num_rows = rows.attention_metadata(self._memory.device), len(rows.token_ids)
-            safepoints = self._loop.safepoints(plan) if plan.preemptible else None
+            self._fill(inputs, plan, rows, decodes=True)
+            return self._output(plan, inputs, replay())
+        self.num_chunk_steps += 1
+        inputs, replay_with = self._chunks[shape]
+        self._fill(inputs, plan, rows, decodes=False)
+        metadata = rows.attention_metadata(self._memory.device)
+        attend = partial(self._layers.attend_padded, metadata=metadata, num_rows=len(rows.token_ids))
+        return self._run_pieces(plan, hooks, inputs, replay_with, attend)
 
-            def attend(layer: int, q_TNH: Tensor) -> Tensor:
-                if safepoints is not None and layer and (leaving := safepoints.leaving()):
-                    raise _RowsLeave(layer, leaving)
-                return self._layers.attend_padded(layer, q_TNH, metadata, num_rows)
+    def _fill(self, inputs: StaticInputs, plan: StepPlan, rows: DeviceRows, *, decodes: bool) -> None:
+        inputs.fill(plan, rows, decodes=decodes)
+        self._loop.pending.fill(inputs.token_ids_T, plan, first_seat=inputs.shape.rows)
 
-            try:
-                hidden_TD = replay_with(attend)
-            except _RowsLeave as stop:
-                assert safepoints is not None
-                return self._go_on(plan, inputs, safepoints, stop)
+    def _is_one_graph(self, plan: StepPlan) -> bool:
+        """Tell whether a step runs as a FULL graph: every request has at most one device row."""
+        return all(len(chunk.token_ids) == 1 for chunk in plan.chunks)
+
+    def _run_pieces(
+        self, plan: StepPlan, hooks: Sequence[StepHooks], inputs: StaticInputs, replay_with: PiecewiseStep,
+        attend: Attend,
+    ) -> LayersOutput:  # fmt: skip
+        """Run a PIECEWISE step, whose attention is ``attend``."""
+        return self._output(plan, inputs, replay_with(attend))
+
+    def _output(self, plan: StepPlan, inputs: StaticInputs, hidden_TD: Tensor) -> LayersOutput:
         num_layers, device = self._memory.num_layers, self._memory.device
-        doubtful: MissedJoins | None = None
+        doubtful = None
         if plan.doubtful:
             # A copy, as the next step writes to the same memory.
-            doubtful = MissedJoins(plan, range(num_layers - 1), inputs.joined_LP[:-1].clone())
-        sampled = sampled_rows(plan, num_layers=num_layers, first_seat=shape.rows, device=device)
+            doubtful = MissedJoins(plan, range(num_layers - 1), inputs.joined_LP[:-1].clone()).result
+        sampled = sampled_rows(plan, num_layers=num_layers, first_seat=inputs.shape.rows, device=device)
         return LayersOutput(hidden_TD, sampled, doubtful=doubtful)
-
-    def _go_on(self, plan: StepPlan, inputs: StaticInputs, safepoints: Safepoints, stop: _RowsLeave) -> LayersOutput:
-        """Run the layers that are left of a step, without padding and without the rows that leave."""
-        self.num_steps_left += 1
-        input_TD, num_seats = inputs.layer_input_TD, plan.num_piggyback_seats
-        assert input_TD is not None, "rows leave a step that has not kept what goes into its layers"
-        of_rows, of_seats = input_TD[: plan.num_device_tokens], input_TD[inputs.shape.rows :]
-        return self._loop.go_on(
-            plan, safepoints, leaving=stop.request_ids, layer=stop.layer,
-            hidden_TD=torch.cat([of_rows, of_seats[:num_seats]]),
-            # A copy, as the next step writes to the same memory.
-            joined_LP=inputs.joined_LP[: stop.layer, :num_seats].clone(),
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,54 +258,6 @@ class PaddedLayers:
             table.index_select(0, index.flatten()).view(num_layers, rows + seats, -1) for table in rotary
         )
         yield from zip(cos_LTH, sin_LTH, strict=True)
-
-
-def wants_graphs(config: EngineConfig, model: PatchedModel, attention: DeviceAttention) -> bool:
-    """Tell whether an engine's steps are captured, as its settings and its device say.
-
-    Raises:
-        ValueError: The settings ask for graphs, which the device attention or the model does not allow.
-    """
-    wanted = config.execution.step_graphs
-    if wanted == "off" or (wanted == "auto" and model.device.type != "cuda"):
-        return False
-    if reason := why_not_captured(model, attention, config):
-        if wanted == "on":
-            raise ValueError(f"step_graphs={wanted!r} is not possible: {reason}")
-        logger.warning("steps are not captured: %s", reason)
-    return not reason
-
-
-def why_not_captured(model: PatchedModel, attention: DeviceAttention, config: EngineConfig) -> str:
-    """Return why a CUDA graph cannot hold a model's steps, and what to do about it; empty if it can."""
-    if config.parallel.pipeline_parallel_size > 1:
-        return "a graph holds all layers, and with pipeline_parallel_size a rank has some; set step_graphs='off'"
-    if model.has_between:
-        return (
-            "some layers do not attend or have state beside their attention, and the rows that pass there differ from "
-            "step to step; set step_graphs='off'"
-        )
-    if model.device.type != "cuda":
-        return ""
-    if not is_graph_safe(attention):
-        return (
-            f"device attention {config.execution.attention!r} launches what lengths on the host say; set "
-            "attention='triton' or 'flex'"
-        )
-    return model.family.why_not_captured()
-
-
-def is_one_graph(plan: StepPlan) -> bool:
-    """Tell whether a step runs as a FULL graph: every request has at most one device row, and no row may leave."""
-    return not plan.preemptible and all(len(chunk.token_ids) == 1 for chunk in plan.chunks)
-
-
-class _RowsLeave(Exception):
-    """Ends the replay of a step at the attention of a layer, as rows of some requests must leave before the layer."""
-
-    def __init__(self, layer: int, request_ids: Set[str]) -> None:
-        super().__init__(layer)
-        self.layer, self.request_ids = layer, request_ids
 
 
 _EMPTY = StepPlan(step_id=0)

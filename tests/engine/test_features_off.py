@@ -1,0 +1,70 @@
+"""A feature that is off is not there: with default settings an engine or a simulation has not imported its modules."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+FEATURES = {
+    "safepoints": ("omniserve.runner.safepoint", "omniserve.engine.preemption"),
+    "deferral": ("omniserve.sched.deferral",),
+    "second sub-batches and hybrid batches": ("omniserve.runner.pipelining",),
+    "CUDA graphs": ("omniserve.runner.cuda_graphs",),
+    "network hosts": ("omniserve.host.remote",),
+    "prefill engines": ("omniserve.host.prefill_engines", "omniserve.host.prefill_receiver"),
+    "ranks": ("omniserve.parallel",),
+}
+"""The modules of each feature; a package stands for all that is in it."""
+
+STEPS = 100
+
+ENGINE = f"""
+import sys
+from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams, patch
+from tests.parity.models import tiny_model
+
+model = patch(tiny_model("llama"), compile=False)
+with Engine(model, EngineConfig(device_kv_bytes=1 << 20, execution=ExecutionConfig(compile=False))) as engine:
+    for service_class in ("LS", "BE"):
+        sampling = SamplingParams(max_tokens={STEPS}, ignore_eos=True)
+        engine.add(Request(prompt_token_ids=[1, 2, 3], sampling=sampling, service_class=service_class))
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.stats().steps >= {STEPS}
+print(*sys.modules, sep="\\n")
+"""
+
+SIMULATION = """
+import sys
+from omniserve.simulate.cli import main
+
+load = "--ls-rate 1 --be 4 --minutes 0.1 --device-kv-gb 8 --host-kv-gb 8 --no-plan"
+main(f"--model llama-2-70b --device 4xA100-80GB --hosts 2xXeon-6342 {load} --record /dev/null".split())
+print(*sys.modules, sep="\\n")
+"""
+
+
+@pytest.fixture(scope="module", params=[ENGINE, SIMULATION], ids=["engine", "simulation"])
+def imported(request: pytest.FixtureRequest) -> set[str]:
+    """Return the modules that a process has imported."""
+    done = subprocess.run([sys.executable, "-c", request.param], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return {line for line in done.stdout.splitlines() if line.startswith("omniserve.")}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_modules_of_features_that_are_off_are_not_imported(feature: str, imported: set[str]) -> None:
+    assert "omniserve.sched.scheduler" in imported
+    here = {name for name in imported for module in FEATURES[feature] if f"{name}.".startswith(f"{module}.")}
+    assert not here
+
+
+@pytest.mark.parametrize("module", sorted({module for modules in FEATURES.values() for module in modules}))
+def test_the_modules_that_are_listed_exist(module: str) -> None:
+    assert importlib.util.find_spec(module) is not None
