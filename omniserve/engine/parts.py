@@ -38,9 +38,9 @@ from omniserve.latency import LATENCY_MODELS, CorrectedModel, LatencyModel, Mode
 from omniserve.latency.profile import Profile, cache_folder
 from omniserve.latency.trace import StepTracer
 from omniserve.layers.kv_fingerprint import kv_fingerprint
-from omniserve.layers.loaded import language_model
 from omniserve.layers.patching import PatchedModel, patched_model
-from omniserve.layers.sharding import num_shards
+from omniserve.layers.weights.loaded_model import language_model
+from omniserve.layers.weights.sharding import num_shards
 from omniserve.runner.runner import ModelRunner, RunnerParts
 from omniserve.sampling.sampler import Sampler
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, check_stages, policy_of

@@ -166,7 +166,7 @@ class EngineLoader:
         """
         import torch
 
-        from omniserve.layers.sharding import shard
+        from omniserve.layers.weights.sharding import shard
 
         device = self._device_of_rank(place.rank)
         if device != "cpu":

@@ -18,7 +18,7 @@ from omniserve.core.plan import (
     SlotCopy,
     StepPlan,
 )
-from omniserve.layers.merged import MergedLinear
+from omniserve.layers.weights.merged import MergedLinear
 from tests.fake_cuda.engines import SEATS, chunk, engine_on
 from tests.fake_cuda.runtime import FakeRuntime
 from tests.fake_cuda.watch import is_on_device

@@ -1,29 +1,34 @@
-"""RowLayout: what the columns of a token's row are between two layers.
+"""Layouts of a batch: RowLayout has the columns of a token's row, PositionTables what follows from positions alone.
 
-Mostly a row is the output of one layer, which is the input of the next. Some models give their layers more of a token:
-an embedding for each layer (Gemma 3n and 4), or K and V of an earlier layer, which a later one uses as its own. These
-are columns behind the layer's input, so that a row that is away on the host tier takes them along. The columns are
+Between two layers a row is mostly the output of one layer, which is the input of the next. Some models give their
+layers more of a token: an embedding for each layer (Gemma 3n and 4), or K and V of an earlier layer, which a later one
+uses as its own. These are columns behind the layer's input, so that a row that is away on the host tier takes them
+along. The columns are
 
 * the layer's input;
 * what several layers are given;
 * what one layer is given, the next layer's first: a queue that each layer turns on, so that a layer finds its own
   where all others find theirs, and layers of one structure share one graph;
 * what earlier layers left;
-* the output of the layer's mixer (``mixers``), which has run before the layer.
+* the output of the layer's mixer (``attention_free.Mixer``), which has run before the layer.
 
-Tensor legend: T tokens, W columns.
+The forms of all position tables are recorded; of these ``PositionTables.kept`` are made in each step, because some
+layer computes q, k or v from them.
+
+Tensor legend: T packed tokens, W columns of a row, or values of the tables that are kept; D columns of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from omniserve.layers.inspection import Carried, Place, TableForm, stand_ins
-from omniserve.layers.shell import Run
+from omniserve.layers.tracing.model_tracer import TracedRun
+from omniserve.layers.tracing.placeholders import Carried, Place, TableForm, placeholders_in
 
 
 class RowLayout:
@@ -42,7 +47,7 @@ class RowLayout:
 
     def place_arguments(self, arguments: Sequence[Any]) -> None:
         """Give columns to what the layers are given of a token, by what stands for it in their arguments."""
-        of_layers = [[one for one, _ in stand_ins(each, each) if isinstance(one, Carried)] for each in arguments]
+        of_layers = [[one for one, _ in placeholders_in(each, each) if isinstance(one, Carried)] for each in arguments]
         of_layers = [list(dict.fromkeys(each)) for each in of_layers]
         every = [one for each in of_layers for one in each]
         self._shared = list(dict.fromkeys(one for one in every if every.count(one) > 1))
@@ -115,11 +120,11 @@ class RowLayout:
         """Turn a layer's input for one sequence into that for as many sequences of one token, or back."""
         return hidden.transpose(self._row_dim, self._row_dim + 1)
 
-    def first(self, run: Run, arguments: Sequence[Any]) -> Tensor:
+    def first(self, run: TracedRun, arguments: Sequence[Any]) -> Tensor:
         """Return the rows for the first layer, from what a run of the model gave to all layers."""
         parts = [self._hidden.form.to_rows(run.inputs[0])]
         given = zip(arguments, run.arguments, strict=True)
-        found = {one: value for each in given for one, value in stand_ins(*each)}
+        found = {one: value for each in given for one, value in placeholders_in(*each)}
         for one in (*self._shared, *(one for each in self._queued for one in each)):
             parts.append(one.form.to_rows(found[one]))
         parts.append(parts[0].new_zeros(parts[0].shape[0], self.width - self._left_start))
@@ -179,7 +184,7 @@ def _readers(number: int, key: Any, later: Sequence[Mapping[int, WatchedPlace]])
 
 def places_in(arguments: Any) -> list[Place]:
     """Return the places among a layer's arguments."""
-    return [one for one, _ in stand_ins(arguments, arguments) if isinstance(one, Place)]
+    return [one for one, _ in placeholders_in(arguments, arguments) if isinstance(one, Place)]
 
 
 def write_left(arguments: Any, places: Mapping[int, Any], rows_TW: Tensor) -> None:
@@ -195,3 +200,48 @@ def _write(carried: Any, value: Any, rows_TW: Tensor) -> None:
         return
     for one, each in zip(carried, value, strict=True):
         _write(one, each, rows_TW)
+
+
+class PositionTables:
+    """The tables of a model; all are kept at first."""
+
+    def __init__(self, forms: Sequence[TableForm]) -> None:
+        self._forms = forms
+        self.are_cos_and_sin = False
+        """The two tables that are kept come from a rotary module, one by one; else one tensor holds all."""
+        self.keep(range(len(forms)))
+
+    def keep(self, numbers: Iterable[int]) -> None:
+        """Choose the tables that are made; the others are zeros."""
+        self.kept = [*numbers]
+        dtypes = [self._forms[number].dtype for number in self.kept]
+        real = {dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes}
+        # One dtype holds them all: an integer below 2^24 is a float32, and bf16 and back is exact.
+        self._dtype = real.pop() if len(real) == 1 else reduce(torch.promote_types, real, torch.float32)
+
+    def to_rows(self, found: Mapping[int, Tensor]) -> Tensor:
+        """Return the kept ones among tables by their numbers, as rows."""
+        return torch.cat([self._forms[number].to_rows(found[number]).to(self._dtype) for number in self.kept], dim=-1)
+
+    def from_rows(self, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None) -> list[Tensor]:
+        """Return all tables as the layers want them; those that were not kept, or not given, are zeros.
+
+        ``cos`` holds all, and so does ``sin``, unless they are ``are_cos_and_sin``.
+        """
+        tables = [form.from_rows(hidden_TD.new_zeros(hidden_TD.shape[0], form.width)) for form in self._forms]
+        if cos is None:
+            return tables
+        rows = [cos, sin] if self.are_cos_and_sin else cos.split(self._widths(), dim=-1)
+        for number, rows_TW in zip(self.kept, rows, strict=True):
+            assert rows_TW is not None
+            tables[number] = self._forms[number].from_rows(rows_TW)
+        return tables
+
+    def without(self, rows_TW: Tensor, number: int) -> Tensor | None:
+        """Return rows of all kept tables without those of one; None if none is left."""
+        rows = list(rows_TW.split(self._widths(), dim=-1))
+        del rows[self.kept.index(number)]
+        return torch.cat(rows, dim=-1) if rows else None
+
+    def _widths(self) -> list[int]:
+        return [self._forms[number].width for number in self.kept]

@@ -121,7 +121,7 @@ def test_a_model_that_differs_does_not_take_them(change: Any, folder: Path) -> N
     assert not patch(model).__dict__["omniserve"].find_compiled(else_compile=False)
 
 
-@pytest.mark.parametrize("part", ["compiled.source_digest", "kept._code_digest"])
+@pytest.mark.parametrize("part", ["compiled.source_digest", "compile_cache._code_digest"])
 def test_other_code_does_not_take_them(part: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = patched()
     assert first.find_compiled(else_compile=True)

@@ -13,8 +13,9 @@ from torch._inductor.utils import fresh_cache
 from torch.nn.utils.parametrizations import weight_norm
 
 from omniserve.layers.compiled import ShareProducts, compile_halves, structure
-from omniserve.layers.groups import groups_of, is_group
-from omniserve.layers.packed import (
+from omniserve.layers.patching import patch, unpatch
+from omniserve.layers.weights.groups import groups_of, is_group
+from omniserve.layers.weights.packed import (
     PackedEmbedding,
     PackedLinear,
     holds_bfloat16,
@@ -24,7 +25,6 @@ from omniserve.layers.packed import (
     tied_embedding,
     unpack,
 )
-from omniserve.layers.patching import patch, unpatch
 from tests.ops.tolerances import LINEAR
 from tests.parity.models import tiny_model
 from tests.quick import slow_except

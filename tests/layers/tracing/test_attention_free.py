@@ -11,10 +11,9 @@ from transformers import DynamicCache
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1DecoderLayer, FalconH1Mixer
 
 from omniserve.core.errors import UnsupportedModelError
-from omniserve.layers import family_of
-from omniserve.layers.between import BetweenLayer
-from omniserve.layers.mixers import modules_beside
-from omniserve.layers.states import RowGroup, StateCache, StatePool
+from omniserve.layers.tracing import family_of
+from omniserve.layers.tracing.attention_free import AttentionFreeLayer, modules_beside
+from omniserve.layers.tracing.layer_states import RowGroup, StateCache, StatePool
 from tests.parity.zoo import tiny
 
 
@@ -44,8 +43,8 @@ class _Sum(nn.Module):
         return sums
 
 
-def prepared(keeps: str = "sum") -> BetweenLayer:
-    layer = BetweenLayer(_Sum(keeps), "layer 3", behind=None)
+def prepared(keeps: str = "sum") -> AttentionFreeLayer:
+    layer = AttentionFreeLayer(_Sum(keeps), "layer 3", behind=None)
     with torch.inference_mode():
         layer.prepare(((torch.ones(3, 1),), {"cache": None}), torch.randn(2, 7, 4))
     return layer

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniserve.layers.inspection import Table, filled
-from omniserve.layers.traced import LAYER_FAMILIES, TracedFamily
+from omniserve.layers.tracing.placeholders import Table, filled
+from omniserve.layers.tracing.traced import LAYER_FAMILIES, TracedFamily
 
 _CHECKED_ROWS = 3
 """Rows of the sequence with which halves are compared."""

@@ -17,8 +17,8 @@ from omniserve import Engine, EngineConfig
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.layers.compiled import structure
-from omniserve.layers.groups import GroupLinear
 from omniserve.layers.patching import PatchedModel, patch, unpatch
+from omniserve.layers.weights.groups import GroupLinear
 from tests.parity.models import prepackable_model, tiny_model
 
 FAMILIES = ("llama", "smollm3")  # one kind of layer, two kinds

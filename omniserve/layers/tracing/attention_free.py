@@ -1,26 +1,34 @@
-"""BetweenLayer: a decoder layer that does not attend, and so runs between the halves of two layers that do.
+"""Attention-free parts of a model: decoder layers without attention, and modules with state beside an attention.
 
-It either has recurrent state instead of KV or computes each row by itself. The layer's own forward runs; its cache is
-a ``StateCache``. That its states carry a request from chunk to chunk is proved when a model is patched.
+Both run between the halves of two layers that attend. An AttentionFreeLayer either has recurrent state instead of KV or
+computes each row by itself. The layer's own forward runs; its cache is a ``StateCache``. That its states carry a
+request from chunk to chunk is proved when a model is patched.
 
 Layers are counted by attentions, so a layer without one runs before the attention layer behind it. The states of a
 token that is away on the host tier wait with it. A preempted request begins again at its first token. Safepoints and
 captured steps are off.
+
+A Mixer stands in a decoder layer beside the attention, as in Falcon-H1, and runs before the halves of its layer: the
+layer's own forward runs up to the mixer's output, which becomes columns of the rows (``RowLayout.place_mixed``). While
+a half runs, these columns are the mixer's output.
 
 Legend: n sequences of a call, L tokens of each, T rows of a step, D hidden, W columns of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from omniserve.core.errors import UnsupportedModelError
-from omniserve.layers.inspection import LinearWatch
-from omniserve.layers.states import RowGroup, StateCache, StateForm, StateKey, StatePool
+from omniserve.layers.tracing.attention_interface import Mixed, StopForward, attention_replaced, no_attention
+from omniserve.layers.tracing.inspection import LinearWatch
+from omniserve.layers.tracing.layer_states import RowGroup, StateCache, StateForm, StateKey, StatePool
+from omniserve.layers.tracing.overrides import Overridden
 
 CACHE_NAMES = frozenset({"cache", "past_key_values", "cache_params", "past_key_value"})
 """The names by which layers and their modules take the model's cache as an argument."""
@@ -28,7 +36,7 @@ _CHUNKS = (3, 2, 1, 1)
 """Lengths of the chunks by which a layer's states are tried."""
 
 
-class BetweenLayer:
+class AttentionFreeLayer:
     """A layer without attention; ``name`` is what errors call it, ``behind`` as in ``TracedLayer``."""
 
     def __init__(self, layer: nn.Module, name: str, *, behind: tuple[None, ...] | None) -> None:
@@ -140,7 +148,7 @@ class BetweenLayer:
         return UnsupportedModelError(f"{self._name} {what}")
 
 
-def number_states(between: Sequence[Sequence[BetweenLayer]]) -> Iterator[dict[StateKey, StateForm]]:
+def number_states(between: Sequence[Sequence[AttentionFreeLayer]]) -> Iterator[dict[StateKey, StateForm]]:
     """Number the layers with state in the order of the model; yield the states of each."""
     number = 0
     for layer in (layer for layers in between for layer in layers):
@@ -168,3 +176,53 @@ def _blank(arguments: Any) -> Any:
     if isinstance(arguments, (tuple, list)):
         return type(arguments)([_blank(value) for value in arguments])
     return arguments
+
+
+class Mixer(AttentionFreeLayer):
+    """A module of a layer that has ``attention`` as well; ``name`` is what errors call it."""
+
+    def __init__(
+        self, layer: nn.Module, module: nn.Module, attention: nn.Module, name: str, *, configs: Sequence[Any]
+    ) -> None:
+        super().__init__(layer, name, behind=None)
+        self.part = module
+        self._own = type(module)
+        self.overridden = Overridden(module, _mixed(self._own))
+        """The module with the class that replaces its own while a half runs."""
+        self._configs, self._replaced = configs, [self.overridden, Overridden(attention, _mixed(type(attention)))]
+
+    def _forward(self, hidden_nLD: Tensor, cache: StateCache) -> Tensor:
+        found: list[Tensor] = []
+
+        def mix(module: Any, args: Any, kwargs: Any) -> Tensor:
+            if module is not self.part:
+                raise self._unsupported("has state and runs behind its layer's attention")
+            output = self._own.forward(module, *args, **kwargs)
+            if not isinstance(output, Tensor):
+                raise self._unsupported("has state and returns more than one tensor")
+            found.append(output)
+            raise StopForward
+
+        with attention_replaced(no_attention, self._configs, self._replaced, mix):
+            try:
+                super()._forward(hidden_nLD, cache)
+            except StopForward:
+                pass
+        return found[0]
+
+
+def _mixed(own: type[nn.Module]) -> type[nn.Module]:
+    return type(own.__name__, (Mixed, own), {"__module__": __name__})
+
+
+def modules_beside(layer: nn.Module, attention: nn.Module, ran: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules of a layer, of those that ran, that take the model's cache and have no part in the attention.
+
+    A module that calls ``attention``, and one that it calls, has a part in it.
+    """
+    seen = {module for module in layer.modules() if attention in set(module.modules())} | {*attention.modules()}
+    for module in layer.modules():
+        takes_cache = CACHE_NAMES & inspect.signature(type(module).forward).parameters.keys()
+        if module in ran and module not in seen and takes_cache:
+            seen |= {*module.modules()}
+            yield module

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
 from omniserve.core.pages import ask_for_huge_pages
 from omniserve.layers.compiled import GROUP_PRODUCTS
-from omniserve.layers.groups import HeldLinear, hide, is_plain, is_watched, join, part, plain_linears
+from omniserve.layers.weights.groups import (
+    HeldLinear,
+    hide,
+    is_plain,
+    is_watched,
+    join_group,
+    plain_linears,
+    split_group,
+)
 
 GROUP_PRODUCTS.add(torch.ops.omniserve.packed_linear.default)
 
@@ -97,15 +105,15 @@ def pack(*linears: nn.Linear, embedding: nn.Embedding | None = None) -> None:
         packed = _packed(dense)
         for weight in weights:
             hide(weight)
-        join(linears, PackedLinear, packed)
+        join_group(linears, PackedLinear, packed)
         if embedding is not None:
             embedding.__dict__["group_weight"] = packed
             embedding.__class__ = _packed_class(type(embedding))
 
 
 def unpack(*linears: nn.Linear, embedding: nn.Embedding | None = None) -> None:
-    """Undo ``pack`` of the same modules: same class, same Parameter objects, same bits; see ``part``."""
-    part(linears, PackedLinear, lambda: cast(PackedLinear, linears[0]).dense_group())
+    """Undo ``pack`` of the same modules: same class, same Parameter objects, same bits; see ``split_group``."""
+    split_group(linears, PackedLinear, lambda: cast(PackedLinear, linears[0]).dense_group())
     if embedding is not None:
         del embedding.__dict__["group_weight"]
         embedding.__class__ = next(

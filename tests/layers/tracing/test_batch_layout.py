@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniserve.layers.inspection import Carried, Place, TableForm, filled
-from omniserve.layers.rows import RowLayout, WatchedPlace, write_left
-from omniserve.layers.shell import Run
+from omniserve.layers.tracing.batch_layout import RowLayout, WatchedPlace, write_left
+from omniserve.layers.tracing.model_tracer import TracedRun
+from omniserve.layers.tracing.placeholders import Carried, Place, TableForm, filled
 
 HIDDEN, SHARED, OWN, LAYERS, TOKENS = 4, 2, 3, 3, 5
 
 
-def model_run() -> tuple[RowLayout, list[Any], Run]:
+def model_run() -> tuple[RowLayout, list[Any], TracedRun]:
     """Return a model of three layers: each is given a tensor that all are given, and one of its own."""
     shared, own = TableForm(0, (1, SHARED), torch.float32), TableForm(0, (1, OWN), torch.float32)
     for_all = Carried(shared)
@@ -22,7 +22,9 @@ def model_run() -> tuple[RowLayout, list[Any], Run]:
     layout = RowLayout(TableForm(0, (1, HIDDEN), torch.float32))
     layout.place_arguments(arguments)
     given = torch.randn(TOKENS, 1, SHARED)
-    run = Run([torch.randn(TOKENS, 1, HIDDEN)], [((given,), {"own": torch.randn(TOKENS, 1, OWN)}) for _ in arguments])
+    run = TracedRun(
+        [torch.randn(TOKENS, 1, HIDDEN)], [((given,), {"own": torch.randn(TOKENS, 1, OWN)}) for _ in arguments]
+    )
     return layout, arguments, run
 
 

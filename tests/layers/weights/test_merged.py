@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from omniserve.layers.groups import is_group
-from omniserve.layers.merged import MergedLinear, merge, mergeable, unmerge
+from omniserve.layers.weights.groups import is_group
+from omniserve.layers.weights.merged import MergedLinear, merge, mergeable, unmerge
 
 
 def _group(*, bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
@@ -124,6 +124,6 @@ def test_only_plain_unshared_linears_of_a_gpu_are_mergeable(monkeypatch: pytest.
     model["strided"].weight.data = model["strided"].weight.data.t()
     model["own_forward"].forward = model["own_forward"].forward
     assert mergeable(model, model.modules()) == []
-    monkeypatch.setattr("omniserve.layers.merged._DEVICES", {"cpu"})
-    monkeypatch.setattr("omniserve.layers.packed.HAS_VECTOR_KERNEL", False)
+    monkeypatch.setattr("omniserve.layers.weights.merged._DEVICES", {"cpu"})
+    monkeypatch.setattr("omniserve.layers.weights.packed.HAS_VECTOR_KERNEL", False)
     assert mergeable(model, model.modules()) == [model["plain"]]

@@ -1,10 +1,10 @@
-"""KeptHalves: compiled halves in a folder, from where the next process takes them without tracing or a compiler.
+"""CompileCache: compiled halves in a folder, from where the next process takes them without tracing or a compiler.
 
 torch's own cache has a process import the compiler and trace each half again before it finds what was compiled: 3 s of
-a start. What is kept here is the code that the compiler wrote for a half, and which of the layers' tensors it is given.
-It is found by all that the graph depends on: the layers' structure, the model's configuration, the code of its classes
-and of this package, the versions of torch and transformers, and the instruction set. Only halves on a CPU are kept, and
-only those whose call needs nothing else.
+a start. What is stored here is the code that the compiler wrote for a half, and which of the layers' tensors it is
+given. It is found by all that the graph depends on: the layers' structure, the model's configuration, the code of its
+classes and of this package, the versions of torch and transformers, and the instruction set. Only halves on a CPU are
+stored, and only those whose call needs nothing else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Argument = tuple[str, int, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptHalf:
+class CachedHalf:
     """A compiled half without its layers."""
 
     source: str
@@ -60,8 +60,8 @@ class KeptHalf:
         return call
 
 
-class KeptHalves:
-    """Finds and keeps the compiled halves of a model.
+class CompileCache:
+    """Finds and stores the compiled halves of a model.
 
     Args:
         model: The model that the layers belong to.
@@ -76,7 +76,7 @@ class KeptHalves:
         """Names of halves that ran so."""
 
     def key(self, name: str, structure: Sequence[Any], layers: Sequence[nn.Module], tensors: Sequence[Any]) -> str:
-        """Return the name under which a half is kept; empty if it cannot be.
+        """Return the name under which a half is stored; empty if it cannot be.
 
         ``structure`` is that of its ``layers``, and ``tensors`` are what it is called with.
         """
@@ -91,20 +91,20 @@ class KeptHalves:
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
-    def find(self, key: str) -> KeptHalf | None:
-        """Return what was kept under a key. A file that cannot be read is logged and left out."""
+    def find(self, key: str) -> CachedHalf | None:
+        """Return what was stored under a key. A file that cannot be read is logged and left out."""
         path = _folder() / f"{key}.json"
         if not key or not path.exists():
             return None
         try:
             data = json.loads(path.read_text())
             arguments = tuple((kind, number, name) for kind, number, name in data.pop("arguments"))
-            return KeptHalf(arguments=arguments, **data)
+            return CachedHalf(arguments=arguments, **data)
         except (OSError, KeyError, TypeError, ValueError) as error:
             logger.warning("the compiled half %s is not used: %s", path, error)
             return None
 
-    def keep(self, key: str, half: KeptHalf) -> None:
+    def store(self, key: str, half: CachedHalf) -> None:
         """Write a half; a folder that cannot be written to is logged."""
         path = _folder() / f"{key}.json"
         try:
@@ -116,16 +116,16 @@ class KeptHalves:
             logger.warning("compiled halves are not kept, so the next start compiles again: %s", error)
 
 
-def kept_half(
+def cacheable_half(
     source: str, call: Callable[..., Any], arguments: Sequence[Argument], *, is_single: bool
-) -> KeptHalf | None:
-    """Return a half to be kept, or None if ``call`` is more than the code that the compiler wrote."""
+) -> CachedHalf | None:
+    """Return a half to be stored, or None if ``call`` is more than the code that the compiler wrote."""
     own_code = _code_of(PyCodeCache.load(source).call)
     if own_code is None or _code_of(call) != own_code:
         return None
     if source.count("extern_kernels") == 1:
         source = source.replace(_LOWERING_IMPORT, "")
-    return KeptHalf(source=source, arguments=tuple(arguments), is_single=is_single)
+    return CachedHalf(source=source, arguments=tuple(arguments), is_single=is_single)
 
 
 def _code_of(call: Callable[..., Any]) -> Any:

@@ -1,8 +1,8 @@
 """The attention function that a model calls while one of its halves runs, and what its masks let through.
 
-It is registered with Hugging Face's attention interface. ``calling`` puts a function in its place for as long as a half
-runs, and one in the place of modules with recurrent state that stand beside an attention (``mixers``);
-``described_masks`` has the masks of a run describe themselves.
+It is registered with Hugging Face's attention interface. ``attention_replaced`` puts a function in its place for as
+long as a half runs, and one in the place of modules with recurrent state that stand beside an attention
+(``attention_free.Mixer``); ``described_masks`` has the masks of a run describe themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MixerFunction = Callable[[Any, Any, Any], Tensor]
 """(module, its arguments, those with a name) -> its output."""
 
 
-class Cut(Exception):
+class StopForward(Exception):
     """Ends a layer or a model where everything that is wanted has been computed."""
 
 
@@ -149,14 +149,14 @@ AttentionMaskInterface.register(_NAME, _mask)
 
 
 @contextmanager
-def calling(
+def attention_replaced(
     attend: AttentionFunction,
     configs: Sequence[Any],
     overridden: Sequence[tuple[nn.Module, type]],
     mix: MixerFunction | None = None,
 ) -> Iterator[None]:
     """Have the model with these configs call an attention function; modules with an override change their class."""
-    if torch.compiler.is_compiling():  # within another ``calling``: a graph cannot change a config
+    if torch.compiler.is_compiling():  # within another ``attention_replaced``: a graph cannot change a config
         _running.attend, _running.mix = attend, mix
         try:
             yield

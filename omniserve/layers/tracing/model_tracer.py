@@ -1,4 +1,4 @@
-"""ModelShell: a Hugging Face model around its decoder layers, which are found and can be replaced for a run.
+"""ModelTracer: a Hugging Face model around its decoder layers, which are found and can be replaced for a run.
 
 So the embedding, the arguments of the layers and the logits come from the model's own forward. Tensor legend: T packed
 tokens, R rows that need logits, D hidden.
@@ -18,10 +18,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
-from omniserve.layers.between import BetweenLayer
-from omniserve.layers.cut import Cut, calling, described_masks, no_attention
-from omniserve.layers.mixers import Mixer, modules_beside
-from omniserve.layers.overrides import check, overridden_in
+from omniserve.layers.tracing.attention_free import AttentionFreeLayer, Mixer, modules_beside
+from omniserve.layers.tracing.attention_interface import StopForward, attention_replaced, described_masks, no_attention
+from omniserve.layers.tracing.overrides import check_overrides, overridden_in
 
 
 class TracedLayer(nn.Module):
@@ -55,11 +54,11 @@ class TracedLayer(nn.Module):
         ]
 
 
-Member = TracedLayer | BetweenLayer
+Member = TracedLayer | AttentionFreeLayer
 """A decoder layer, with attention or without."""
 
 
-class Run(NamedTuple):
+class TracedRun(NamedTuple):
     """The layers' arguments in one run of the model; in a run on one sequence their dimensions are ``[1, T, ...]``."""
 
     inputs: list[Tensor]
@@ -83,7 +82,7 @@ class _Watched(NamedTuple):
     """Values that the members returned behind their output, tensors as zeros of one row."""
 
 
-class ModelShell:
+class ModelTracer:
     """A model whose layers are found by a run.
 
     Raises:
@@ -104,7 +103,7 @@ class ModelShell:
         """The number that the model gives to the first position of a sequence; positions here count from 0."""
         self._sort_layers(self._watch_run())
         if self.overridden:
-            check(model, self.overridden, self.configs)
+            check_overrides(model, self.overridden, self.configs)
 
     def _watch_run(self) -> _Watched:
         """Run the model on two tokens, with an attention function that computes nothing, and note what runs."""
@@ -129,7 +128,7 @@ class ModelShell:
         hooks = [layer.register_forward_hook(note_end) for layer in members]
         hooks += [module.register_forward_pre_hook(note_start) for module in self._model.modules()]
         try:
-            with described_masks(), calling(attend, self.configs, self.overridden):
+            with described_masks(), attention_replaced(attend, self.configs, self.overridden):
                 self._call_model(self.int64([1, 1]), self.int64([0, 1]))
         except UnsupportedModelError:
             raise
@@ -176,7 +175,7 @@ class ModelShell:
             raise unsupported(self._model, f"does not run each member of {list_name} once, in order")
         self.layers: list[TracedLayer] = []
         """The decoder layers that attend, in order."""
-        self.between: list[list[BetweenLayer]] = [[]]
+        self.between: list[list[AttentionFreeLayer]] = [[]]
         """Layers that do not attend: those before the first that attends, before the second, ..., behind the last."""
         self.mixers: list[list[Mixer]] = []
         """The modules of each attending layer that may have state beside its attention."""
@@ -199,7 +198,7 @@ class ModelShell:
                 raise UnsupportedModelError(
                     f"{named[layer]} does not attend, and hands more than its output to the next layer"
                 )
-            self.between[-1].append(BetweenLayer(layer, named[layer], behind=behind))
+            self.between[-1].append(AttentionFreeLayer(layer, named[layer], behind=behind))
             self._members.append(self.between[-1][-1])
         self.backbone = self._model.get_submodule(list_name.rpartition(".")[0])
         """The module that owns the layers."""
@@ -222,29 +221,29 @@ class ModelShell:
         as_sequence: bool = False,
         output_of: Callable[[Tensor], Tensor] = lambda hidden: hidden,
         behind: float = 0,
-    ) -> Run:
+    ) -> TracedRun:
         """Run the model up to its last layer, each replaced by a function; None leaves the positions to the model.
 
         Tensors that layers return behind their output are filled with ``behind``.
         """
         between: list[tuple[Any, ...]] = []
-        run = Run([], [], between)
+        run = TracedRun([], [], between)
 
         def replace(layer: Member, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
-            if isinstance(layer, BetweenLayer):
+            if isinstance(layer, AttentionFreeLayer):
                 between.append((args, kwargs))
             else:
                 run.inputs.append(hidden)
                 run.arguments.append((args, kwargs))
             if layer is self._members[-1]:
-                raise Cut  # the head takes longer than all the rest
-            return hidden if isinstance(layer, BetweenLayer) else output_of(hidden)
+                raise StopForward  # the head takes longer than all the rest
+            return hidden if isinstance(layer, AttentionFreeLayer) else output_of(hidden)
 
         with self._layers_replaced(replace, behind=behind):
             positions_T = None if positions is None else self.int64(positions)
             try:
                 self._call_model(self.int64(token_ids), positions_T, as_sequence=as_sequence)
-            except Cut:
+            except StopForward:
                 pass
         return run
 
@@ -254,12 +253,12 @@ class ModelShell:
 
         def replace(layer: Member, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
             inputs.append(hidden)
-            raise Cut
+            raise StopForward
 
         with self._layers_replaced(replace):
             try:
                 self._call_model(token_ids_T, positions_T)
-            except Cut:
+            except StopForward:
                 pass
         return inputs[0]
 
@@ -295,7 +294,7 @@ class ModelShell:
                 output = replace(layer, hidden, args[1:], kwargs)
                 if layer.behind is None:
                     return output
-                if isinstance(layer, BetweenLayer):
+                if isinstance(layer, AttentionFreeLayer):
                     return output, *layer.behind
                 return output, *layer.returned_behind(hidden.shape[0], behind)
 
@@ -304,7 +303,7 @@ class ModelShell:
         layers = {id(layer.layer): layer for layer in self._members}
         with (
             _forwards_replaced([layer.layer for layer in self._members], lambda module: forward_of(layers[id(module)])),
-            calling(no_attention, self.configs, self.overridden),
+            attention_replaced(no_attention, self.configs, self.overridden),
         ):
             yield
 
@@ -349,6 +348,6 @@ def stand_in(query: Tensor, value: Tensor) -> Tensor:
     return functional.pad(rows, (0, wider)) if wider else rows
 
 
-def some(numbers_T: Tensor) -> Tensor:
+def at_least_one(numbers_T: Tensor) -> Tensor:
     """Return numbers, or a zero if there are none: a model's own forward may not bear an empty batch."""
     return numbers_T if len(numbers_T) else numbers_T.new_zeros(1)

@@ -55,8 +55,8 @@ class _LastProduct:
 class GroupLinear(nn.Linear):
     """A member of a group.
 
-    ``join`` changes the class of a linear in place, as torch's parametrizations and ``fully_shard`` do. The object and
-    its names stay, so that ``part`` can undo it.
+    ``join_group`` changes the class of a linear in place, as torch's parametrizations and ``fully_shard`` do. The
+    object and its names stay, so that ``split_group`` can undo it.
     """
 
     group_weight: Tensor
@@ -156,7 +156,7 @@ def hide(weight: Tensor) -> None:
     weight.data = torch.full((), float("nan"), dtype=weight.dtype).expand(weight.shape)
 
 
-def join(linears: Sequence[nn.Linear], kind: type[GroupLinear], group_weight: Tensor) -> None:
+def join_group(linears: Sequence[nn.Linear], kind: type[GroupLinear], group_weight: Tensor) -> None:
     """Make linears the members of one group, in this order. The caller changes their weights."""
     biases = [linear.bias.data for linear in linears if linear.bias is not None]
     group_bias = torch.cat(biases) if biases else None
@@ -172,8 +172,8 @@ def join(linears: Sequence[nn.Linear], kind: type[GroupLinear], group_weight: Te
         linear.__class__ = kind
 
 
-def part(linears: Sequence[nn.Linear], kind: type[GroupLinear], dense_weight: Callable[[], Tensor]) -> None:
-    """Undo ``join``: each linear gets back its rows of the dense weight of the group, its bias and its class.
+def split_group(linears: Sequence[nn.Linear], kind: type[GroupLinear], dense_weight: Callable[[], Tensor]) -> None:
+    """Undo ``join_group``: each linear gets back its rows of the dense weight of the group, its bias and its class.
 
     Raises:
         ValueError: The linears are not all the members of one group of this kind, in order.

@@ -2,8 +2,8 @@
 
 Nothing is written for an architecture. Here a model is looked at: a few runs on some tokens record what its layers are
 given and what their attention is, and prove that its halves compute what the model does. What serves it then is the
-model's own code, in ``LayerHalves`` (before and behind the attention of a layer) and ``ModelEnds`` (before the first
-layer and behind the last).
+model's own code, in ``LayerHalves`` (before and behind the attention of a layer) and ``EmbeddingAndHead`` (before the
+first layer and behind the last).
 
 What a layer is given beside its input (rotary tables, positions) is recorded from one run of the model. It must follow
 from the positions (``PositionTables``), or else from the token: then it is part of the token's row (``RowLayout``).
@@ -22,26 +22,30 @@ from transformers import PreTrainedModel
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.core.registry import Registry
 from omniserve.core.spec import HEAD_SIZE_STEP, MAX_HEAD_SIZE, AttentionSpec, ModelSpec, eos_token_ids
-from omniserve.layers.arguments import LayerArguments
-from omniserve.layers.around import check_between_layers, find_first_position, row_layout, same_tensors
-from omniserve.layers.between import BetweenLayer, number_states
-from omniserve.layers.checks import (
+from omniserve.layers.compiled import structure
+from omniserve.layers.tracing.attention_free import AttentionFreeLayer, number_states
+from omniserve.layers.tracing.attention_interface import attention_replaced, described_masks, no_attention
+from omniserve.layers.tracing.batch_layout import PositionTables, WatchedPlace, places_in, write_left
+from omniserve.layers.tracing.forward_parts import EmbeddingAndHead, LayerHalves
+from omniserve.layers.tracing.inspection import DataDependent, LinearWatch, OperatorLog
+from omniserve.layers.tracing.layer_inputs import (
+    LayerArguments,
+    check_between_layers,
+    find_first_position,
+    row_layout,
+    same_tensors,
+)
+from omniserve.layers.tracing.layer_states import state_bytes
+from omniserve.layers.tracing.model_config import (
     USUAL_LENGTH,
     max_positions,
     refuse_dynamic_rope,
     rope_parameters,
     why_grouped_mm_waits,
 )
-from omniserve.layers.compiled import structure
-from omniserve.layers.cut import calling, described_masks, no_attention
-from omniserve.layers.ends import ModelEnds
-from omniserve.layers.halves import LayerHalves
-from omniserve.layers.inspection import DataDependent, LinearWatch, OperatorLog, TableForm
-from omniserve.layers.overrides import unused_arguments
-from omniserve.layers.rows import WatchedPlace, places_in, write_left
-from omniserve.layers.shell import ModelShell, Run, stand_in, unsupported
-from omniserve.layers.states import state_bytes
-from omniserve.layers.tables import PositionTables
+from omniserve.layers.tracing.model_tracer import ModelTracer, TracedRun, stand_in, unsupported
+from omniserve.layers.tracing.overrides import unused_arguments
+from omniserve.layers.tracing.placeholders import TableForm
 
 
 class TracedFamily:
@@ -63,14 +67,14 @@ class TracedFamily:
         self._picks_keys = getattr(self.config, "index_topk", None) is not None
         """An indexer in a layer picks the keys that it attends to: all, if there are no more than ``index_topk``."""
         with torch.inference_mode():
-            self._shell = ModelShell(model)
-            self.layers: list[Any] = self._shell.layers
-            self._shell.first_position = find_first_position(model, self._shell)
+            self._tracer = ModelTracer(model)
+            self.layers: list[Any] = self._tracer.layers
+            self._tracer.first_position = find_first_position(model, self._tracer)
             # What depends on a position may do so only for late ones.
             self._positions = [1, 2, min(self.limits().values()) - 1]
             self._record_arguments()
             self._record_layers()
-            self.ends.find_shortcuts(self._positions)
+            self.embedding_and_head.find_shortcuts(self._positions)
 
     def _unsupported(self, what: str) -> UnsupportedModelError:
         return unsupported(self.model, what)
@@ -80,19 +84,19 @@ class TracedFamily:
     def _record_arguments(self) -> None:
         """Find out which arguments of the layers follow from the positions, and which are always the same."""
         with described_masks():
-            first, same = self._shell.run([1, 2, 3], [0, 1, 2]), self._shell.run([4, 2, 5], [0, 1, 2])
-            other = self._shell.run([1, 2, 3, 4, 5], [3, 4, 5, 6, self._positions[-1]])
-        self._rows = row_layout(self.model, self._shell, first, other)
+            first, same = self._tracer.run([1, 2, 3], [0, 1, 2]), self._tracer.run([4, 2, 5], [0, 1, 2])
+            other = self._tracer.run([1, 2, 3, 4, 5], [3, 4, 5, 6, self._positions[-1]])
+        self._rows = row_layout(self.model, self._tracer, first, other)
         self._record_between(first)
-        self._hands_over = check_between_layers(self.model, self._shell, first)
+        self._hands_over = check_between_layers(self.model, self._tracer, first)
         """Layers are given what others return behind their output."""
-        unused = unused_arguments(self._shell.overridden)
+        unused = unused_arguments(self._tracer.overridden)
         self._arguments = LayerArguments(self.model, unused, picks_keys=self._picks_keys)
         for index, layer in enumerate(self.layers):
             layer.arguments = self._arguments.template(index, *(run.arguments[index] for run in (first, same, other)))
         self._tables = PositionTables(self._arguments.forms)
-        self.halves = LayerHalves(self._shell, self._rows, self._tables)
-        self.ends = ModelEnds(self.model, self._shell, self._rows, self._tables)
+        self.halves = LayerHalves(self._tracer, self._rows, self._tables)
+        self.embedding_and_head = EmbeddingAndHead(self.model, self._tracer, self._rows, self._tables)
         self._rows.place_arguments([layer.arguments for layer in self.layers])
         self._place_mixers()
         for layer in self.layers:
@@ -100,8 +104,8 @@ class TracedFamily:
 
     def _find_left(self) -> None:
         """Find what layers leave for later ones, and give it columns in the rows."""
-        cos, sin = self.ends.rotary(self._shell.int64(self._positions)) or (None, None)
-        rows_TD = self.ends.embed(self._shell.int64([1, 2, 3]), self._shell.int64(self._positions))
+        cos, sin = self.embedding_and_head.rotary(self._tracer.int64(self._positions)) or (None, None)
+        rows_TD = self.embedding_and_head.embed(self._tracer.int64([1, 2, 3]), self._tracer.int64(self._positions))
         left: dict[int, dict[Any, Any]] = {}
         of_layers: list[dict[int, WatchedPlace]] = []
 
@@ -117,10 +121,10 @@ class TracedFamily:
 
     def _record_layers(self) -> None:
         """Run each layer: its attention, its linears that read the same rows, and what it computes."""
-        cos, sin = self.ends.rotary(self._shell.int64(self._positions)) or (None, None)
+        cos, sin = self.embedding_and_head.rotary(self._tracer.int64(self._positions)) or (None, None)
         if self._arguments.mappings:
             self._find_left()
-        hidden_TD = self.ends.embed(self._shell.int64([1, 2, 3]), self._shell.int64(self._positions))
+        hidden_TD = self.embedding_and_head.embed(self._tracer.int64([1, 2, 3]), self._tracer.int64(self._positions))
         inputs: list[Tensor] = []
         self._specs: list[AttentionSpec] = []
         self._groups: list[list[tuple[nn.Module, ...]]] = []
@@ -132,7 +136,7 @@ class TracedFamily:
                 heads = (query, key, value)
                 sizes.add((*(each.shape[1] for each in heads), *(each.shape[3] for each in heads)))
                 index = len(self._specs)
-                described = self._shell.masks[index]
+                described = self._tracer.masks[index]
                 self._specs.append(self._arguments.spec_of(index, query, mask, keywords, described))
                 return stand_in(query, value)
 
@@ -177,7 +181,7 @@ class TracedFamily:
         Of layers that differ in nothing but their weights, the first and the last are tried.
         """
         used: set[int] = set()
-        sequence = self._shell.run([1, 2, 3], self._positions, as_sequence=True)
+        sequence = self._tracer.run([1, 2, 3], self._positions, as_sequence=True)
         kinds = [structure(layer) for layer in self.layers]
         last = {kind: index for index, kind in enumerate(kinds)}
         tried = {kinds.index(kind) for kind in last} | set(last.values())
@@ -202,7 +206,7 @@ class TracedFamily:
             def mix(module: Any, args: Any, kwargs: Any) -> Tensor:
                 return self._rows.mixed(hidden_TD).transpose(0, 1)  # noqa: B023
 
-            with calling(attend, self._shell.configs, self._shell.overridden, mix):
+            with attention_replaced(attend, self._tracer.configs, self._tracer.overridden, mix):
                 output = layer.layer(self._rows.transposed(self._rows.hidden(hidden_TD)), *args, **kwargs)
             output = self._rows.transposed(output if isinstance(output, Tensor) else output[0])
             together.append(self._rows.next(layer.turn, output, hidden_TD))
@@ -222,31 +226,31 @@ class TracedFamily:
                     used.add(number)
         self._tables.keep(sorted(used))
 
-    def _record_between(self, first: Run) -> None:
+    def _record_between(self, first: TracedRun) -> None:
         """Find out what the layers without attention and the modules beside an attention keep of a request."""
-        self.between: list[list[BetweenLayer]] = self._shell.between
+        self.between: list[list[AttentionFreeLayer]] = self._tracer.between
         """Layers that do not attend: those before the first that does, before the second, ..., behind the last.
 
         A mixer of a layer that attends is the last one before it.
         """
         layers = [*zip((layer for each in self.between for layer in each), first.between, strict=True)]
         mixers = [
-            (mixer, given) for each, given in zip(self._shell.mixers, first.arguments, strict=True) for mixer in each
+            (mixer, given) for each, given in zip(self._tracer.mixers, first.arguments, strict=True) for mixer in each
         ]
         if layers or mixers:
-            ids_T = self._shell.int64(range(1, 15))
-            hidden = self._shell.first_input(ids_T, torch.arange(14, device=ids_T.device))
+            ids_T = self._tracer.int64(range(1, 15))
+            hidden = self._tracer.first_input(ids_T, torch.arange(14, device=ids_T.device))
             if hidden.shape != (14, 1, self._rows.width):
                 raise self._unsupported("gives its layers, of which some have state, several hidden states of a token")
             for part, given in (*layers, *mixers):
                 part.prepare(given, hidden.flatten(0, 1).unflatten(0, (-1, 7)))
-        self.mixers = [[mixer for mixer in each if mixer.forms] for each in self._shell.mixers]
+        self.mixers = [[mixer for mixer in each if mixer.forms] for each in self._tracer.mixers]
         """The modules with state beside each attending layer's attention: at most one a layer."""
         for index, each in enumerate(self.mixers):
             if len(each) > 1:
                 raise self._unsupported(f"has {len(each)} modules with state in layer {index}")
             self.between[index] += each
-            self._shell.overridden += [mixer.overridden for mixer in each]
+            self._tracer.overridden += [mixer.overridden for mixer in each]
         self.state_forms = [*number_states(self.between)]
         """States of each layer and mixer that has state, in the order of the model."""
 
@@ -277,13 +281,13 @@ class TracedFamily:
 
     def compiling(self) -> AbstractContextManager[None]:
         """Enter this while halves are traced: the compiler cannot change a model's config."""
-        return calling(no_attention, self._shell.configs, self._shell.overridden)
+        return attention_replaced(no_attention, self._tracer.configs, self._tracer.overridden)
 
     def why_not_captured(self) -> str:
         """Return why a CUDA graph cannot hold the halves, and what to do about it; empty if it can."""
         if not any("grouped_mm" in name for name in self._operators):
             return ""
-        return why_grouped_mm_waits(self.ends.probe.device, self.ends.probe.dtype)
+        return why_grouped_mm_waits(self.embedding_and_head.probe.device, self.embedding_and_head.probe.dtype)
 
     def linear_groups(self, layer: Any) -> list[tuple[nn.Module, ...]]:
         """Return the linears of a layer that read the same rows: disjoint groups, in the order called."""
@@ -291,7 +295,7 @@ class TracedFamily:
 
     def limits(self) -> dict[str, int]:
         """Return how many tokens a sequence may have, by each reason that limits them."""
-        limits = {"its number of positions": (max_positions(self.config) or USUAL_LENGTH) - self._shell.first_position}
+        limits = {"its number of positions": (max_positions(self.config) or USUAL_LENGTH) - self._tracer.first_position}
         for rope in rope_parameters(self.model):
             if rope.get("rope_type") == "longrope":
                 limits["longrope's other frequencies for longer ones"] = int(rope["original_max_position_embeddings"])
@@ -314,10 +318,10 @@ class TracedFamily:
             num_heads=self.halves.num_heads,
             num_kv_heads=self.halves.num_kv_heads,
             head_size=self.halves.head_size,
-            vocab_size=self.ends.vocab_size,
+            vocab_size=self.embedding_and_head.vocab_size,
             max_model_len=max_model_len or limit,
             eos_token_ids=eos_token_ids(
-                self.ends.vocab_size, self.model.generation_config, self.model.config, self.config
+                self.embedding_and_head.vocab_size, self.model.generation_config, self.model.config, self.config
             ),
             dtype_bytes=self.model.dtype.itemsize,
             attention=tuple(self._specs),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omniserve.layers.compiled import GROUP_PRODUCTS
-from omniserve.layers.groups import GroupLinear, join, part, plain_linears
+from omniserve.layers.weights.groups import GroupLinear, join_group, plain_linears, split_group
 
 _DEVICES = frozenset({"cuda"})
 _aten = torch.ops.aten
@@ -38,12 +38,12 @@ def merge(*linears: nn.Linear) -> None:
         weight = torch.cat([linear.weight.data for linear in linears])
         for linear, rows in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
             linear.weight.data = rows
-        join(linears, MergedLinear, weight)
+        join_group(linears, MergedLinear, weight)
 
 
 def unmerge(*linears: nn.Linear) -> None:
-    """Undo ``merge`` of the same linears: same class, same Parameter objects, same bits; see ``part``."""
-    part(linears, MergedLinear, lambda: torch.cat([linear.weight.data for linear in linears]))
+    """Undo ``merge`` of the same linears: same class, same Parameter objects, same bits; see ``split_group``."""
+    split_group(linears, MergedLinear, lambda: torch.cat([linear.weight.data for linear in linears]))
 
 
 def mergeable(model: nn.Module, candidates: Iterable[nn.Module]) -> list[nn.Linear]:

@@ -16,11 +16,17 @@ from transformers.masking_utils import create_causal_mask
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.compiled import ShareProducts, structure
-from omniserve.layers.cut import Mask, calling, described_masks, mask_of, no_attention
-from omniserve.layers.groups import HeldLinear
-from omniserve.layers.packed import PackedEmbedding
 from omniserve.layers.patching import PatchedModel, patch, unpatch
-from omniserve.layers.traced import TracedFamily
+from omniserve.layers.tracing.attention_interface import (
+    Mask,
+    attention_replaced,
+    described_masks,
+    mask_of,
+    no_attention,
+)
+from omniserve.layers.tracing.traced import TracedFamily
+from omniserve.layers.weights.groups import HeldLinear
+from omniserve.layers.weights.packed import PackedEmbedding
 from tests.parity.models import MODELS, prepackable_model, tiny_model
 from tests.quick import slow_except
 
@@ -125,7 +131,7 @@ def test_a_batch_without_images_has_a_causal_mask(blocks: list[int], kind: Mask 
         return (k <= q) | ((block_B[b, q] == block_B[b, k]) & (block_B[b, q] >= 0))
 
     config = build("olmo2", intermediate_size=48).config
-    with calling(no_attention, [config], []), described_masks():
+    with attention_replaced(no_attention, [config], []), described_masks():
         mask: Any = create_causal_mask(config, torch.zeros(1, 3, 8), None, None, or_mask_function=sees)
     assert mask.omniserve_mask == kind
 
@@ -230,8 +236,8 @@ def test_linears_of_one_input_are_found() -> None:
 
 @pytest.mark.slow
 def test_the_product_of_a_group_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omniserve.layers.merged._DEVICES", {"cpu"})  # as on a GPU
-    monkeypatch.setattr("omniserve.layers.packed.HAS_VECTOR_KERNEL", False)
+    monkeypatch.setattr("omniserve.layers.weights.merged._DEVICES", {"cpu"})  # as on a GPU
+    monkeypatch.setattr("omniserve.layers.weights.packed.HAS_VECTOR_KERNEL", False)
     products: list[int] = []
 
     def counting(share: ShareProducts, graph: torch.fx.Graph) -> None:
@@ -253,7 +259,7 @@ def test_the_product_of_a_group_is_computed_once(monkeypatch: pytest.MonkeyPatch
 def test_compiled_halves_are_found_in_the_cache_until_an_operator_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second model's graphs have other names than the first's, as they would in another process."""
     outputs, found = [], []
-    monkeypatch.setattr("omniserve.layers.kept.KeptHalves.find", lambda *_: None)
+    monkeypatch.setattr("omniserve.layers.compile_cache.CompileCache.find", lambda *_: None)
     with fresh_cache(), torch.inference_mode():
         for digest in ("one", "one", "other"):
             monkeypatch.setattr("omniserve.layers.compiled.source_digest", lambda digest=digest: digest)

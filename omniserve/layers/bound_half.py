@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 from torch._inductor.output_code import CompiledFxGraph
 
-from omniserve.layers.kept import Argument, KeptHalf, tensors_of
+from omniserve.layers.compile_cache import Argument, CachedHalf, tensors_of
 
 Half = Callable[..., Any]
 
@@ -23,8 +23,8 @@ class Compilable(Protocol):
     @property
     def is_deferred(self) -> bool: ...
     def __call__(self, *arguments: nn.Module | Tensor | None) -> Any: ...
-    def find(self, layers: Sequence[nn.Module], tensors: Sequence[Tensor | None]) -> tuple[KeptHalf, Half] | None: ...
-    def keep(
+    def find(self, layers: Sequence[nn.Module], tensors: Sequence[Tensor | None]) -> tuple[CachedHalf, Half] | None: ...
+    def store(
         self, layers: Sequence[nn.Module], tensors: Sequence[Tensor | None], source: str, call: Half,
         arguments: Sequence[Argument], *, is_single: bool,
     ) -> None: ...  # fmt: skip
@@ -119,11 +119,11 @@ class BoundHalf:
         self._is_single = isinstance(result, Tensor)
         self._call = call = calls[0].graph.current_callable
         assert call is not None
-        self._keep(calls[0].graph, call, tensors)
+        self._store(calls[0].graph, call, tensors)
         return result
 
-    def _keep(self, graph: CompiledFxGraph, call: Half, tensors: Sequence[Tensor | None]) -> None:
-        """Keep the half for other processes, if the graph is given nothing but tensors of the layers and its inputs."""
+    def _store(self, graph: CompiledFxGraph, call: Half, tensors: Sequence[Tensor | None]) -> None:
+        """Store the half for other processes, if the graph is given its inputs and tensors of the layers alone."""
         if graph.constants:
             return
         names = {id(each): (i, name) for i, layer in enumerate(self._layers) for name, each in tensors_of(layer)}
@@ -135,15 +135,15 @@ class BoundHalf:
                 arguments.append(("tensor", *names[id(argument)]))
             else:
                 arguments.append(("input", inputs[place], "") if place in inputs else ("count", 0, ""))
-        self._half.keep(self._layers, tensors, graph.source_code, call, arguments, is_single=self._is_single)
+        self._half.store(self._layers, tensors, graph.source_code, call, arguments, is_single=self._is_single)
 
-    def _take(self, kept: KeptHalf, call: Half) -> None:
+    def _take(self, cached: CachedHalf, call: Half) -> None:
         """Use the half of an earlier process."""
         named = [dict(tensors_of(layer)) for layer in self._layers]
-        for place, (kind, number, name) in enumerate(kept.arguments):
+        for place, (kind, number, name) in enumerate(cached.arguments):
             if kind == "count":
                 self._counts.append(place)
             elif kind == "input":
                 self._inputs.append((place, number))
             self._arguments.append(named[number][name] if kind == "tensor" else None)
-        self._call, self._is_single, self.is_direct = call, kept.is_single, True
+        self._call, self._is_single, self.is_direct = call, cached.is_single, True

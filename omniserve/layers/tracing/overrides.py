@@ -2,9 +2,9 @@
 
 An override is a class with the methods in which such a module would differ, registered for the module's class; its
 ``unused`` names those arguments of the decoder layer that it does without, such as a table of ALiBi's biases. While a
-half runs (``cut.calling``), each such module is an instance of a subclass with these methods; ``generate()`` runs the
-module's own. ``check`` compares both when a model is patched, so a release of transformers that changes a module
-cannot go unnoticed.
+half runs (``attention_replaced``), each such module is an instance of a subclass with these methods; ``generate()``
+runs the module's own. ``check_overrides`` compares both when a model is patched, so a release of transformers that
+changes a module cannot go unnoticed.
 
 Heads are ``[sequences, heads, tokens, head size]``, hidden states ``[sequences, tokens, D]``.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
-from omniserve.layers.cut import attended, calling
+from omniserve.layers.tracing.attention_interface import attended, attention_replaced
 
 _MODELS = "transformers.models."
 _OVERRIDES: dict[str, type] = {}
@@ -74,7 +74,7 @@ def _stand_in(own: type[nn.Module]) -> type[nn.Module] | None:
     return override and type(own.__name__, (override, own), {"__module__": __name__})
 
 
-def check(model: PreTrainedModel, overridden: Sequence[Overridden], configs: Sequence[Any]) -> None:
+def check_overrides(model: PreTrainedModel, overridden: Sequence[Overridden], configs: Sequence[Any]) -> None:
     """See that each override computes, over a short sequence, what the module's own code does.
 
     Raises:
@@ -93,13 +93,14 @@ def check(model: PreTrainedModel, overridden: Sequence[Overridden], configs: Seq
             hook.remove()
     names = {module: name for name, module in model.named_modules()}
     for module, args, kwargs, output in calls:
-        with calling(_attend_plainly, configs, overridden):
+        with attention_replaced(_attend_plainly, configs, overridden):
             other = module(*args, **kwargs)[0]
         tolerance = _TOLERANCES[output.dtype] * float(output.abs().max())
         if other.shape != output.shape or not float((other - output).abs().max()) <= tolerance:  # it may be NaN
             raise UnsupportedModelError(
                 f"{type(model).__name__}: with attn_implementation={model.config._attn_implementation!r} its module "
-                f"{names[module]}, a {type(module).__name__}, computes something else than omniserve.layers.overrides"
+                f"{names[module]}, a {type(module).__name__}, computes something else than "
+                "omniserve.layers.tracing.overrides"
             )
 
 
