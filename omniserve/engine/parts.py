@@ -50,10 +50,10 @@ from omniserve.sched.state_slots import num_state_slots
 
 if TYPE_CHECKING:
     from omniserve.host.disk import DiskTier
-    from omniserve.host.prefill_engines import PrefillEngines
-    from omniserve.host.remote import NetworkHosts
     from omniserve.parallel.group import RankGroup
     from omniserve.parallel.host_tier import GroupHostTier
+    from omniserve.remote.network_hosts import NetworkHosts
+    from omniserve.remote.prefill_engines import PrefillEngines
 
 logger = logging.getLogger(__name__)
 
@@ -351,7 +351,7 @@ def connect_hosts(setup: RunnerSetup, tier: HostTier | None) -> NetworkHosts | N
     config = setup.config
     if not config.hosts.cpu_hosts:
         return None
-    from omniserve.host.remote import HostUser, NetworkHosts
+    from omniserve.remote.network_hosts import HostUser, NetworkHosts
 
     manager = KV_MANAGERS.get(config.kv)
     if tier is None or not issubclass(manager, CanSpread) or issubclass(manager, CanShare):
@@ -375,7 +375,7 @@ def connect_prefill_engines(
     """
     if not config.prefill.prefill_engines:
         return None
-    from omniserve.host.prefill_engines import PrefillEngines
+    from omniserve.remote.prefill_engines import PrefillEngines
 
     require_shared_kv(config, tier, kv, "prefill_engines")
     assert tier is not None

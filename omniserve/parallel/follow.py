@@ -15,7 +15,6 @@ from omniserve.core.errors import OmniServeError, PeerLost, PeerRefused
 from omniserve.core.link import Link, read_secret
 from omniserve.core.plan import HostEvent
 from omniserve.core.setup import RunnerSetup
-from omniserve.host.remote import HostUser, NetworkHosts
 from omniserve.host.tier import HostTier
 from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.layers.patching import PatchedModel, patched_model
@@ -24,7 +23,8 @@ from omniserve.ops.stage_link import StageLink
 from omniserve.parallel import messages
 from omniserve.parallel.group import versions
 from omniserve.parallel.meeting import connect_collectives, stage_link
-from omniserve.parallel.prefill import RankReceiver, RankSender
+from omniserve.remote.network_hosts import HostUser, NetworkHosts
+from omniserve.remote.prefill_ranks import RankReceiver, RankSender
 from omniserve.runner.lockstep import Lockstep
 from omniserve.runner.runner import ModelRunner, RunnerParts
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from omniserve.core.plan import HostEvent, HostEventKind
-from omniserve.host.prefill_engines import PrefillEngines
-from omniserve.host.remote import NetworkHosts
 from omniserve.host.tier import CANCELLED, HostTier
 from omniserve.parallel import messages
 from omniserve.parallel.place import Place
+from omniserve.remote.network_hosts import NetworkHosts
+from omniserve.remote.prefill_engines import PrefillEngines
 
 _FAILURES = (HostEventKind.ATTENTION_FAILED, HostEventKind.MOVE_FAILED, HostEventKind.PREFILL_FAILED)
 _OF_ATTENTION = (HostEventKind.ATTENTION_DONE, HostEventKind.ATTENTION_FAILED)

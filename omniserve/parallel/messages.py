@@ -8,9 +8,9 @@ from typing import Any
 
 from omniserve.core.plan import HostEvent, StepPlan
 from omniserve.core.setup import RunnerSetup
-from omniserve.host.prefill_messages import Done, Failed
 from omniserve.ops.collectives import CollectiveCall
 from omniserve.parallel.place import Place
+from omniserve.remote.prefill_messages import Done, Failed
 
 # -- start -----------------------------------------------------------------------------------------------------------
 

@@ -27,11 +27,11 @@ from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.core.version import __version__
 from omniserve.engine.engine import Engine
 from omniserve.engine.parts import NO_STATES_OF_RANKS, require_shared_kv
-from omniserve.host.prefill_messages import Ask, Blocks, Cancel, Done, Failed, Hello, Refused, Welcome
-from omniserve.host.prefill_session import Listener, Session, bytes_of
 from omniserve.kv.base import KeepsPrefixesOnHost
 from omniserve.kv.prefix_cache import PrefixKeys
 from omniserve.parallel import messages
+from omniserve.remote.prefill_messages import Ask, Blocks, Cancel, Done, Failed, Hello, Refused, Welcome
+from omniserve.remote.prefill_session import Listener, Session, bytes_of
 
 logger = logging.getLogger(__name__)
 

@@ -44,8 +44,8 @@ from omniserve.sampling.sampler import PendingSample, Sampler
 
 if TYPE_CHECKING:
     from omniserve.host.disk import DiskTier
-    from omniserve.host.prefill_receiver import PrefillReceiver
-    from omniserve.host.remote import NetworkHosts
+    from omniserve.remote.network_hosts import NetworkHosts
+    from omniserve.remote.prefill_receiver import PrefillReceiver
 
 
 @dataclass(frozen=True, slots=True)

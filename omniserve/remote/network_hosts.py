@@ -31,8 +31,8 @@ from omniserve.core.errors import PeerLost, PeerRefused
 from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind
 from omniserve.core.stats import CPUHostStats
 from omniserve.core.version import __version__
-from omniserve.host.server import spec_to_plain
 from omniserve.host.tier import HostTier
+from omniserve.remote.host_server import spec_to_plain
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from omniserve.core.config import PREFILL_SECRET_VARIABLE, PrefillConfig
 from omniserve.core.errors import PeerLost, PeerRefused
 from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
 from omniserve.core.version import __version__
-from omniserve.host.prefill_engines import engine_name
-from omniserve.host.prefill_messages import Blocks, Done, Failed, HelloOfRank, Refused, Welcome
-from omniserve.host.prefill_receiver import Order, PrefillReceiver, Sender
-from omniserve.host.prefill_session import Listener, Session, bytes_of
+from omniserve.remote.prefill_engines import engine_name
+from omniserve.remote.prefill_messages import Blocks, Done, Failed, HelloOfRank, Refused, Welcome
+from omniserve.remote.prefill_receiver import Order, PrefillReceiver, Sender
+from omniserve.remote.prefill_session import Listener, Session, bytes_of
 
 logger = logging.getLogger(__name__)
 

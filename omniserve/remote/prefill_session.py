@@ -16,7 +16,7 @@ from torch import Tensor
 
 from omniserve.core.errors import PeerLost
 from omniserve.core.link import Link
-from omniserve.host.prefill_messages import Alive, Blocks
+from omniserve.remote.prefill_messages import Alive, Blocks
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from omniserve.core.errors import PeerLost, PeerRefused
 from omniserve.core.link import Link
 from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
 from omniserve.core.stats import PrefillEngineStats
-from omniserve.host.prefill_messages import Ask, Cancel, Hello, Refused, Welcome
-from omniserve.host.prefill_receiver import PrefillReceiver, Sender
+from omniserve.remote.prefill_messages import Ask, Cancel, Hello, Refused, Welcome
+from omniserve.remote.prefill_receiver import PrefillReceiver, Sender
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class PrefillEngines(PrefillReceiver):
     """Keeps connections to prefill engines, in a thread for each. One thread calls it.
 
     With several ranks this is rank 0's; the others take the KV of their part of the model from the engine's ranks
-    (``parallel.prefill``). They lose an engine together: once this one has lost it, it connects again after ``allow``.
+    (``prefill_ranks``). They lose an engine together: once this one has lost it, it connects again after ``allow``.
 
     Args:
         config: Where they are.

@@ -17,12 +17,12 @@ from omniserve import HostsConfig
 from omniserve.core import link
 from omniserve.core.errors import PeerLost
 from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind, KVMove, MoveDirection
-from omniserve.host import server
-from omniserve.host.remote import HostUser, NetworkHosts
-from omniserve.host.server import HostServer, spec_of_plain, spec_to_plain
 from omniserve.host.tier import HostTier
+from omniserve.remote import host_server
+from omniserve.remote.host_server import HostServer, spec_of_plain, spec_to_plain
+from omniserve.remote.network_hosts import HostUser, NetworkHosts
 from tests.host.helpers import ATTENTION, BLOCK_SIZE, KINDS, collect, make_spec, make_tier, shorten_pauses, wait_until
-from tests.host.proxy import Proxy
+from tests.remote.proxy import Proxy
 
 SECRET = b"a secret of some length"
 SPEC = make_spec()
@@ -419,7 +419,7 @@ def test_an_engine_that_is_gone_before_its_answer_leaves_the_host_to_others(
         send(peer, message)
 
     monkeypatch.setattr(link.Link, "send", fail_once)
-    monkeypatch.setattr(server, "_SECOND_CONNECTION_S", 0.2)
+    monkeypatch.setattr(host_server, "_SECOND_CONNECTION_S", 0.2)
     network = Network(tmp_path / "secret")
     try:
         network.wait_for(HostEventKind.HOST_JOINED)

@@ -17,7 +17,7 @@ from torch import Tensor
 from omniserve.core.errors import PeerLost
 from omniserve.core.link import Link
 from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
-from omniserve.host.prefill_messages import Alive, Blocks, Done, Failed
+from omniserve.remote.prefill_messages import Alive, Blocks, Done, Failed
 
 logger = logging.getLogger(__name__)
 

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.threads is not None and args.threads < 1:
             raise ValueError(f"--threads must be >= 1, got {args.threads}")
         from omniserve.host.cores import available_cores, quota_note  # imports torch, which takes seconds
-        from omniserve.host.server import HostServer
+        from omniserve.remote.host_server import HostServer
 
         num_threads = available_cores() if args.threads is None else args.threads
         if args.threads is None and (note := quota_note()):
