@@ -28,6 +28,8 @@ from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.core.version import __version__
 from omniserve.host.tier import HostTier
+from omniserve.remote import handshake
+from omniserve.remote.handshake import Hello, Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -146,51 +148,53 @@ class HostServer:
     def _greet(self, connection: socket.socket, name: str) -> None:
         """Let a new connection prove itself, and do what it asks for."""
         try:
-            peer = link.accept(connection, self._secret, name, link.JSON)
+            peer = link.accept(connection, self._secret, name, handshake.JSON)
         except PeerLost as error:
             logger.warning("a connection is refused: %s", error)
             return
         try:
             try:
                 hello = peer.receive(_HELLO_S)
-                begin = {"rows": self._begin, "blocks": self._complete}[hello["purpose"]]
+                if not isinstance(hello, Hello):
+                    raise ValueError(f"it sends {type(hello).__name__}")
+                begin = {"rows": self._begin, "blocks": self._complete}[hello.caller["purpose"]]
                 welcome, go_on = begin(peer, hello, name)
             except (KeyError, TypeError, ValueError, OmniServeError, RuntimeError, MemoryError) as error:
                 if isinstance(error, PeerLost):
                     raise
                 logger.warning("%s is refused: %s", name, error)
-                peer.send({"refused": str(error), "may_change": isinstance(error, OmniServeError)})
-                peer.close()
+                handshake.refuse(peer, str(error), may_change=isinstance(error, OmniServeError))
                 return
-            peer.send(welcome)
+            peer.send(Welcome(welcome))
             go_on()
         except PeerLost as error:
             logger.warning("%s", error)
             peer.close()
 
-    def _begin(self, peer: link.Link, hello: Mapping[str, Any], name: str) -> tuple[Any, Callable[[], None]]:
+    def _begin(self, peer: link.Link, hello: Hello, name: str) -> tuple[Any, Callable[[], None]]:
         """Make a session for an engine's first connection."""
-        if hello["version"] != __version__:
-            raise ValueError(f"this host runs OmniServe {__version__}, the engine {hello['version']}")
-        rank, num_ranks = int(hello["rank"]), int(hello["num_ranks"])
+        if hello.version != __version__:
+            raise ValueError(f"this host runs OmniServe {__version__}, the engine {hello.version}")
+        caller = hello.caller
+        rank, num_ranks = int(caller["rank"]), int(caller["num_ranks"])
         if not 0 <= rank < num_ranks:
             raise ValueError(f"it is rank {rank} of {num_ranks}")
         with self._lock:
             before = list(self._sessions.values())
         for each in before:
-            if each.engine == hello["engine"]:
+            if each.engine == caller["engine"]:
                 if each.rank == rank:
                     self._end(each)  # it has lost the host, and comes back
             elif each.thread is not None:
                 each.thread.join(_LAST_SESSION_S)
         num_threads = max(1, self._num_threads // num_ranks)
         setup = HostTierSetup(
-            block_size=hello["block_size"], kv_bytes=self._kv_bytes // num_ranks, kv_dtype=hello["kv_dtype"],
-            num_slots=hello["num_slots"], max_rows=hello["max_rows"], num_threads=num_threads,
+            block_size=caller["block_size"], kv_bytes=self._kv_bytes // num_ranks, kv_dtype=caller["kv_dtype"],
+            num_slots=caller["num_slots"], max_rows=caller["max_rows"], num_threads=num_threads,
             cores=self._cores_of(rank, num_ranks),
         )  # fmt: skip
-        tier = HostTier(setup, spec=spec_of_plain(hello["spec"]), dtype=_DTYPES[hello["dtype"]])
-        session = _Session(hello["engine"], rank, secrets.token_hex(16), tier, float(hello["timeout_s"]))
+        tier = HostTier(setup, spec=spec_of_plain(caller["spec"]), dtype=_DTYPES[caller["dtype"]])
+        session = _Session(caller["engine"], rank, secrets.token_hex(16), tier, float(caller["timeout_s"]))
         with self._lock:
             is_free = all(each.engine == session.engine for each in self._sessions.values())
             if not is_free or rank in self._sessions or self._is_closed:
@@ -209,11 +213,11 @@ class HostServer:
         """Return the cores to which a rank's threads are pinned: with fewer cores than ranks, all of them."""
         return self._cores and (self._cores[rank::num_ranks] or self._cores)
 
-    def _complete(self, peer: link.Link, hello: Mapping[str, Any], name: str) -> tuple[Any, Callable[[], None]]:
+    def _complete(self, peer: link.Link, hello: Hello, name: str) -> tuple[Any, Callable[[], None]]:
         """Give a session its second connection."""
         with self._lock:
             sessions = list(self._sessions.values())
-        session = next((each for each in sessions if secrets.compare_digest(each.token, hello["session"])), None)
+        session = next((each for each in sessions if secrets.compare_digest(each.token, hello.caller["session"])), None)
         if session is None or session.is_whole.is_set():
             raise OmniServeError("there is no such session")
 

@@ -32,6 +32,8 @@ from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind
 from omniserve.core.stats import CPUHostStats
 from omniserve.core.version import __version__
 from omniserve.host.tier import HostTier
+from omniserve.remote import handshake
+from omniserve.remote.handshake import Hello
 from omniserve.remote.host_server import spec_to_plain
 
 logger = logging.getLogger(__name__)
@@ -79,9 +81,9 @@ class NetworkHosts:
         assert config.cpu_host_secret_file is not None
         self._secret = link.read_secret(config.cpu_host_secret_file, CPU_HOST_SECRET_VARIABLE)
         setup = tier.setup
-        self._hello = {
-            "purpose": "rows", "version": __version__, "engine": user.engine, "rank": user.rank,
-            "num_ranks": user.num_ranks, "spec": spec_to_plain(tier.spec),
+        self._caller = {
+            "purpose": "rows", "engine": user.engine, "rank": user.rank, "num_ranks": user.num_ranks,
+            "spec": spec_to_plain(tier.spec),
             "dtype": str(tier.dtype).removeprefix("torch."), "block_size": setup.block_size,
             "kv_dtype": setup.kv_dtype, "num_slots": setup.num_slots, "max_rows": setup.max_rows,
             "timeout_s": config.cpu_host_timeout_s,
@@ -222,13 +224,13 @@ class NetworkHosts:
             raise PeerRefused(f"{self.name(host)} answers what no host does: {error!r}") from error
 
     def _open(self, host: int, attempt: int) -> None:
-        rows, welcome = self._ask(host, self._hello)
+        rows, welcome = self._ask(host, Hello(__version__, self._caller))
         try:
             session = welcome["session"]
             num_blocks, num_threads = min(int(welcome["num_blocks"]), HOST_BLOCKS), int(welcome["num_threads"])
             if num_blocks < 1 or num_threads < 1:
                 raise ValueError(f"{num_blocks} blocks, {num_threads} threads")
-            blocks, _ = self._ask(host, {"purpose": "blocks", "session": session})
+            blocks, _ = self._ask(host, Hello(__version__, {"purpose": "blocks", "session": session}))
         except BaseException:
             rows.close()
             raise
@@ -243,8 +245,8 @@ class NetworkHosts:
             self._new.append(new)
         logger.info("%s has joined: %d blocks, %d threads", self.name(host), num_blocks, num_threads)
 
-    def _ask(self, host: int, hello: dict[str, Any]) -> tuple[link.Link, dict[str, Any]]:
-        """Open a connection to a host, and return it with the host's answer.
+    def _ask(self, host: int, hello: Hello) -> tuple[link.Link, dict[str, Any]]:
+        """Open a connection to a host, and return it with what the host tells of itself.
 
         Raises:
             PeerRefused: The host refuses this engine, or does not know the secret.
@@ -252,15 +254,10 @@ class NetworkHosts:
             OSError: No process listens there.
         """
         name = self.name(host)
-        peer = link.connect(self._addresses[host - 1], self._secret, _CONNECT_S, name, link.JSON)
+        peer = link.connect(self._addresses[host - 1], self._secret, _CONNECT_S, name, handshake.JSON)
         try:
-            peer.send(hello)
-            # It makes its pool first.
-            welcome = peer.receive(max(self._timeout_s, _CONNECT_S))
-            if "refused" in welcome:
-                kind = PeerLost if welcome.get("may_change") else PeerRefused
-                raise kind(f"{name} refuses this engine: {welcome['refused']}")
+            timeout_s = max(self._timeout_s, _CONNECT_S)  # it makes its pool first
+            return peer, handshake.introduce(peer, hello, timeout_s, refusal=f"{name} refuses this engine: ")
         except BaseException:
             peer.close()
             raise
-        return peer, welcome

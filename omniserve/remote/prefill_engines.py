@@ -20,7 +20,9 @@ from omniserve.core.errors import PeerLost, PeerRefused
 from omniserve.core.link import Link
 from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
 from omniserve.core.stats import PrefillEngineStats
-from omniserve.remote.prefill_messages import Ask, Cancel, Hello, Refused, Welcome
+from omniserve.core.version import __version__
+from omniserve.remote.handshake import Hello, introduce
+from omniserve.remote.prefill_messages import Ask, AskingEngine, Cancel, OpenedSession
 from omniserve.remote.prefill_receiver import PrefillReceiver, Sender
 
 logger = logging.getLogger(__name__)
@@ -68,9 +70,10 @@ class PrefillEngines(PrefillReceiver):
         self._secret = link.read_secret(config.prefill_secret_file, PREFILL_SECRET_VARIABLE)
         sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         self._is_led = parallel.num_ranks > 1
-        self._hello = Hello(fingerprint, self._block_bytes, tuple(classes), state_bytes, sizes)
+        asking = AskingEngine(fingerprint, self._block_bytes, tuple(classes), state_bytes, sizes)
+        self._hello = Hello(__version__, asking)
         self._addresses = [link.host_and_port(address) for address in config.prefill_engines]
-        self._welcomes: dict[int, Welcome] = {}
+        self._welcomes: dict[int, OpenedSession] = {}
         self._events: list[HostEvent] = []
         self._has_news = threading.Event()
         self._refused: str | None = None
@@ -115,7 +118,7 @@ class PrefillEngines(PrefillReceiver):
         """Sleep until ``poll`` has something to return or the time is over."""
         self._has_news.wait(timeout_s)
 
-    def welcome(self, number: int) -> Welcome:
+    def welcome(self, number: int) -> OpenedSession:
         """Return what an engine has said as this one joined it, the last time."""
         return self._welcomes[number]
 
@@ -195,21 +198,16 @@ class PrefillEngines(PrefillReceiver):
         address = self._addresses[engine.number - 1]
         peer = link.connect(address, self._secret, _CONNECT_S, engine.name)
         try:
-            peer.send(self._hello)
-            answer = peer.receive(self._timeout_s)
+            opened = introduce(peer, self._hello, self._timeout_s, refusal=f"{engine.name} refuses this engine: ")
         except PeerLost:
             peer.close()
             raise
-        if not isinstance(answer, Welcome):
-            peer.close()
-            why = answer.why if isinstance(answer, Refused) else f"it answers {type(answer).__name__}"
-            raise PeerRefused(f"{engine.name} refuses this engine: {why}")
         with self._lock:
             if self._is_closed.is_set():
                 peer.close()
                 raise PeerLost("it is not wanted any more")
             self._is_allowed[engine.number - 1].clear()
-            self._welcomes[engine.number] = answer
+            self._welcomes[engine.number] = opened
             engine.link, engine.last_end_s, engine.outbox = peer, self._clock(), queue.SimpleQueue()
             self._tell(HostEvent(kind=HostEventKind.PREFILL_JOINED, host=engine.number))
         return peer

@@ -1,8 +1,9 @@
 """The messages between an engine and a prefill engine. Pickled (``core.link``); both ends are of the same version.
 
-Blocks are sent as they lie in the sender's host pool. So both ends must have the same model, the same weights and the
-same layout of blocks (``Hello.fingerprint``). With several ranks each rank of the engine has a connection to the one of
-the prefill engine that has the same part of the model, and gets its part of the blocks over it.
+They begin with a ``handshake``. Blocks are sent as they lie in the sender's host pool. So both ends must have the same
+model, the same weights and the same layout of blocks (``AskingEngine.fingerprint``). With several ranks each rank of
+the engine has a connection to the one of the prefill engine that has the same part of the model, and gets its part of
+the blocks over it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from omniserve.core.plan import RemotePrefill
-from omniserve.core.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """The first message of an engine that has connected and asks for prompts."""
+class AskingEngine:
+    """What an engine that asks for prompts says of itself in its hello."""
 
     fingerprint: str
     """Fingerprint of the weights, and of how blocks are laid out."""
@@ -26,36 +26,26 @@ class Hello:
     """Bytes of a request's recurrent states."""
     parallel: tuple[int, int] = (1, 1)
     """The engine's sizes of tensor and of pipeline parallel."""
-    version: str = __version__
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
-    """The prefill engine's answer to ``Hello``: the engine may ask. To ``HelloOfRank`` it says that the rank is
-    known."""
+class OpenedSession:
+    """What a prefill engine tells an engine that it welcomes. A rank that is welcome is told nothing."""
 
-    session: str = ""
+    session: str
     """The prefill engine's id of this connection."""
     ranks: tuple[tuple[str, int], ...] = ()
     """Addresses at which the prefill engine's other ranks listen, from rank 1 on."""
 
 
 @dataclass(frozen=True, slots=True)
-class HelloOfRank:
-    """The first message of an engine's further rank, to the prefill engine's rank with the same part."""
+class AskingRank:
+    """What an engine's further rank says of itself in its hello to the prefill engine's rank with the same part."""
 
     session: str
     fingerprint: str
     """Fingerprint of the rank's part of the weights."""
     block_bytes: int
-    version: str = __version__
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The answer that refuses an engine or a rank, instead of ``Welcome``."""
-
-    why: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from omniserve.core import link
 from omniserve.core.config import PREFILL_SECRET_VARIABLE, PrefillConfig
-from omniserve.core.errors import PeerLost, PeerRefused
+from omniserve.core.errors import PeerLost
 from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
 from omniserve.core.version import __version__
+from omniserve.remote.handshake import Hello, Welcome, introduce, refuse
 from omniserve.remote.prefill_engines import engine_name
-from omniserve.remote.prefill_messages import Blocks, Done, Failed, HelloOfRank, Refused, Welcome
+from omniserve.remote.prefill_messages import AskingRank, Blocks, Done, Failed
 from omniserve.remote.prefill_receiver import Order, PrefillReceiver, Sender
 from omniserve.remote.prefill_session import Listener, Session, bytes_of
 
@@ -103,10 +104,8 @@ class RankReceiver(PrefillReceiver):
             self._give_up(sender, error)
             return
         try:
-            peer.send(HelloOfRank(session, self._fingerprint, self._block_bytes))
-            answer = peer.receive(self._timeout_s)
-            if not isinstance(answer, Welcome):
-                raise PeerRefused(answer.why if isinstance(answer, Refused) else f"it answers {type(answer).__name__}")
+            asking = AskingRank(session, self._fingerprint, self._block_bytes)
+            introduce(peer, Hello(__version__, asking), self._timeout_s)
             with self._lock:
                 if self._is_dropped[sender.number - 1]:
                     raise PeerLost("another rank has lost it meanwhile")
@@ -194,19 +193,19 @@ class RankSender:
             peer = link.accept(connection, self._secret, name)
             hello = peer.receive(_CONNECT_S)
             if (why := self._why_refused(hello)) is not None:
-                peer.send(Refused(f"it refuses this rank: {why}"))
-                peer.close()
+                refuse(peer, f"it refuses this rank: {why}")
                 return
             with self._lock:
                 peer.send(Welcome())  # with the lock, so that nothing is sent before it
-                session = self._sessions[hello.session] = Session(peer, hello.session, lambda session, message: None)
+                session_id = hello.caller.session
+                session = self._sessions[session_id] = Session(peer, session_id, lambda session, message: None)
             session.start()
         except PeerLost as error:
             logger.warning("a connection is refused: %s", error)
 
     def _why_refused(self, hello: object) -> str | None:
-        if not isinstance(hello, HelloOfRank) or hello.version != __version__:
+        if not (isinstance(hello, Hello) and isinstance(hello.caller, AskingRank) and hello.version == __version__):
             return f"it expects a rank of an engine with OmniServe {__version__}"
-        if (hello.fingerprint, hello.block_bytes) != (self._fingerprint, self._pool_LBK2SH[:, 0].nbytes):
+        if (hello.caller.fingerprint, hello.caller.block_bytes) != (self._fingerprint, self._pool_LBK2SH[:, 0].nbytes):
             return "it has other weights in its part of the model"
         return None

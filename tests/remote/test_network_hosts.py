@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import struct
 import threading
@@ -19,6 +20,7 @@ from omniserve.core.errors import PeerLost
 from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind, KVMove, MoveDirection
 from omniserve.host.tier import HostTier
 from omniserve.remote import host_server
+from omniserve.remote.handshake import Hello, Welcome
 from omniserve.remote.host_server import HostServer, spec_of_plain, spec_to_plain
 from omniserve.remote.network_hosts import HostUser, NetworkHosts
 from tests.host.helpers import ATTENTION, BLOCK_SIZE, KINDS, collect, make_spec, make_tier, shorten_pauses, wait_until
@@ -355,7 +357,11 @@ def test_an_engine_that_does_not_fit_is_refused(
     network.hosts.close()
     network.proxy.cut()
     ask = NetworkHosts._ask
-    monkeypatch.setattr(NetworkHosts, "_ask", lambda self, host, hello: ask(self, host, {**hello, **change}))
+
+    def changed(hello: Hello) -> Hello:
+        return dataclasses.replace(hello, caller={**hello.caller, **change})
+
+    monkeypatch.setattr(NetworkHosts, "_ask", lambda self, host, hello: ask(self, host, changed(hello)))
     with pytest.raises(ValueError, match=rf"CPU host 127\.0\.0\.1:\d+ refuses this engine: .*{message}"):
         network.connect()
 
@@ -395,7 +401,7 @@ def test_the_second_connection_may_be_there_as_the_first_is_answered(
 
     def send_and_sleep(peer: link.Link, message: Any) -> None:
         send(peer, message)
-        if "num_blocks" in message:
+        if isinstance(message, Welcome) and "num_blocks" in message.terms:
             time.sleep(0.2)  # the engine has opened its second connection by now
 
     monkeypatch.setattr(link.Link, "send", send_and_sleep)
@@ -413,7 +419,7 @@ def test_an_engine_that_is_gone_before_its_answer_leaves_the_host_to_others(
     fails = [True]
 
     def fail_once(peer: link.Link, message: Any) -> None:
-        if "num_blocks" in message and fails:
+        if isinstance(message, Welcome) and "num_blocks" in message.terms and fails:
             fails.pop()
             raise PeerLost("it is gone")
         send(peer, message)

@@ -15,9 +15,10 @@ from omniserve import HostsConfig, PrefillConfig
 from omniserve.core import link
 from omniserve.core.config import ParallelConfig
 from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
+from omniserve.remote.handshake import Refused, Welcome
 from omniserve.remote.network_hosts import NetworkHosts
 from omniserve.remote.prefill_engines import PrefillEngines
-from omniserve.remote.prefill_messages import Done, Failed, Refused, Welcome
+from omniserve.remote.prefill_messages import Done, Failed
 from omniserve.remote.prefill_ranks import RankReceiver, RankSender
 from tests.host.helpers import make_spec, make_tier, wait_until
 from tests.prefill.servers import SECRET
