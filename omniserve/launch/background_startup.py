@@ -1,4 +1,4 @@
-"""Upkeep: what a server that began early does beside its requests, until it is as one that took its time.
+"""BackgroundStartup: what a server that began early does beside its requests, until it is as one that took its time.
 
 It began with uncompiled halves, if they had never been compiled, and with a coarse latency profile, if there was no
 other. A child process compiles the halves, which are taken when it is done. Then a refined profile is measured, sample
@@ -35,7 +35,7 @@ _MOST_WAIT_S = 10.0
 """Seconds that compiled halves wait for a quiet moment to be taken; then they are taken between two steps."""
 
 
-class Upkeep:
+class BackgroundStartup:
     """Keeps an engine's halves and profile up, as ``engine_process`` tells it when to.
 
     Args:
@@ -62,12 +62,12 @@ class Upkeep:
 
     @property
     def is_done(self) -> bool:
-        """The upkeep has nothing left to do."""
+        """The start-up has nothing left to do."""
         return self._compiling is None and self._compiled_at_s is None and not self._refines
 
     @property
     def is_due(self) -> bool:
-        """The upkeep has something to do in a quiet moment."""
+        """The start-up has something to do in a quiet moment."""
         return self._compiled_at_s is not None or (self._refines and self._compiling is None)
 
     def poll(self) -> None:

@@ -20,7 +20,7 @@ from omniserve.engine.compiling import BackgroundCompile, compile_beside
 from omniserve.latency import Profile
 from omniserve.latency.profile import Conditions
 from omniserve.latency.trace import read_steps
-from omniserve.launch.upkeep import Upkeep, longest_sample_s
+from omniserve.launch.background_startup import BackgroundStartup, longest_sample_s
 from omniserve.profiling import find_or_make_profile
 from tests.parity.models import tiny_model
 
@@ -85,7 +85,9 @@ def test_a_profile_is_refined_between_requests_whose_tokens_it_does_not_change(
     config = dataclasses.replace(config_for(model, compile=False), trace_steps=str(trace))
     with Engine(model, config, profile=coarse) as engine:
         expected = tokens(engine)
-        upkeep = Upkeep(engine, model, config, compiling=None, refines=True, time_limit_s=0.5, folder=tmp_path)
+        upkeep = BackgroundStartup(
+            engine, model, config, compiling=None, refines=True, time_limit_s=0.5, folder=tmp_path
+        )
         assert upkeep.is_due and not upkeep.is_done
         others = Requests(engine)
         upkeep.run(others)
@@ -107,10 +109,12 @@ def test_a_profile_that_cannot_be_refined_stays_coarse_and_the_engine_serves(
     def broken(*arguments: object, **options: object) -> Profile:
         raise RuntimeError("the host tier failed")
 
-    monkeypatch.setattr("omniserve.launch.upkeep.profile_model", broken)
+    monkeypatch.setattr("omniserve.launch.background_startup.profile_model", broken)
     config = config_for(model, compile=False)
     with Engine(model, config, profile=coarse) as engine:
-        upkeep = Upkeep(engine, model, config, compiling=None, refines=True, time_limit_s=0.5, folder=tmp_path)
+        upkeep = BackgroundStartup(
+            engine, model, config, compiling=None, refines=True, time_limit_s=0.5, folder=tmp_path
+        )
         upkeep.run(Requests(engine))
         assert upkeep.is_done and engine.stats().latency_profile_is_coarse
         assert "stays coarse" in caplog.text and "the host tier failed" in caplog.text
@@ -153,7 +157,9 @@ def test_halves_are_compiled_beside_serving_and_taken_when_it_is_quiet(
     with Engine(plain, config_for(plain, compile=False)) as engine:
         expected = tokens(engine)
     with Engine(model, config) as engine:
-        upkeep = Upkeep(engine, model, config, compiling=compiling, refines=False, time_limit_s=1.0, folder=tmp_path)
+        upkeep = BackgroundStartup(
+            engine, model, config, compiling=compiling, refines=False, time_limit_s=1.0, folder=tmp_path
+        )
         assert tokens(engine) == expected, "it serves before anything is compiled"
         assert not upkeep.is_due and not upkeep.is_done
         deadline_s = time.monotonic() + PATIENCE_S
@@ -192,7 +198,7 @@ def test_halves_that_a_child_could_not_compile_are_compiled_when_it_is_quiet(
             return False
 
     with Engine(model, dataclasses.replace(config, host_kv_bytes=0)) as engine:
-        upkeep = Upkeep(engine, model, config, compiling=Dead(), refines=False, time_limit_s=1.0)  # type: ignore[arg-type]
+        upkeep = BackgroundStartup(engine, model, config, compiling=Dead(), refines=False, time_limit_s=1.0)  # type: ignore[arg-type]
         upkeep.poll()
         assert "could not be compiled" in caplog.text and upkeep.is_due and not calls
         upkeep.run(Requests(engine))
@@ -208,7 +214,7 @@ def test_compiled_halves_wait_for_a_quiet_moment_but_not_for_ever(model: PreTrai
 
     config = config_for(model, compile=False)
     with Engine(model, config) as engine:
-        upkeep = Upkeep(
+        upkeep = BackgroundStartup(
             engine,
             model,
             config,
