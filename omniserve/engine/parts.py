@@ -402,14 +402,14 @@ def make_runner(setup: RunnerSetup, parts: RunnerParts, group: RankGroup | None)
     """Make what runs steps; with a group, on the other ranks, too, and wait for these."""
     if group is None:
         return ModelRunner(setup, parts)
-    from omniserve.parallel.lead import LastStageRunner, LeadLockstep, LeadRunner
+    from omniserve.parallel.lead import LastStageRunner, LeadBroadcast, LeadRunner
 
     group.begin_engine(setup)
     runner: ModelRunner
     if setup.config.parallel.pipeline_parallel_size > 1:
         runner = LastStageRunner(setup, dataclasses.replace(parts, stage=group.stage), group)
     else:
-        lockstep = LeadLockstep(group, shares_tokens=setup.overlaps)
-        runner = LeadRunner(setup, dataclasses.replace(parts, lockstep=lockstep), group)
+        broadcast = LeadBroadcast(group, shares_tokens=setup.overlaps)
+        runner = LeadRunner(setup, dataclasses.replace(parts, broadcast=broadcast), group)
     group.await_engine()
     return runner

@@ -26,7 +26,7 @@ from omniserve.parallel.meeting import connect_collectives, stage_link
 from omniserve.remote.handshake import Hello, introduce
 from omniserve.remote.network_hosts import HostUser, NetworkHosts
 from omniserve.remote.prefill_ranks import RankReceiver, RankSender
-from omniserve.runner.lockstep import Lockstep
+from omniserve.runner.rank_broadcast import RankBroadcast
 from omniserve.runner.runner import ModelRunner, RunnerParts
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def summary_of(model: PatchedModel) -> str:
     )
 
 
-class FollowLockstep(Lockstep):
+class FollowBroadcast(RankBroadcast):
     """Is told what rank 0 decides; CPU hosts and prefill engines may come and go meanwhile."""
 
     def __init__(
@@ -223,11 +223,13 @@ class _Follower:
                     fingerprint=self._kv_fingerprint(),
                     tell=lambda event: self._tell([event]),
                 )  # fmt: skip
-        lockstep = FollowLockstep(
+        broadcast = FollowBroadcast(
             self._link, timeout_s=self._assignment.timeout_s, shares_tokens=setup.overlaps,
             join_or_drop=self._join_or_drop,
         )  # fmt: skip
-        parts = RunnerParts(model=model, tier=self._tier, prefills=self._receiver, lockstep=lockstep, stage=self._stage)
+        parts = RunnerParts(
+            model=model, tier=self._tier, prefills=self._receiver, broadcast=broadcast, stage=self._stage
+        )
         return ModelRunner(setup, parts)
 
     def _tell_events(self) -> None:

@@ -92,7 +92,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Tells a rank what rank 0 has decided in the middle of a step (``Lockstep.agree``)."""
+    """Tells a rank what rank 0 has decided in the middle of a step (``RankBroadcast.agree``)."""
 
     value: Any
 

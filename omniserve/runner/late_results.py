@@ -18,14 +18,14 @@ from torch import Tensor
 from omniserve.core.plan import HostEvent, HostEventKind, PiggybackJoin, StepPlan, joins_by_layer
 from omniserve.host.tier import HostTier
 from omniserve.ops.streams import AsyncHostCopy
-from omniserve.runner.lockstep import Lockstep
+from omniserve.runner.rank_broadcast import RankBroadcast
 
 
 class LateResults:
     """Keeps the host events that a step comes upon before the scheduler asks for them."""
 
-    def __init__(self, tier: HostTier | None, lockstep: Lockstep) -> None:
-        self._tier, self._lockstep = tier, lockstep
+    def __init__(self, tier: HostTier | None, broadcast: RankBroadcast) -> None:
+        self._tier, self._broadcast = tier, broadcast
         self._events: list[HostEvent] = []
 
     def keep(self, event: HostEvent) -> None:
@@ -42,7 +42,7 @@ class LateResults:
 
         With ``as_one`` all or none have.
         """
-        return self._lockstep.agree(lambda: self._came(joins, as_one))
+        return self._broadcast.agree(lambda: self._came(joins, as_one))
 
     def _came(self, joins: Sequence[PiggybackJoin], as_one: bool) -> list[bool]:
         assert self._tier is not None

@@ -26,7 +26,7 @@ from torch import Tensor
 from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.host.tier import HostTier
 from omniserve.layers.patching import BetweenHook, PatchedModel
-from omniserve.runner.lockstep import Lockstep
+from omniserve.runner.rank_broadcast import RankBroadcast
 
 _LOOK_AGAIN_S = 0.05  # a host tier whose threads are dead does not wake a waiting thread
 
@@ -37,8 +37,8 @@ class AwaitedResults:
     ``keep`` takes the host events of other requests that come while this waits.
     """
 
-    def __init__(self, tier: HostTier, keep: Callable[[HostEvent], None], lockstep: Lockstep) -> None:
-        self._tier, self._keep, self._lockstep = tier, keep, lockstep
+    def __init__(self, tier: HostTier, keep: Callable[[HostEvent], None], broadcast: RankBroadcast) -> None:
+        self._tier, self._keep, self._broadcast = tier, keep, broadcast
         self.lost: frozenset[int] = frozenset()
         """Slots of rows whose attention has failed; they are submitted no more."""
         self._submitted: set[int] = set()  # slots whose task was not waited for
@@ -59,7 +59,7 @@ class AwaitedResults:
         slots = [row.slot for row in rows]
         if not self._submitted.isdisjoint(slots):
             self._submitted -= set(slots)
-            self.lost = self._lockstep.agree(lambda: self._wait(slots))
+            self.lost = self._broadcast.agree(lambda: self._wait(slots))
         return self._tier.results_SD[slots].to(device)
 
     def _wait(self, slots: Sequence[int]) -> frozenset[int]:

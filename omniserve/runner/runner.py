@@ -32,9 +32,9 @@ from omniserve.ops.streams import StreamEvent
 from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner, wants_graphs
 from omniserve.runner.late_results import LateResults, MissedJoins
 from omniserve.runner.layer_loop import LayerLoop
-from omniserve.runner.lockstep import Lockstep
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.pipelining import AwaitedResults, HybridRows, SecondBatch, hybrid_entries
+from omniserve.runner.rank_broadcast import RankBroadcast
 from omniserve.runner.safepoint import HaltedRows
 from omniserve.runner.states import StepStates
 from omniserve.runner.step_inputs import LayersOutput, PendingTokens, stops_between_layers
@@ -75,7 +75,7 @@ class RunnerParts:
     prefills: PrefillReceiver | None = None
     safepoint: Callable[[], Set[str]] = frozenset
     """Asked between two layers which requests' rows must leave the step, if the setup has safepoints."""
-    lockstep: Lockstep = field(default_factory=Lockstep)
+    broadcast: RankBroadcast = field(default_factory=RankBroadcast)
     stage: StageLink = field(default_factory=StageLink)
 
 
@@ -90,7 +90,7 @@ class ModelRunner:
 
     def __init__(self, setup: RunnerSetup, parts: RunnerParts) -> None:
         config, model, tier = setup.config, parts.model, parts.tier
-        self._model, self._sampler, self._tier, self._lockstep = model, parts.sampler, tier, parts.lockstep
+        self._model, self._sampler, self._tier, self._broadcast = model, parts.sampler, tier, parts.broadcast
         self._disk, self._hosts, self._prefills = parts.disk, parts.hosts, parts.prefills
         self._storage = DeviceKVStorage(
             model.spec, num_blocks=setup.num_device_blocks, block_size=config.block_size, dtype=model.dtype,
@@ -103,7 +103,7 @@ class ModelRunner:
         self.host_works = False
         """The host tier attended, or was given a task, when the last step began. Moves do not count: a copy takes a
         small part of a step, and the step would have half of the cores for all of its time."""
-        self._late_results = LateResults(tier, parts.lockstep)
+        self._late_results = LateResults(tier, parts.broadcast)
         self._host_was_healthy = True
         self._ended: Set[str] = frozenset()
         """Requests that have ended since the step that is launched was planned: they need no token."""
@@ -119,13 +119,13 @@ class ModelRunner:
         self.loop = LayerLoop(
             model=model, storage=self._storage, attend=attend, rows=self._rows, late_results=self._late_results,
             halted=self.halted, pending=self._pending, states=self.states, stage=parts.stage,
-            safepoint=partial(parts.lockstep.agree, parts.safepoint) if setup.has_safepoints else None,
+            safepoint=partial(parts.broadcast.agree, parts.safepoint) if setup.has_safepoints else None,
         )  # fmt: skip
         """Runs the steps that fit no captured shape."""
         self.graphs: CudaGraphRunner | None = None
         """Runs the steps that fit a captured shape; None: nothing is captured."""
         if wants_graphs(config, model, attend):
-            self.graphs = CudaGraphRunner(setup, loop=self.loop, lockstep=parts.lockstep)
+            self.graphs = CudaGraphRunner(setup, loop=self.loop, broadcast=parts.broadcast)
         if model.device.type == "cuda" and attend is attend_triton:  # others choose no kernel by shape
             warm_up_attention(
                 attend, self._storage, model.spec, max_rows=config.max_num_batched_tokens,
@@ -216,11 +216,11 @@ class ModelRunner:
                 return LaunchedStep(output, None, end=StreamEvent(self._model.device))
         if self._sampler is None:
             tokens_R = torch.empty(len(logits_RV), dtype=torch.int64, device=self._model.device)
-            self._lockstep.share(tokens_R)
+            self._broadcast.share(tokens_R)
             self._pending.note(request_ids, tokens_R)
             return LaunchedStep(output, None, end=StreamEvent(self._model.device), doubtful=layers.doubtful)
         sample = self._sampler.launch(logits_RV, request_ids, drafts)
-        self._lockstep.share(sample.tokens_R)
+        self._broadcast.share(sample.tokens_R)
         self._pending.note(request_ids, sample.tokens_R)
         return LaunchedStep(output, sample, doubtful=layers.doubtful)
 
@@ -264,7 +264,7 @@ class ModelRunner:
     def _sub_batches(self, plan: StepPlan) -> tuple[SecondBatch | None, HybridRows | None]:
         """Return the second sub-batch of a step, and the host rows of the first, if there are any."""
         assert self._tier is not None
-        awaited = AwaitedResults(self._tier, self._late_results.keep, self._lockstep)
+        awaited = AwaitedResults(self._tier, self._late_results.keep, self._broadcast)
         rows = tuple(row for row in plan.pipelined if row.request_id not in plan.hybrid)
         second = SecondBatch(
             rows, model=self._model, awaited=awaited,

@@ -1,4 +1,4 @@
-"""Lockstep: what the ranks of one model have to do together beside their collectives.
+"""RankBroadcast: hands the decisions and the sampled tokens of rank 0 to the other ranks of one model.
 
 The ranks run the same plan with the same code, so they take the same way through a step unless something outside of the
 plan decides it: which host results have come, which rows must leave, whether there is time to capture another graph.
@@ -15,8 +15,8 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class Lockstep:
-    """The lockstep of an unsharded model: it decides by itself, and does nothing else."""
+class RankBroadcast:
+    """The broadcast of an unsharded model, which has no other ranks: ``agree`` decides, and ``share`` does nothing."""
 
     def agree(self, decide: Callable[[], T]) -> T:
         """Return what rank 0 decides. All ranks call this in the same order; ``decide`` runs on rank 0 alone."""
