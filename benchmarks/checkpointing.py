@@ -23,7 +23,8 @@ from benchmarks.common.models import SMOLLM_135M, random_llama
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser
 from omniserve import Engine, EngineConfig, RequestOutput
-from omniserve.core.plan import MoveDirection, StepPlan
+from omniserve.core.plan import StepPlan
+from omniserve.core.work import KVMove, MoveDirection
 from omniserve.host.cores import available_cores
 from omniserve.simulate import Load
 from omniserve.simulate.load import TraceRequest
@@ -57,7 +58,7 @@ class Watch:
             self.tokens["computed"] += end - chunk.start
             self.tokens["computed again"] += max(0, min(end, before) - chunk.start)
             self._computed[chunk.request_id] = max(end, before)
-        for move in plan.moves:
+        for move in plan.side_work(KVMove):
             kind = "restored" if move.direction is MoveDirection.TO_DEVICE else "checkpointed"
             self.blocks[kind] += len(move.src_block_ids)
 

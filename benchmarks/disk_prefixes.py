@@ -35,7 +35,7 @@ from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table_of
 from benchmarks.common.timing import in_turn, median_ratio
 from omniserve import SLO, DiskKVConfig, Engine, EngineConfig, Request, SamplingParams
-from omniserve.core.plan import DiskCopy
+from omniserve.core.work import DiskCopy
 from omniserve.host.disk import DiskTier
 from omniserve.host.disk_file import DiskFile
 from omniserve.latency import Profile

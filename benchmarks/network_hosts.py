@@ -37,9 +37,9 @@ from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table, table_of
 from benchmarks.common.timing import OtherLoad, in_turn, median_ratio
 from omniserve import Engine, EngineConfig, HostsConfig
-from omniserve.core.plan import HOST_BLOCKS
 from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import AttentionSpec, ModelSpec
+from omniserve.core.work import HOST_BLOCKS
 from omniserve.host.cores import available_cores
 from omniserve.host.tier import HostTier
 from omniserve.ops.isa import instruction_set_in_use

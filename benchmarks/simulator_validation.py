@@ -210,7 +210,7 @@ class Validation:
             figures = {
                 "figures": figures_of(run.of_class("LS", OBJECTIVES), run.of_class("BE", SLO())),
                 "host_share": run.grown("host_output_tokens") / max(1, run.grown("output_tokens", "BE")),
-                "prefilled_share": run.grown("prefilled_tokens", "LS") / max(1, run.grown("prompt_tokens", "LS")),
+                "prefilled_share": _prefilled_share(run),
                 "far_tasks": _far_tasks(run.after) - _far_tasks(run.before),
                 "num_steps": len(steps), "preemptions": run.grown("preemptions"), "swaps_out": run.grown("swaps_out"),
                 "step_error": run.after.latency_error, "drift": run.after.latency_drift,
@@ -239,6 +239,12 @@ class Validation:
             "num_steps": result.num_steps, "preemptions": result.preemptions, "swaps_out": result.swaps_out,
             "wall_s": result.wall_s,
         }  # fmt: skip
+
+
+def _prefilled_share(run: EngineRun) -> float:
+    """Return the share of the LS prompts' tokens whose KV came from prefill engines."""
+    before, after = (stats.loaded_from("prefilled")["LS"] for stats in (run.before, run.after))
+    return (after - before) / max(1, run.grown("prompt_tokens", "LS"))
 
 
 def _far_tasks(stats: EngineStats) -> int:

@@ -19,7 +19,8 @@ from benchmarks.common.models import builtin_model
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser
 from omniserve import SLO, Engine, EngineConfig
-from omniserve.core.plan import MoveDirection, StepPlan
+from omniserve.core.plan import StepPlan
+from omniserve.core.work import KVMove, MoveDirection
 from omniserve.profiling import find_or_make_profile
 from omniserve.simulate import Load
 from omniserve.simulate.load import TraceRequest
@@ -48,7 +49,7 @@ def measure(model: Any, config: EngineConfig, args: argparse.Namespace) -> dict[
         run = Wave(engine, Load(best_effort=pile, backlog=args.be, duration_s=args.periods * args.period), args)
 
         def watch(plan: StepPlan, host_works: bool, seconds: float) -> None:
-            for move in plan.moves:
+            for move in plan.side_work(KVMove):
                 if move.is_checkpoint:
                     blocks["checkpoint"].append(len(move.src_block_ids))
                     continue

@@ -21,9 +21,9 @@ from benchmarks.attention.sizes import Size
 from benchmarks.common.bandwidth import ReadLimit, Sample, fill, normal_tile
 from benchmarks.common.models import SMOLLM_135M
 from benchmarks.common.timing import OtherLoad
-from omniserve.core.plan import HostEventKind
 from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import AttentionSpec, ModelSpec
+from omniserve.core.work import AttentionResult
 from omniserve.host.tier import HostTier
 from omniserve.simulate.results import percentile
 
@@ -72,8 +72,8 @@ class AttentionLoad:
             while not self._stop.is_set() or self.tier.busy:
                 by_layer: dict[int, list[int]] = defaultdict(list)
                 for event in self.tier.poll():
-                    if event.kind is not HostEventKind.ATTENTION_DONE:
-                        raise RuntimeError(f"host attention failed: {event.message}")
+                    if not (isinstance(event, AttentionResult) and event.ok):
+                        raise RuntimeError(f"host attention failed: {event}")
                     by_layer[(event.layer + 1) % NUM_LAYERS].append(event.slot)
                 if not self._stop.is_set():
                     for layer, slots in by_layer.items():

@@ -6,7 +6,7 @@ import time
 
 from torch import Tensor
 
-from omniserve.core.plan import HostEventKind
+from omniserve.core.work import AttentionResult
 from omniserve.host.tier import HostTier
 
 
@@ -23,7 +23,7 @@ def seconds_of_tasks(
     while left > 0:
         tier.wait(1.0)
         for event in tier.poll():
-            if event.kind is not HostEventKind.ATTENTION_DONE:
-                raise RuntimeError(f"host attention failed: {event.message}")
+            if not (isinstance(event, AttentionResult) and event.ok):
+                raise RuntimeError(f"host attention failed: {event}")
             left -= 1
     return time.perf_counter() - began_s

@@ -17,7 +17,7 @@ from benchmarks.common.engine_run import request
 from benchmarks.common.timing import seconds, wait_for
 from benchmarks.gpu.script import Script
 from omniserve import Engine, EngineConfig, ExecutionConfig
-from omniserve.core.plan import MoveDirection
+from omniserve.core.work import MoveDirection
 from omniserve.latency.profile import Profile
 from omniserve.layers.patching import patch
 from omniserve.ops.attention import DEVICE_ATTENTION, resolve_attention

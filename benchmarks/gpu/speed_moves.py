@@ -10,8 +10,8 @@ from collections.abc import Callable
 from benchmarks.common.timing import seconds
 from benchmarks.gpu.engines import LLAMA_8B, open_decoding, patched_model, reclaim_memory, renew, step_ms
 from benchmarks.gpu.script import Script
-from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from omniserve.core.setup import HostTierSetup
+from omniserve.core.work import Done, KVMove, MoveDirection
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 
@@ -56,7 +56,7 @@ def moves(script: Script) -> None:
             else:
                 meanwhile()
             for event in tier.poll():  # as often as an engine does: once a step
-                if event.kind is not HostEventKind.MOVE_DONE:
+                if not (isinstance(event, Done) and event.ok):
                     raise RuntimeError(f"a move failed: {event}")
                 return time.perf_counter() - began_s
         raise RuntimeError(f"a move of {count} blocks was not over after {_PATIENCE_S:.0f} s")

@@ -1,4 +1,4 @@
-"""The decision of a scheduler (StepPlan) and what comes of it (StepOutput, HostEvent). Ids and counts, no tensors.
+"""The decision of a scheduler (StepPlan) and what comes of it (StepOutput). Ids and counts, no tensors.
 
 A step runs the batch ``[device rows | P piggyback seats]`` through all layers (one pass: the papers' iteration).
 
@@ -14,8 +14,12 @@ import enum
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from omniserve.core.request import TokenLogprob
+from omniserve.core.work import SideWork
+
+W = TypeVar("W", bound=SideWork)
 
 PENDING_TOKEN = -1
 """Stands for a request's newest token in a plan that was made before the host knew it: the step in flight samples it,
@@ -119,85 +123,6 @@ class PiggybackJoin:
         return 1 + len(self.draft_ids)
 
 
-class MoveDirection(enum.StrEnum):
-    """The direction of a move."""
-
-    TO_HOST = "to_host"
-    TO_DEVICE = "to_device"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KVMove:
-    """Copy a request's blocks (all layers, K and V) between tiers, beside the steps.
-
-    The request is not schedulable until the move's HostEvent arrives; source and destination stay allocated until then.
-    """
-
-    request_id: str
-    """Empty: the blocks are of prefixes that no request uses. They may be written meanwhile."""
-    move_id: int
-    direction: MoveDirection
-    src_block_ids: tuple[int, ...]
-    dst_block_ids: tuple[int, ...]
-    is_checkpoint: bool = False
-    """A copy to the host of blocks that are full, and so never written again: the request goes on meanwhile."""
-    is_reversed: bool = False
-    """The device blocks run from the right; those of the host never do."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DiskCopy:
-    """Copy host blocks of prefixes (all layers, K and V) to the file of the disk tier, or back, beside the steps."""
-
-    move_id: int
-    """Number of the copy, of the same series as ``KVMove``'s; its event is MOVE_DONE or MOVE_FAILED, too."""
-    to_disk: bool
-    host_block_ids: tuple[int, ...]
-    slots: tuple[int, ...]
-    """Places in the file."""
-    keys: tuple[bytes, ...]
-    """Keys of the blocks (``kv.prefix_cache``), which are written with them and compared when they are read."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RemotePrefill:
-    """Have a prefill engine compute the first tokens of a prompt, and bring their KV into host blocks."""
-
-    move_id: int
-    """Number of the prefill, of the same series as ``KVMove``'s; its event is PREFILL_DONE or PREFILL_FAILED."""
-    engine: int
-    """Number of the prefill engine, from 1."""
-    token_ids: tuple[int, ...]
-    """Tokens of full blocks, from the prompt's first token on."""
-    first_block: int
-    """The KV of the blocks before it is here already."""
-    host_block_ids: tuple[int, ...]
-    """Host blocks for the KV from ``first_block`` on."""
-    service_class: str
-    ttft_s: float | None
-    """Seconds within which the KV should be here for the first token to be in time; None: the request has no objective,
-    or is late anyway."""
-    cache_salt: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotCopy:
-    """Copy the slots ``[begin, end)`` of a device block (all layers, K and V) into those of another one."""
-
-    source_block: int
-    target_block: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateLoad:
-    """Put recurrent states that a prefill engine has computed where those of a request are."""
-
-    state_slot: int
-    states: bytes = field(repr=False)
-
-
 class Bound(enum.StrEnum):
     """The reason that kept work out of a step."""
 
@@ -253,18 +178,8 @@ class StepPlan:
     """A late join that misses its layer keeps all others of that layer away, too (apex 3.3: one cohort)."""
     num_piggyback_seats: int = 0
     """P: seats for piggyback rows, one of a small set of buckets; 0 is plain continuous batching."""
-    state_loads: tuple[StateLoad, ...] = ()
-    """Recurrent states to put into their slots before anything else of the step reads or writes."""
-    relocations: tuple[SlotCopy, ...] = ()
-    """Slots to copy, in this order, before anything else of the step reads or writes."""
-    moves: tuple[KVMove, ...] = ()
-    """Copies to start; they run beside the steps."""
-    disk_copies: tuple[DiskCopy, ...] = ()
-    """Copies to and from the disk to start; they run beside the steps."""
-    prefills: tuple[RemotePrefill, ...] = ()
-    """Prompts to ask prefill engines for."""
-    prefill_cancels: tuple[int, ...] = ()
-    """``move_id`` of earlier prefills whose requests have ended: they are stopped. Each still has its event."""
+    work: tuple[SideWork, ...] = ()
+    """Side work to start before anything of the step's rows, in this order."""
     pipelined: tuple[PiggybackEntry | PiggybackJoin, ...] = ()
     """The second sub-batch of asymmetric pipelining: entries, then joins by layer, without drafts, that pass all layers
     they have left in this very step, while the device waits for each of their results (NEO; apex 2.3, 3.2)."""
@@ -275,10 +190,12 @@ class StepPlan:
     preemptible: frozenset[str] = frozenset()
     """Requests whose device rows may be asked to leave between two layers (conserve 4.3, omniserve 6), under a policy
     whose options say that it ``preempts``."""
-    cancels: tuple[int, ...] = ()
-    """Host slots of aborted requests: their tasks are cancelled; each still reports an event."""
     decision: Decision | None = None
     """The reasons for the plan, for traces; None if the policy gives none."""
+
+    def side_work(self, kind: type[W]) -> list[W]:
+        """Return the side work of one type, in its order."""
+        return [work for work in self.work if isinstance(work, kind)]
 
     @property
     def num_device_tokens(self) -> int:
@@ -295,7 +212,7 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """True when no row is computed (moves may still start)."""
+        """True when no row is computed (side work may still start)."""
         return not (self.chunks or self.entries or self.joins or self.pipelined)
 
 
@@ -350,56 +267,3 @@ def is_whole(plan: StepPlan, halted: Mapping[str, int]) -> bool:
     ``halted`` as in StepOutput.
     """
     return not halted and all(chunk.from_layer == 0 for chunk in plan.chunks)
-
-
-HOST_BLOCKS = 1 << 24
-"""Ids of blocks for each host (``kHostBlocks`` in ``ops/csrc/host_tier.h``): blocks of host h on the network are from
-``h * HOST_BLOCKS`` on, those of this machine's host tier below."""
-
-
-class HostEventKind(enum.StrEnum):
-    """An event that the host tier or a KV copy reports."""
-
-    ATTENTION_DONE = "attention_done"
-    ATTENTION_FAILED = "attention_failed"
-    MOVE_DONE = "move_done"
-    MOVE_FAILED = "move_failed"
-    TIER_DOWN = "tier_down"
-    """The last host thread died: what is on the host tier must be recomputed on the device."""
-    PREFILL_DONE = "prefill_done"
-    PREFILL_FAILED = "prefill_failed"
-    """The KV of a ``RemotePrefill`` has come; if it failed, that of its first ``num_blocks`` blocks."""
-    PREFILL_JOINED = "prefill_joined"
-    """A prefill engine can be asked; its number is ``host``."""
-    PREFILL_LOST = "prefill_lost"
-    """A prefill engine, ``host``, can no longer be asked; what it was asked for has failed."""
-    HOST_LOST = "host_lost"
-    """A CPU host on the network is lost: what is there must be recomputed."""
-    HOST_JOINED = "host_joined"
-    """A CPU host on the network can be used, for the first time or again; it holds nothing."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostEvent:
-    """Something that finished beside the steps. Events of one slot arrive in order, those of others in any."""
-
-    kind: HostEventKind
-    slot: int = -1
-    epoch: int = -1
-    layer: int = -1
-    position: int = -1
-    move_id: int = -1
-    host: int = 0
-    """Number of the network host or prefill engine, from 1; 0: this machine's host tier."""
-    num_blocks: int = 0
-    """HOST_JOINED: KV blocks of the new host. PREFILL_DONE and PREFILL_FAILED: blocks whose KV has come."""
-    num_threads: int = 0
-    """HOST_JOINED: threads that attend on the new host."""
-    seconds: float = 0.0
-    """Seconds that a ``DiskCopy`` took, from when a thread began it, or a ``RemotePrefill`` behind the one before
-    it."""
-    at_s: float = 0.0
-    """End of a ``RemotePrefill``, seconds on the engine's clock."""
-    states: bytes | None = field(default=None, repr=False)
-    """PREFILL_DONE: the recurrent states behind the last token, if the model has such."""
-    message: str = ""

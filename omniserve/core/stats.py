@@ -58,10 +58,9 @@ class SchedulerStats:
     """Counter: prompt tokens whose KV the prefix cache had when their request began."""
     restored_tokens: Mapping[str, int] = field(default_factory=dict)
     """Counter: tokens whose KV was copied back from the host for a request that begins with them."""
-    disk_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Counter: tokens whose KV was read from disk, by the class of the request that it was read for first."""
-    prefilled_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Counter: tokens whose KV has come from prefill engines, by the class of the request."""
+    loaded_tokens: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Counter: tokens whose KV has come from a source (``disk``, ``prefilled``), by the source and by the class of the
+    request that it came for first."""
     resumed_tokens: int = 0
     """Counter: tokens of preempted requests whose KV was kept, so that they were not recomputed."""
     accepted_drafts: int = 0
@@ -70,6 +69,10 @@ class SchedulerStats:
     """Counter: guesses that were computed and are not in an output."""
     rejected: Mapping[str, int] = field(default_factory=dict)
     """Counter: requests refused by admission control, by class."""
+
+    def loaded_from(self, source: str) -> dict[str, int]:
+        """Return the tokens whose KV has come from a source, by class; zeros if there is no such source."""
+        return {name: self.loaded_tokens.get(source, {}).get(name, 0) for name in self.waiting}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

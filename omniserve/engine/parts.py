@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from omniserve.core.config import GIB, EngineConfig
 from omniserve.core.setup import HostTierSetup, RunnerSetup
 from omniserve.core.spec import ModelSpec, eos_token_ids
+from omniserve.core.work import CancelPrefill, DiskCopy, HostEvent, RemotePrefill, SideWork
 from omniserve.engine.capacity import (
     caches_prefixes,
     fit_states,
@@ -41,7 +42,7 @@ from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.layers.patching import PatchedModel, patched_model
 from omniserve.layers.weights.loaded_model import language_model
 from omniserve.layers.weights.sharding import num_shards
-from omniserve.runner.runner import ModelRunner, RunnerParts
+from omniserve.runner.runner import EventSource, Executor, ModelRunner, RunnerParts
 from omniserve.sampling.sampler import Sampler
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, check_stages, policy_of
 from omniserve.sched.late_joins import late_layers
@@ -117,10 +118,10 @@ class EngineParts:
             log = _until_done(undo, make_log(setup.config, spec, latency))
             hosts = _until_done(undo, connect_hosts(setup, tier))
             prefills = _until_done(undo, connect_prefill_engines(setup.config, patched, tier, kv, clock))
+            executors, sources = side_workers(tier, disk, hosts, prefills)
             parts = RunnerParts(
-                model=patched, sampler=sampler, tier=tier, disk=disk, hosts=hosts, prefills=prefills,
-                safepoint=safepoint,
-            )  # fmt: skip
+                model=patched, sampler=sampler, tier=tier, executors=executors, sources=sources, safepoint=safepoint
+            )
             runner = make_runner(setup, parts, group)
             undo.pop_all()
         return cls(
@@ -389,6 +390,38 @@ def connect_prefill_engines(
     if (of_ranks := _of_ranks(tier)) is not None:
         of_ranks.use_prefills(prefills)
     return prefills
+
+
+def side_workers(
+    tier: HostTier | None, disk: DiskTier | None, hosts: NetworkHosts | None, prefills: PrefillEngines | None
+) -> tuple[dict[type[SideWork], Executor], list[EventSource]]:
+    """Return the executors of side work that only some engines have, and the sources of events (``RunnerParts``)."""
+    executors: dict[type[SideWork], Executor] = {}
+    sources: list[EventSource] = []
+    if tier is not None:
+        sources.append(tier)
+        if hosts is not None and _of_ranks(tier) is None:  # else the tier asks them itself
+            sources[0] = _TierWithHosts(tier, hosts)
+    if disk is not None:
+        executors[DiskCopy] = disk.start
+        sources.append(disk)
+    if prefills is not None:
+        assert tier is not None
+        executors |= {RemotePrefill: prefills.start, CancelPrefill: prefills.cancel}
+        if _of_ranks(tier) is None:
+            sources.append(prefills)
+    return executors, sources
+
+
+@dataclass(frozen=True, slots=True)
+class _TierWithHosts:
+    """The events of a host tier, which CPU hosts on the network see, and add their own to."""
+
+    tier: HostTier
+    hosts: NetworkHosts
+
+    def poll(self) -> list[HostEvent]:
+        return self.hosts.poll(self.tier.poll())
 
 
 def _of_ranks(tier: HostTier) -> GroupHostTier | None:

@@ -31,8 +31,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from omniserve.core.plan import HostEvent, StepOutput, StepPlan, is_whole, without_missed
+from omniserve.core.plan import StepOutput, StepPlan, is_whole, without_missed
 from omniserve.core.request import SLO, RequestOutput
+from omniserve.core.work import HostEvent
 from omniserve.engine.outputs import OutputCollector
 from omniserve.latency import CorrectedModel, ModelShape, features_of
 from omniserve.latency.trace import StepTracer

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import DiskCopy, HostEvent, HostEventKind
+from omniserve.core.work import DiskCopy, Done
 from omniserve.host.disk_file import DiskFile
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class _Flight:
 
 
 class DiskTier:
-    """Runs copies; every copy yields exactly one MOVE_DONE or MOVE_FAILED. One thread calls it.
+    """Runs copies; every copy yields exactly one ``Done``. One thread calls it.
 
     Reads and writes go through the kernel's page cache: reading around it (O_DIRECT) was not faster.
 
@@ -74,7 +74,7 @@ class DiskTier:
             )
             for to_disk in (False, True)
         }
-        self._events: queue.SimpleQueue[HostEvent] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._num_started = self._num_ended = 0
         self._bytes = {True: 0, False: 0}  # by ``to_disk``
         self._failures = 0
@@ -104,13 +104,13 @@ class DiskTier:
         for first in pieces:
             self._threads[copy.to_disk].submit(self._run_piece, flight, first)
 
-    def poll(self) -> list[HostEvent]:
+    def poll(self) -> list[Done]:
         """Return the events of the copies that have ended since the last call. Never blocks."""
-        events: list[HostEvent] = []
+        events: list[Done] = []
         while not self._events.empty():
             event = self._events.get()
             self._num_ended += 1
-            self._failures += event.kind is HostEventKind.MOVE_FAILED
+            self._failures += not event.ok
             if event.message and event.message not in self._logged:
                 self._logged.add(event.message)
                 logger.warning("disk tier: %s (counted from now on, not logged again)", event.message)
@@ -149,10 +149,9 @@ class DiskTier:
                 return
             if not flight.errors:
                 self._bytes[copy.to_disk] += len(copy.slots) * self.file.block_bytes
-        kind = HostEventKind.MOVE_FAILED if flight.errors else HostEventKind.MOVE_DONE
         seconds = time.monotonic() - began_s
         message = flight.errors[0] if flight.errors else ""
-        self._events.put(HostEvent(kind=kind, move_id=copy.move_id, seconds=seconds, message=message))
+        self._events.put(Done(move_id=copy.move_id, ok=not flight.errors, seconds=seconds, message=message))
 
     def _copy_blocks(self, to_disk: bool, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[bytes]) -> None:
         for block, slot, key in zip(blocks, slots, keys, strict=True):

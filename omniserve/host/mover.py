@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection
+from omniserve.core.work import Done, KVMove, MoveDirection
 from omniserve.ops.cuda import kernels
 
 _STAGING_BYTES = 128 << 20
@@ -63,7 +63,7 @@ class Mover(ABC):
         """Queue a valid move behind the work of the current stream; the caller keeps the caches until its event."""
 
     @abstractmethod
-    def advance(self) -> list[HostEvent]:
+    def advance(self) -> list[Done]:
         """Start the copies that can start, and return the events of the moves that are over."""
 
     def takes(self, move_id: int, message: str) -> bool:
@@ -89,10 +89,9 @@ class Mover(ABC):
         return self._stream.record_event().query if self._stream is not None else lambda: True
 
 
-def end_of(move: KVMove, error: str) -> HostEvent:
+def end_of(move: KVMove, error: str) -> Done:
     """Return the event that ends a move; `error` is empty unless it failed."""
-    kind = HostEventKind.MOVE_FAILED if error else HostEventKind.MOVE_DONE
-    return HostEvent(kind=kind, move_id=move.move_id, message=error)
+    return Done(move_id=move.move_id, ok=not error, message=error)
 
 
 def sides(move: KVMove) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -149,8 +148,8 @@ class DirectMover(Mover):
         num_bytes = len(move.src_block_ids) * self._pool_LBK2SH[:, 0].nbytes
         self._queue.append(_Copy(move, is_over, num_bytes, ids_2M=ids_2M))
 
-    def advance(self) -> list[HostEvent]:
-        events: list[HostEvent] = []
+    def advance(self) -> list[Done]:
+        events: list[Done] = []
         while self.can_advance:
             copy: _Copy = self._queue.popleft()
             self.bytes_moved += copy.num_bytes
@@ -241,8 +240,8 @@ class StagedMover(Mover):
         self._error = message
         return True
 
-    def advance(self) -> list[HostEvent]:
-        events: list[HostEvent] = []
+    def advance(self) -> list[Done]:
+        events: list[Done] = []
         while self.can_advance:
             move, caches = self._queue[0]
             if self._closed and not self._error:

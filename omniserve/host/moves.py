@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import HOST_BLOCKS, HostEvent, KVMove, MoveDirection
+from omniserve.core.work import HOST_BLOCKS, Done, KVMove, MoveDirection
 from omniserve.host.mover import DirectMover, Mover, StagedMover, sides
 
 # Move ids of the worker threads' copies for movers; move ids of callers are >= 0, and -1 means none.
@@ -66,7 +66,7 @@ class HostMoves:
             mover.start(move, device_k_LBKSH, device_v_LBKSH)
         self._caches[move.move_id] = (device_k_LBKSH, device_v_LBKSH)
 
-    def end(self, event: HostEvent) -> None:
+    def end(self, event: Done) -> None:
         """Release the caches of the move that an event says is over."""
         self._caches.pop(event.move_id, None)
 
@@ -74,7 +74,7 @@ class HostMoves:
         """Tell whether an event of the worker threads is about a copy that a mover asked for, and note it then."""
         return self.mover.takes(move_id, message) or self._network_mover.takes(move_id, message)
 
-    def advance(self) -> list[HostEvent]:
+    def advance(self) -> list[Done]:
         """Start the copies of the movers that can start, and return the events of the moves that are over."""
         return self.mover.advance() + self._network_mover.advance()
 

@@ -40,9 +40,9 @@ from torch import Tensor
 
 import omniserve.ops  # noqa: F401 - loads the extension
 from omniserve.core.errors import Stalled
-from omniserve.core.plan import HostEvent, HostEventKind, KVMove
 from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import ModelSpec
+from omniserve.core.work import AttentionResult, Done, HostEvent, HostLost, KVMove
 from omniserve.host.memory import allocate_pool
 from omniserve.host.moves import HostMoves
 from omniserve.host.progress import HostLinkStats, HostTierStats, Progress
@@ -58,17 +58,12 @@ _begin_token = _host.begin_token.default
 _poll = _host.poll.default
 _wait = _host.wait.default
 
-# EventKind in host_tier.h, in its order. The last one is a cancelled task, which is reported as failed but not logged.
-_KINDS = (
-    HostEventKind.ATTENTION_DONE, HostEventKind.ATTENTION_FAILED, HostEventKind.MOVE_DONE, HostEventKind.MOVE_FAILED,
-    HostEventKind.ATTENTION_FAILED, HostEventKind.HOST_LOST,
-)  # fmt: skip
+# EventKind in host_tier.h. Kind 4 is a cancelled task, which is reported as failed but not logged.
+_ATTENTION_DONE, _ATTENTION_FAILED, _MOVE_DONE, _HOST_LOST = 0, 1, 2, 5
 CANCELLED = "cancelled"
-"""The message of an event ATTENTION_FAILED by which a cancelled slot is free."""
+"""The message of the failed ``AttentionResult`` by which a cancelled slot is free."""
 _HOST_IS_LOST = "the host is lost"
-"""The message of what fails with a host on the network, which an event HOST_LOST tells, too."""
-_ATTENTION_FAILED = 1
-_HOST_LOST = 5
+"""The message of what fails with a host on the network, which ``HostLost`` tells, too."""
 _NO_MOVE = -1  # the move_id of an attention event
 _MOVER_POLL_S = 0.0005
 _MOST_POSITIONS = 1 << 24  # kMaxResultPosition
@@ -79,8 +74,8 @@ class HostTier:
     """The host KV pool, the worker threads, and the queues between them and the step.
 
     A task is a request's next token at one layer, or up to `max_rows` consecutive tokens of it, a row each, which share
-    one reading of the request's K and V. Results come back as events: every task yields exactly one ATTENTION_DONE or
-    ATTENTION_FAILED, every move exactly one MOVE_DONE or MOVE_FAILED. A slot's task is in flight from `submit` or
+    one reading of the request's K and V. Results come back as events: every task yields exactly one
+    ``AttentionResult``, every move exactly one ``Done``. A slot's task is in flight from `submit` or
     `expect` until `poll` returns its event. Methods may be called from any thread, but only one thread may call `poll`
     at a time. They work only in the process that made the tier.
 
@@ -164,7 +159,7 @@ class HostTier:
         row_size = spec.num_heads * spec.head_size
         self.results_SMD = torch.zeros(setup.num_slots, self.max_rows, row_size, dtype=dtype, pin_memory=pin_memory)
         """Attention rows by slot, in the order of their tokens. As many rows as the slot's task has are valid from its
-        ATTENTION_DONE event until the slot's next task."""
+        ``AttentionResult`` until the slot's next task."""
         self.results_SD = self.results_SMD[:, 0]
         """The first row of each slot in `results_SMD`: with `max_rows` of 1 all there is."""
         width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
@@ -261,10 +256,10 @@ class HostTier:
         """Drop the slot's task, if any, and unbind the slot.
 
         Returns:
-            True if `poll` still has to return the slot's event. It does so exactly once, as ATTENTION_FAILED with the
-            old epoch, when no thread uses the slot or its blocks any more: keep both until then. What is expected is
-            waited for, because the sender still writes its row. False if the slot was not bound: there is nothing to
-            wait for.
+            True if `poll` still has to return the slot's event. It does so exactly once, as a failed
+            ``AttentionResult`` with the old epoch, when no thread uses the slot or its blocks any more: keep both until
+            then. What is expected is waited for, because the sender still writes its row. False if the slot was not
+            bound: there is nothing to wait for.
 
         Raises:
             ValueError: The slot is out of range.
@@ -290,7 +285,7 @@ class HostTier:
         """Use a CPU host on the network from now on (``remote.network_hosts`` connects to them).
 
         Its blocks are ``[host * HOST_BLOCKS, host * HOST_BLOCKS + num_blocks)``: a token that begins in them is
-        attended there, and moves copy to and from it. An event HOST_LOST tells when it is lost, because a connection
+        attended there, and moves copy to and from it. ``HostLost`` tells when it is lost, because a connection
         has ended, or the host was silent for `timeout_s` or has sent what it should not; all that it has in hand fails
         then. It can be connected again, as a host that holds nothing.
 
@@ -330,23 +325,24 @@ class HostTier:
         moves = self._moves
         for (kind, slot, epoch, layer, position, move_id, host), message in zip(rows.tolist(), messages, strict=True):
             if kind == _HOST_LOST:
-                events.append(HostEvent(kind=HostEventKind.HOST_LOST, host=host, message=message))
-                continue
-            if kind == _ATTENTION_FAILED:
-                self._log_failure(message)
-            if move_id == _NO_MOVE or not moves.takes(move_id, message):
-                event = HostEvent(
-                    kind=_KINDS[kind], slot=slot, epoch=epoch, layer=-1 if slot < 0 else layer + self._first_layer,
-                    position=position, move_id=move_id, message=message,
-                )  # fmt: skip
-                events.append(event)
+                events.append(HostLost(host=host, message=message))
+            elif move_id != _NO_MOVE:
+                if not moves.takes(move_id, message):
+                    events.append(Done(move_id=move_id, ok=kind == _MOVE_DONE, message=message))
+            else:
+                ok = kind == _ATTENTION_DONE
+                if kind == _ATTENTION_FAILED:
+                    self._log_failure(message)
+                events.append(AttentionResult(
+                    slot=slot, epoch=epoch, layer=layer + self._first_layer, position=position, ok=ok, message=message
+                ))  # fmt: skip
         if moves.busy:
             events += moves.advance()
         for event in events:
-            if event.move_id != _NO_MOVE:
-                if event.kind is HostEventKind.MOVE_FAILED:
+            if isinstance(event, Done):
+                if not event.ok:
                     self._log_failure(event.message)
-                self._moves.end(event)
+                moves.end(event)
         self._progress.look(self.stats, has_news=bool(events))
         return events
 

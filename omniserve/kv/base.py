@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from omniserve.core.plan import DiskCopy, KVMove, MoveDirection, SlotCopy
 from omniserve.core.registry import Registry
 from omniserve.core.request import ServiceClass
+from omniserve.core.work import DiskCopy, KVMove, MoveDirection, SlotCopy
 
 
 class Tier(enum.StrEnum):

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from omniserve.core.plan import KVMove
+from omniserve.core.work import KVMove
+from omniserve.kv.base import MoveResult
 
 
 class BlockPool:
@@ -213,31 +214,20 @@ class HostCheckpoints:
         assert checkpoint.flight is None, f"request {request_id} is being checkpointed already"
         checkpoint.flight = self._flights[move.move_id] = move
 
-    def end_copy(self, move_id: int, *, succeeded: bool) -> bool | None:
-        """Take a copy's blocks into its checkpoint if it succeeded, else free them.
-
-        Returns:
-            Whether the checkpoint has grown; None if the copy was not of use any more.
-
-        Raises:
-            KeyError: No such copy is under way.
-        """
+    def end_copy(self, move_id: int, *, succeeded: bool) -> MoveResult:
+        """Take a copy's blocks into its checkpoint if it succeeded and is still of use, else free them."""
         move = self._flights.pop(move_id)
         checkpoint = self._of(move.request_id)
         if checkpoint.flight is not move:
             self._pool.give_back(move.dst_block_ids)
-            return None
+            return MoveResult.UNUSED
         checkpoint.flight = None
         if succeeded:
             checkpoint.blocks += move.dst_block_ids
-        else:
-            self._pool.give_back(move.dst_block_ids)
-            self._forget_if_empty(move.request_id)
-        return succeeded
-
-    def __contains__(self, move_id: int) -> bool:
-        """Tell whether a copy of this id is under way."""
-        return move_id in self._flights
+            return MoveResult.ARRIVED
+        self._pool.give_back(move.dst_block_ids)
+        self._forget_if_empty(move.request_id)
+        return MoveResult.STAYED
 
     def last_block(self, request_id: str) -> int | None:
         """Return the last copied block, None if there is none: the pool can go on behind it."""

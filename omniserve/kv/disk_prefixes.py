@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from omniserve.core.plan import DiskCopy
+from omniserve.core.work import DiskCopy
 
 
 class DiskPrefixes:

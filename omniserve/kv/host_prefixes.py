@@ -10,11 +10,12 @@ as prefixes, and so does the checkpoint of one that is preempted on the device.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from omniserve.core.plan import DiskCopy, KVMove, MoveDirection
+from omniserve.core.work import DiskCopy, KVMove, MoveDirection
 from omniserve.kv.base import MoveResult
 from omniserve.kv.block_pool import RunPool
 from omniserve.kv.disk_prefixes import DiskPrefixes
@@ -147,10 +148,6 @@ class HostPrefixes:
         self._sources |= {
             block: (move.move_id, key) for block, key in zip(move.src_block_ids, keys, strict=True)
         }  # fmt: skip
-
-    def __contains__(self, move_id: int) -> bool:
-        """Tell whether a copy of this id is under way."""
-        return move_id in self._copies
 
     def forget_source(self, device_block: int) -> None:
         """Note that a request takes a device block: the copy of it that is under way is of no use."""
@@ -297,10 +294,6 @@ class HostPrefixes:
         """Return the copy from disk under way that brings the block of this key; None: there is none."""
         return self._reading.get(key)
 
-    def is_disk_copy(self, move_id: int) -> bool:
-        """Tell whether a copy of this id from or to disk is under way."""
-        return move_id in self._disk_copies
-
     def end_disk_copy(self, move_id: int, *, succeeded: bool) -> MoveResult:
         """Keep what a copy has brought."""
         copy = self._disk_copies.pop(move_id)
@@ -364,6 +357,8 @@ class KeepsPrefixes(CachesPrefixes):
     """Copies are made on the host."""
     _move_ids: Iterator[int]
     _new_move: Callable[..., KVMove]
+    _ends: dict[int, Callable[..., MoveResult]]
+    """What ends each copy under way, by its number (``finish_move``)."""
 
     def begin(
         self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0, marks: bool = False
@@ -388,6 +383,7 @@ class KeepsPrefixes(CachesPrefixes):
         blocks, keys = zip(*found, strict=True)
         move = self._new_move("", MoveDirection.TO_HOST, list(blocks), after=None, is_checkpoint=True)
         saved.begin_copy(move, keys)
+        self._ends[move.move_id] = functools.partial(saved.end_copy, move.move_id)
         return move
 
     def want_copies(self, request_id: str, first: int, count: int) -> None:
@@ -418,12 +414,18 @@ class KeepsPrefixes(CachesPrefixes):
         return self._prefixes.reading(key)
 
     def start_writing_prefixes(self, *, max_blocks: int) -> DiskCopy | None:
-        return self._prefixes.start_writing(next(self._move_ids), max_blocks=max_blocks)
+        return self._await(self._prefixes.start_writing(next(self._move_ids), max_blocks=max_blocks))
 
     def start_reading_prefix(
         self, host_keys: Sequence[bytes], disk_keys: Sequence[bytes], *, reserve_blocks: int = 0
     ) -> DiskCopy | None:
-        return self._prefixes.start_reading(next(self._move_ids), host_keys, disk_keys, reserve=reserve_blocks)
+        move_id = next(self._move_ids)
+        return self._await(self._prefixes.start_reading(move_id, host_keys, disk_keys, reserve=reserve_blocks))
+
+    def _await(self, copy: DiskCopy | None) -> DiskCopy | None:
+        if copy is not None:
+            self._ends[copy.move_id] = functools.partial(self._prefixes.end_disk_copy, copy.move_id)
+        return copy
 
     def disk_usage(self) -> tuple[int, int]:
         disk = self._prefixes.disk

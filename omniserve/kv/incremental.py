@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from omniserve.core.plan import KVMove, MoveDirection
+from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv.base import KV_MANAGERS, MoveResult, Tier
 from omniserve.kv.tiered import Table, TieredKVManager
 
@@ -42,7 +42,6 @@ class IncrementalKVManager(TieredKVManager):
             num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size, **prefixes
         )
         self._evicted: dict[str, _Evicted] = {}  # the first evicted first; its blocks are taken first
-        self._restores: set[int] = set()
 
     def evict(self, request_id: str, num_computed_tokens: int) -> None:
         table = self._tables[request_id]
@@ -101,16 +100,13 @@ class IncrementalKVManager(TieredKVManager):
         moved = table.move.dst_block_ids
         table.behind = self._take(Tier.DEVICE, missing - len(moved), after=moved[-1])
         self._tables[request_id] = table
-        self._moves[table.move.move_id] = request_id
-        self._restores.add(table.move.move_id)
+        self._await_end(table.move, self._end_restore)
         return table.move
 
-    def finish_move(self, move_id: int, *, succeeded: bool) -> MoveResult:
-        is_restore = move_id in self._restores
-        self._restores.discard(move_id)
-        if succeeded or not is_restore:
-            return super().finish_move(move_id, succeeded=succeeded)
-        table = self._tables.pop(self._moves.pop(move_id))
+    def _end_restore(self, move: KVMove, *, succeeded: bool) -> MoveResult:
+        if succeeded:
+            return self._end_move(move, succeeded=True)
+        table = self._tables.pop(self._moves.pop(move.move_id))
         self._pools[Tier.DEVICE].give_back(table.target)
         self._pools[Tier.HOST].give_back(table.blocks)
         return MoveResult.LOST
@@ -167,4 +163,3 @@ class IncrementalKVManager(TieredKVManager):
     def check_integrity(self) -> None:
         super().check_integrity()
         assert not self._evicted.keys() & self._tables.keys(), "an evicted request has a table"
-        assert self._restores <= self._moves.keys(), "a restore that is no move"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from omniserve.core.plan import HOST_BLOCKS
+from omniserve.core.work import HOST_BLOCKS
 from omniserve.kv.block_pool import BlockPool, RunPool
 
 

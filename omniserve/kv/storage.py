@@ -5,13 +5,11 @@ Legend: L layers, B blocks, K KV heads, S block size, H head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from omniserve.core.pages import ask_for_huge_pages
-from omniserve.core.plan import SlotCopy
 from omniserve.core.spec import ModelSpec
+from omniserve.core.work import SlotCopy
 
 
 class DeviceKVStorage:
@@ -41,9 +39,8 @@ class DeviceKVStorage:
         """K of each layer, by the layer's number in the model."""
         self.v_layers = dict(zip(layers, self.v_LBKSH.unbind(0), strict=True))
 
-    def copy_slots(self, copies: Iterable[SlotCopy]) -> None:
-        """Copy slots between blocks, one copy after another."""
-        for copy in copies:
-            slots = slice(copy.begin, copy.end)
-            for pool in (self.k_LBKSH, self.v_LBKSH):
-                pool[:, copy.target_block, :, slots] = pool[:, copy.source_block, :, slots]
+    def copy_slots(self, copy: SlotCopy) -> None:
+        """Copy slots of one block into another."""
+        slots = slice(copy.begin, copy.end)
+        for pool in (self.k_LBKSH, self.v_LBKSH):
+            pool[:, copy.target_block, :, slots] = pool[:, copy.source_block, :, slots]

@@ -14,11 +14,13 @@ Paper: omniserve 3.2.4 (swap-out beside the step; when to swap in is the schedul
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from omniserve.core.plan import KVMove, MoveDirection
+from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
 from omniserve.kv.block_pool import BlockPool, HostCheckpoints
 from omniserve.kv.disk_prefixes import DiskPrefixes
@@ -73,12 +75,12 @@ class TieredKVManager(KeepsPrefixes, KVManager):
             Tier.DEVICE: self._cache or BlockPool(num_device_blocks, "device"),
             Tier.HOST: host_pool,
         }
-        self._restored: dict[int, Sequence[bytes]] = {}
-        """Keys of the host blocks that a move reads for a request that begins with them."""
         self._checkpoints = HostCheckpoints(self._pools[Tier.HOST])
         self._network = NetworkPools()
         self._tables: dict[str, Table] = {}
         self._moves: dict[int, str] = {}
+        self._ends: dict[int, Callable[..., MoveResult]] = {}
+        """What ends each move or copy under way, by its number, as the one who began it knows."""
         self._abandoned: dict[int, tuple[KVMove, BlockPool]] = {}
         self._move_ids = itertools.count()
 
@@ -172,8 +174,13 @@ class TieredKVManager(KeepsPrefixes, KVManager):
             table.num_kept = min(keep_tokens // self.block_size, len(table.blocks))
         after = table.arrived[-1] if table.arrived else None
         table.move = self._new_move(request_id, direction, table.blocks, after)
-        self._moves[table.move.move_id] = request_id
+        self._await_end(table.move, self._end_move)
         return table.move
+
+    def _await_end(self, move: KVMove, end: Callable[..., MoveResult], *args: Any) -> None:
+        """Have ``end(move, *args, succeeded=...)`` called as a request's move ends."""
+        self._moves[move.move_id] = move.request_id
+        self._ends[move.move_id] = functools.partial(end, move, *args)
 
     def start_move_to_host(
         self, request_id: str, keys: Sequence[bytes], *, reserve_blocks: int = 0
@@ -202,7 +209,7 @@ class TieredKVManager(KeepsPrefixes, KVManager):
             request_id=request_id, move_id=next(self._move_ids), direction=MoveDirection.TO_HOST,
             src_block_ids=tuple(table.blocks), dst_block_ids=tuple(target), is_reversed=self._is_reversed(request_id),
         )  # fmt: skip
-        self._moves[table.move.move_id] = request_id
+        self._await_end(table.move, self._end_move)
         return table.move
 
     def add_host(self, host: int, num_blocks: int, speed: float) -> None:
@@ -228,30 +235,29 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         self._pools[Tier.DEVICE].give_back(reversed(table.blocks))
         self._strand(request_id, table.arrived)
         self._abandoned[move_id] = move, table.going_to or self._pools[Tier.HOST]
+        self._ends[move_id] = functools.partial(self._end_abandoned, move_id)
 
     def finish_move(self, move_id: int, *, succeeded: bool) -> MoveResult:
-        if move_id in self._checkpoints:
-            has_grown = self._checkpoints.end_copy(move_id, succeeded=succeeded)
-            if has_grown is None:
-                return MoveResult.UNUSED
-            return MoveResult.ARRIVED if has_grown else MoveResult.STAYED
-        if (abandoned := self._abandoned.pop(move_id, None)) is not None:
-            copied, pool = abandoned
-            pool.give_back(copied.dst_block_ids)
-            return MoveResult.UNUSED
-        if move_id in self._prefixes:
-            return self._prefixes.end_copy(move_id, succeeded=succeeded)
-        if self._prefixes.is_disk_copy(move_id):
-            return self._prefixes.end_disk_copy(move_id, succeeded=succeeded)
-        request_id = self._moves.pop(move_id)
-        if (host_keys := self._restored.pop(move_id, None)) is not None:
-            self._prefixes.end_reading(host_keys)
-            if not succeeded:
-                self._pools[Tier.DEVICE].give_back(reversed(self._tables.pop(request_id).target))
-                return MoveResult.LOST
+        return self._ends.pop(move_id)(succeeded=succeeded)
+
+    def _end_abandoned(self, move_id: int, *, succeeded: bool) -> MoveResult:
+        copied, pool = self._abandoned.pop(move_id)
+        pool.give_back(copied.dst_block_ids)
+        return MoveResult.UNUSED
+
+    def _end_restored_prefix(self, move: KVMove, host_keys: Sequence[bytes], *, succeeded: bool) -> MoveResult:
+        self._prefixes.end_reading(host_keys)
+        if succeeded:
+            return self._end_move(move, succeeded=True)
+        del self._moves[move.move_id]
+        self._pools[Tier.DEVICE].give_back(reversed(self._tables.pop(move.request_id).target))
+        return MoveResult.LOST
+
+    def _end_move(self, move: KVMove, *, succeeded: bool) -> MoveResult:
+        """Free a request's source, or the destination if the copy failed."""
+        request_id = self._moves.pop(move.move_id)
         table = self._tables[request_id]
-        move = table.move
-        assert move is not None and move.move_id == move_id, f"move {move_id} does not belong to its request"
+        assert table.move is move, f"move {move.move_id} does not belong to its request"
         source, target = self._pool(table), table.going_to or self._pools[_TARGET[move.direction]]
         if not succeeded:
             target.give_back(move.dst_block_ids)
@@ -288,8 +294,7 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         self._tables[request_id] = Table(
             Tier.HOST, [], move=move, arrived=blocks[:num_found], behind=blocks[num_known:]
         )  # fmt: skip
-        self._moves[move.move_id] = request_id
-        self._restored[move.move_id] = host_keys
+        self._await_end(move, self._end_restored_prefix, host_keys)
         return move
 
     def start_checkpoint(
@@ -327,6 +332,7 @@ class TieredKVManager(KeepsPrefixes, KVManager):
             is_checkpoint=True,
         )
         self._checkpoints.begin_copy(request_id, move)
+        self._ends[move.move_id] = functools.partial(self._checkpoints.end_copy, move.move_id)
         return move
 
     def num_checkpointed(self, request_id: str) -> int:

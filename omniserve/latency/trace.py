@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from omniserve.core.plan import Decision, StepPlan
 from omniserve.core.request import SLO, ClassSpec, FinishReason, RequestOutput, ServiceClass
+from omniserve.core.work import DiskCopy, KVMove
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +159,12 @@ class StepTracer:
             joins=[(join.request_id, join.layer) for join in plan.joins],
             halted=dict(halted),
             resumed={chunk.request_id: chunk.from_layer for chunk in plan.chunks if chunk.from_layer},
-            moves=[(m.request_id, str(m.direction), len(m.src_block_ids), m.is_checkpoint) for m in plan.moves],
-            disk_copies=[("to_disk" if copy.to_disk else "to_host", len(copy.slots)) for copy in plan.disk_copies],
+            moves=[
+                (m.request_id, str(m.direction), len(m.src_block_ids), m.is_checkpoint) for m in plan.side_work(KVMove)
+            ],
+            disk_copies=[
+                ("to_disk" if copy.to_disk else "to_host", len(copy.slots)) for copy in plan.side_work(DiskCopy)
+            ],
             left_out=[(o.work, o.num_requests, o.first_request_id, str(o.bound)) for o in decision.left_out],
             outcomes=[outcome for output in outputs for outcome in _outcomes(output, slos[output.request_id])],
         )
@@ -225,7 +230,7 @@ def _scheduled(plan: StepPlan, classes: Mapping[str, str]) -> dict[str, dict[str
         of(entry.request_id).update(entries=1)
     for row in plan.pipelined:
         of(row.request_id).update(pipelined=1)
-    for move in plan.moves:
+    for move in plan.side_work(KVMove):
         if move.request_id:  # else it is of a prefix
             of(move.request_id).update(moves=1)
     for join in plan.joins:

@@ -13,8 +13,8 @@ from torch import Tensor
 from omniserve.core.config import PREFILL_SECRET_VARIABLE, EngineConfig
 from omniserve.core.errors import OmniServeError, PeerLost
 from omniserve.core.link import Link, read_secret
-from omniserve.core.plan import HostEvent
 from omniserve.core.setup import RunnerSetup
+from omniserve.core.work import CancelPrefill, HostEvent, RemotePrefill, SideWork
 from omniserve.host.tier import HostTier
 from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.layers.patching import PatchedModel, patched_model
@@ -27,7 +27,7 @@ from omniserve.remote.handshake import Hello, introduce
 from omniserve.remote.network_hosts import HostUser, NetworkHosts
 from omniserve.remote.prefill_ranks import RankReceiver, RankSender
 from omniserve.runner.rank_broadcast import RankBroadcast
-from omniserve.runner.runner import ModelRunner, RunnerParts
+from omniserve.runner.runner import Executor, ModelRunner, RunnerParts
 
 logger = logging.getLogger(__name__)
 
@@ -227,9 +227,10 @@ class _Follower:
             self._link, timeout_s=self._assignment.timeout_s, shares_tokens=setup.overlaps,
             join_or_drop=self._join_or_drop,
         )  # fmt: skip
-        parts = RunnerParts(
-            model=model, tier=self._tier, prefills=self._receiver, broadcast=broadcast, stage=self._stage
-        )
+        executors: dict[type[SideWork], Executor] = {}
+        if self._receiver is not None:
+            executors = {RemotePrefill: self._receiver.start, CancelPrefill: self._receiver.cancel}
+        parts = RunnerParts(model=model, tier=self._tier, executors=executors, broadcast=broadcast, stage=self._stage)
         return ModelRunner(setup, parts)
 
     def _tell_events(self) -> None:

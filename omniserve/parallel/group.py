@@ -30,9 +30,9 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.errors import PeerLost
 from omniserve.core.link import Link
 from omniserve.core.logs import log_flags
-from omniserve.core.plan import HostEvent
 from omniserve.core.setup import RunnerSetup
 from omniserve.core.version import __version__
+from omniserve.core.work import HostEvent
 from omniserve.host.cores import available_cores, cores_allowed, share_quota
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops import collectives

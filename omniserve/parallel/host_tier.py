@@ -16,20 +16,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from omniserve.core.plan import HostEvent, HostEventKind
+from omniserve.core.work import (
+    AttentionResult,
+    Done,
+    HostEvent,
+    HostJoined,
+    HostLost,
+    PrefillEngineJoined,
+    PrefillEngineLost,
+)
 from omniserve.host.tier import CANCELLED, HostTier
 from omniserve.parallel import messages
 from omniserve.parallel.place import Place
 from omniserve.remote.network_hosts import NetworkHosts
 from omniserve.remote.prefill_engines import PrefillEngines
 
-_FAILURES = (HostEventKind.ATTENTION_FAILED, HostEventKind.MOVE_FAILED, HostEventKind.PREFILL_FAILED)
-_OF_ATTENTION = (HostEventKind.ATTENTION_DONE, HostEventKind.ATTENTION_FAILED)
-_JOINED = (HostEventKind.HOST_JOINED, HostEventKind.PREFILL_JOINED)
-_LOST = (HostEventKind.HOST_LOST, HostEventKind.PREFILL_LOST)
-_OF_PREFILLS = (
-    HostEventKind.PREFILL_DONE, HostEventKind.PREFILL_FAILED, HostEventKind.PREFILL_JOINED, HostEventKind.PREFILL_LOST
-)  # fmt: skip
+_Joined = HostJoined | PrefillEngineJoined
+_Lost = HostLost | PrefillEngineLost
 _LOOK_AGAIN_S = 0.0005
 
 
@@ -37,7 +40,7 @@ _LOOK_AGAIN_S = 0.0005
 class _Joining:
     """A CPU host or prefill engine, from when ranks begin to connect to it until all have lost it."""
 
-    joined: list[HostEvent]
+    joined: list[_Joined]
     """Events of the ranks that are connected, or were."""
     num_lost: int = 0
     """Ranks that have lost it, or given up to connect."""
@@ -54,65 +57,101 @@ class EventMerge:
     """
 
     def __init__(
-        self, num_shards: int, num_stages: int = 1, *, drop: Callable[[HostEvent], None] = lambda lost: None,
-        allow: Callable[[HostEvent], None] = lambda lost: None,
+        self, num_shards: int, num_stages: int = 1, *, drop: Callable[[_Lost], None] = lambda lost: None,
+        allow: Callable[[_Lost], None] = lambda lost: None,
     ) -> None:  # fmt: skip
         self._drop, self._allow = drop, allow
         self._joining: dict[tuple[bool, int], _Joining] = {}
         """Hosts and prefill engines that ranks connect to, by (it is a prefill engine, its number)."""
         self._num_shards, self._num_ranks = num_shards, num_shards * num_stages
-        self._told: dict[tuple[int, ...], list[HostEvent]] = {}
+        self._done: dict[int, list[Done]] = {}
+        """Ends of a copy or prefill that some ranks have told, by its number."""
+        self._results: dict[tuple[int, int, int, int], list[AttentionResult]] = {}
+        """Results that some ranks have told, by slot, epoch, layer and position."""
         self._cancelled: dict[tuple[int, int], int] = {}  # slot, epoch -> ranks on which nothing uses it any more
 
     def add(self, events: Iterable[HostEvent]) -> list[HostEvent]:
         """Take the events of one rank; return those that all ranks have told now."""
-        done: list[HostEvent] = []
+        told: list[HostEvent] = []
         for event in events:
-            if event.message == CANCELLED:
-                done += self._cancel(event)
-                continue
-            if event.kind in _JOINED or event.kind in _LOST:
-                done += self._join_or_lose(event)
-                continue
-            key = (event.slot, event.epoch, event.layer, event.position, event.move_id, event.kind in _OF_PREFILLS)
-            told = self._told.setdefault(key, [])
-            told.append(event)
-            if len(told) == (self._num_shards if event.kind in _OF_ATTENTION else self._num_ranks):
-                del self._told[key]
-                worst = next((each for each in told if each.kind in _FAILURES), event)
-                done.append(dataclasses.replace(
-                    worst, seconds=max(each.seconds for each in told), at_s=max(each.at_s for each in told),
-                    num_blocks=min(each.num_blocks for each in told),
-                ))  # fmt: skip
-        return done
+            match event:
+                case AttentionResult(message=message) if message == CANCELLED:
+                    told += self._cancel(event)
+                case AttentionResult():
+                    told += self._add_result(event)
+                case Done():
+                    told += self._add_done(event)
+                case HostJoined() | PrefillEngineJoined():
+                    told += self._join(event)
+                case HostLost() | PrefillEngineLost():
+                    told += self._lose(event)
+                case _:
+                    raise AssertionError(f"no rank tells {event}")
+        return told
 
-    def _cancel(self, event: HostEvent) -> list[HostEvent]:
+    def _add_result(self, event: AttentionResult) -> list[AttentionResult]:
+        key = event.slot, event.epoch, event.layer, event.position
+        told = self._results.setdefault(key, [])
+        told.append(event)
+        if len(told) < self._num_shards:  # those of the layer's stage
+            return []
+        del self._results[key]
+        return [next((each for each in told if not each.ok), event)]
+
+    def _add_done(self, event: Done) -> list[Done]:
+        told = self._done.setdefault(event.move_id, [])
+        told.append(event)
+        if len(told) < self._num_ranks:
+            return []
+        del self._done[event.move_id]
+        worst = next((each for each in told if not each.ok), event)
+        prefilled = [each.prefilled for each in told if each.prefilled is not None]
+        if worst.prefilled is not None:
+            worst = dataclasses.replace(worst, prefilled=dataclasses.replace(
+                worst.prefilled, at_s=max(each.at_s for each in prefilled),
+                num_blocks=min(each.num_blocks for each in prefilled),
+            ))  # fmt: skip
+        return [dataclasses.replace(worst, seconds=max(each.seconds for each in told))]
+
+    def _cancel(self, event: AttentionResult) -> list[AttentionResult]:
         """Count that nothing uses a slot on one more rank: every rank tells that of every slot that is cancelled."""
         slot = event.slot, event.epoch
         self._cancelled[slot] = self._cancelled.get(slot, 0) + 1
         if self._cancelled[slot] < self._num_ranks:
             return []
         del self._cancelled[slot]
-        for key in [key for key in self._told if key[:2] == slot]:  # some ranks had a result before
-            del self._told[key]
+        for key in [key for key in self._results if key[:2] == slot]:  # some ranks had a result before
+            del self._results[key]
         return [event]
 
-    def _join_or_lose(self, event: HostEvent) -> list[HostEvent]:
-        """Count a rank that is connected, or that is not any more; each tells both at most once."""
-        number = event.kind in _OF_PREFILLS, event.host
-        state = self._joining.setdefault(number, _Joining([]))
-        if event.kind in _JOINED:
-            state.joined.append(event)
-            if len(state.joined) < self._num_ranks or state.num_lost:
-                return []
-            blocks, threads = (min(getattr(e, name) for e in state.joined) for name in ("num_blocks", "num_threads"))
-            return [dataclasses.replace(event, num_blocks=blocks, num_threads=threads)]
+    def _of(self, event: _Joined | _Lost) -> tuple[tuple[bool, int], _Joining]:
+        """Return the key and the state of what an event is of."""
+        key = (False, event.host) if isinstance(event, HostJoined | HostLost) else (True, event.engine)
+        return key, self._joining.setdefault(key, _Joining([]))
+
+    def _join(self, event: _Joined) -> list[_Joined]:
+        """Count a rank that is connected; each tells it at most once."""
+        _, state = self._of(event)
+        state.joined.append(event)
+        if len(state.joined) < self._num_ranks or state.num_lost:
+            return []
+        hosts = [each for each in state.joined if isinstance(each, HostJoined)]
+        if isinstance(event, HostJoined):
+            event = dataclasses.replace(
+                event, num_blocks=min(each.num_blocks for each in hosts),
+                num_threads=min(each.num_threads for each in hosts),
+            )  # fmt: skip
+        return [event]
+
+    def _lose(self, event: _Lost) -> list[_Lost]:
+        """Count a rank that is not connected any more, or gives up to connect; each tells it at most once."""
+        key, state = self._of(event)
         state.num_lost += 1
         is_first = state.num_lost == 1
         if is_first:
             self._drop(event)
         if state.num_lost == self._num_ranks:
-            del self._joining[number]
+            del self._joining[key]
             self._allow(event)
         return [event] if is_first and len(state.joined) == self._num_ranks else []
 
@@ -139,7 +178,7 @@ class GroupHostTier(HostTier):
         self._news, self._tell, self._tell_each = news, tell, tell_each
         self._network: NetworkHosts | None = None
         self._prefills: PrefillEngines | None = None
-        self._lost: list[HostEvent] = []
+        self._lost: list[_Lost] = []
         self._others_healthy, self._others_stalled = True, False
 
     def poll(self) -> list[HostEvent]:
@@ -168,36 +207,36 @@ class GroupHostTier(HostTier):
     def _have_others_join(self, events: Iterable[HostEvent], prefills: PrefillEngines) -> None:
         """Have the other ranks connect to a prefill engine that this one has joined."""
         for event in events:
-            if event.kind is HostEventKind.PREFILL_JOINED:
-                welcome = prefills.welcome(event.host)
+            if isinstance(event, PrefillEngineJoined):
+                welcome = prefills.welcome(event.engine)
                 self._tell_each(
-                    messages.JoinPrefillEngine(event.host, welcome.session, address) for address in welcome.ranks
+                    messages.JoinPrefillEngine(event.engine, welcome.session, address) for address in welcome.ranks
                 )
 
-    def _drop(self, lost: HostEvent) -> None:
-        if lost.kind is HostEventKind.HOST_LOST:
+    def _drop(self, lost: _Lost) -> None:
+        if isinstance(lost, HostLost):
             assert self._network is not None
             self._tell(messages.DropHost(lost.host))
             self._network.drop(lost.host)
         else:
             assert self._prefills is not None
-            self._tell(messages.DropPrefillEngine(lost.host))
-            self._prefills.drop(lost.host)
+            self._tell(messages.DropPrefillEngine(lost.engine))
+            self._prefills.drop(lost.engine)
 
-    def take_lost(self) -> list[HostEvent]:
+    def take_lost(self) -> list[_Lost]:
         """Return, once, the CPU hosts and prefill engines that all ranks have lost."""
         lost, self._lost = self._lost, []
         return lost
 
-    def allow(self, lost: HostEvent) -> None:
+    def allow(self, lost: _Lost) -> None:
         """Let all ranks connect again to what all have lost, now that the scheduler knows of that."""
-        if lost.kind is HostEventKind.HOST_LOST:
+        if isinstance(lost, HostLost):
             assert self._network is not None
             self._tell(messages.AllowHost(lost.host))
             self._network.allow(lost.host)
         else:
             assert self._prefills is not None
-            self._prefills.allow(lost.host)  # the others follow
+            self._prefills.allow(lost.engine)  # the others follow
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until this rank's tier has something to tell, or a moment: other ranks' tiers wake no caller."""

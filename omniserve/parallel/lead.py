@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from omniserve.core.errors import PeerLost
-from omniserve.core.plan import HostEvent, StepOutput, StepPlan
+from omniserve.core.plan import StepOutput, StepPlan
 from omniserve.core.setup import RunnerSetup
+from omniserve.core.work import HostEvent, HostLost, PrefillEngineLost
 from omniserve.ops import collectives
 from omniserve.parallel import messages
 from omniserve.parallel.group import RankGroup
@@ -47,7 +48,7 @@ class LeadRunner(ModelRunner):
 
     def __init__(self, setup: RunnerSetup, parts: RunnerParts, group: RankGroup) -> None:
         self._group = group
-        self._lost: list[tuple[HostEvent, frozenset[int]]] = []
+        self._lost: list[tuple[HostLost | PrefillEngineLost, frozenset[int]]] = []
         """Losses that all ranks have told, each with the steps before whose end no rank may connect again."""
         super().__init__(setup, parts)
 
@@ -77,10 +78,6 @@ class LeadRunner(ModelRunner):
                 if not steps:
                     self._tier.allow(lost)
         return events
-
-    def _poll_host(self) -> list[HostEvent]:
-        assert self._tier is not None
-        return self._late_results.take_events() + self._tier.poll()  # which has those of hosts and prefill engines
 
     def _steps_under_way(self) -> frozenset[int]:
         """Return the steps that the other ranks were told, and this one has not begun."""

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omniserve.core.plan import HostEvent, StepPlan
+from omniserve.core.plan import StepPlan
 from omniserve.core.setup import RunnerSetup
+from omniserve.core.work import HostEvent
 from omniserve.ops.collectives import CollectiveCall
 from omniserve.parallel.place import Place
-from omniserve.remote.prefill_messages import Done, Failed
+from omniserve.remote.prefill_messages import Failed, Finished
 
 # -- start -----------------------------------------------------------------------------------------------------------
 
@@ -177,7 +178,7 @@ class SendEnd:
     """Tells a rank that the prompt has ended."""
 
     session: str
-    message: Done | Failed
+    message: Finished | Failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ Its engine is like any other: the policy puts best-effort prompts beside latency
 and prompts that begin alike share what was computed. Blocks are copied to the host pool as they are full, beside the
 steps (``Prefixes.save_all``). From there they are sent, in their order. Paper: omniserve 5.4.4.
 
-Recurrent states come behind the KV (``Done.states``). If an engine is lost or lacks memory, what has come is kept, and
-the rest is computed by the engine that asked.
+Recurrent states come behind the KV (``Finished.states``). If an engine is lost or lacks memory, what has come is kept,
+and the rest is computed by the engine that asked.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from dataclasses import dataclass
 
 from omniserve.core import link
 from omniserve.core.errors import PeerClosed, PeerLost, RequestRejected
-from omniserve.core.plan import RemotePrefill, StepPlan
+from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.core.version import __version__
+from omniserve.core.work import RemotePrefill
 from omniserve.engine.engine import Engine
 from omniserve.engine.parts import NO_STATES_OF_RANKS, require_shared_kv
 from omniserve.kv.base import KeepsPrefixesOnHost
 from omniserve.kv.prefix_cache import PrefixKeys
 from omniserve.parallel import messages
 from omniserve.remote.handshake import Hello, Welcome, refuse
-from omniserve.remote.prefill_messages import Ask, AskingEngine, Blocks, Cancel, Done, Failed, OpenedSession
+from omniserve.remote.prefill_messages import Ask, AskingEngine, Blocks, Cancel, Failed, Finished, OpenedSession
 from omniserve.remote.prefill_session import Listener, Session, bytes_of
 
 logger = logging.getLogger(__name__)
@@ -302,8 +303,8 @@ class PrefillServer:
         if export.num_sent == len(export.keys) and (export.is_computed or not has_states):
             del self._exports[export.request_id]
             self.counters.done += 1
-            export.session.send(Done(export.move_id, export.states))
-            self._tell_ranks(messages.SendEnd(export.session.id, Done(export.move_id)))
+            export.session.send(Finished(export.move_id, export.states))
+            self._tell_ranks(messages.SendEnd(export.session.id, Finished(export.move_id)))
 
     def _give_up_if_stuck(self, export: _Export) -> None:
         """End a prompt that is computed, and of which no more comes to the host."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from omniserve.core.config import EngineConfig
-from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from omniserve.core.setup import HostTierSetup
+from omniserve.core.work import AttentionResult, Done, KVMove, MoveDirection
 from omniserve.host.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
@@ -86,8 +86,8 @@ class _HostBench:
             self.tier.begin_token(slot, self._epoch, context - num_rows, ids, num_rows)
         return torch.arange(num_requests).repeat_interleave(num_rows)
 
-    def wait_for(self, count: int, kind: HostEventKind) -> None:
-        """Wait for ``count`` events of a kind.
+    def wait_for(self, count: int, kind: type[AttentionResult | Done]) -> None:
+        """Wait for ``count`` events of a type.
 
         Raises:
             RuntimeError: A task or a move failed, or no event has come for too long.
@@ -95,7 +95,7 @@ class _HostBench:
         deadline_s = time.monotonic() + _PATIENCE_S
         while count > 0:
             for event in self.tier.poll():
-                if event.kind is not kind:
+                if not (isinstance(event, kind) and event.ok):
                     raise RuntimeError(f"the host tier failed while it was measured: {event}")
                 count -= 1
             if count > 0:
@@ -111,7 +111,7 @@ class _HostBench:
         began_s = time.perf_counter()
         for layer in layers:
             self.tier.submit(layer, slots, q, k, v)
-            self.wait_for(num_requests, HostEventKind.ATTENTION_DONE)
+            self.wait_for(num_requests, AttentionResult)
         return (time.perf_counter() - began_s) / len(layers)
 
     def grid(self) -> list[tuple[int, int]]:
@@ -188,7 +188,7 @@ class _HostBench:
                 self.tier.submit(self.model.layers.start, seats_P, q, k, v)
 
         seconds = timer.time(run)
-        self.wait_for(num_rows, HostEventKind.ATTENTION_DONE)
+        self.wait_for(num_rows, AttentionResult)
         return seconds
 
     def move(self, storage: DeviceKVStorage, num_blocks: int, direction: MoveDirection) -> float:
@@ -199,7 +199,7 @@ class _HostBench:
         )
         began_s = time.perf_counter()
         self.tier.start_move(move, storage.k_LBKSH, storage.v_LBKSH)
-        self.wait_for(1, HostEventKind.MOVE_DONE)
+        self.wait_for(1, Done)
         return time.perf_counter() - began_s
 
 

@@ -28,9 +28,9 @@ from typing import Any
 from omniserve.core import link
 from omniserve.core.config import CPU_HOST_SECRET_VARIABLE, HostsConfig
 from omniserve.core.errors import PeerLost, PeerRefused
-from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind
 from omniserve.core.stats import CPUHostStats
 from omniserve.core.version import __version__
+from omniserve.core.work import HOST_BLOCKS, HostEvent, HostJoined, HostLost
 from omniserve.host.tier import HostTier
 from omniserve.remote import handshake
 from omniserve.remote.handshake import Hello
@@ -122,7 +122,7 @@ class NetworkHosts:
         with self._lock:
             joined, self._new = self._new, []
         for event in events:
-            if event.kind is HostEventKind.HOST_LOST:
+            if isinstance(event, HostLost):
                 logger.warning("%s is lost: %s", self.name(event.host), event.message)
                 with self._lock:
                     self._is_tried[event.host - 1] = False
@@ -132,7 +132,7 @@ class NetworkHosts:
         return [*joined, *events]
 
     def drop(self, host: int) -> None:
-        """Give up a host, because another rank has lost it; ``poll`` tells HOST_LOST once, unless it has done so."""
+        """Give up a host, because another rank has lost it; ``poll`` tells ``HostLost`` once, unless it has done so."""
         with self._lock:
             if not self._is_tried[host - 1]:
                 return
@@ -142,7 +142,7 @@ class NetworkHosts:
                 return
             self._attempts[host - 1] += 1
             self._is_tried[host - 1] = False
-            self._new.append(HostEvent(kind=HostEventKind.HOST_LOST, host=host, message="another rank has lost it"))
+            self._new.append(HostLost(host=host, message="another rank has lost it"))
 
     def allow(self, host: int) -> None:
         """Try a lost host again: all ranks have lost it, and the scheduler knows that or is told before it plans."""
@@ -234,7 +234,7 @@ class NetworkHosts:
         except BaseException:
             rows.close()
             raise
-        new = HostEvent(kind=HostEventKind.HOST_JOINED, host=host, num_blocks=num_blocks, num_threads=num_threads)
+        new = HostJoined(host=host, num_blocks=num_blocks, num_threads=num_threads)
         with self._lock:  # so that `poll` sees the join before it sees that the host was lost
             if attempt != self._attempts[host - 1] or self._is_closed.is_set():
                 rows.close()

@@ -18,9 +18,9 @@ from omniserve.core import link
 from omniserve.core.config import PREFILL_SECRET_VARIABLE, ParallelConfig, PrefillConfig
 from omniserve.core.errors import PeerLost, PeerRefused
 from omniserve.core.link import Link
-from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
 from omniserve.core.stats import PrefillEngineStats
 from omniserve.core.version import __version__
+from omniserve.core.work import CancelPrefill, HostEvent, PrefillEngineJoined, RemotePrefill
 from omniserve.remote.handshake import Hello, introduce
 from omniserve.remote.prefill_messages import Ask, AskingEngine, Cancel, OpenedSession
 from omniserve.remote.prefill_receiver import PrefillReceiver, Sender
@@ -98,12 +98,12 @@ class PrefillEngines(PrefillReceiver):
         """True while something that was asked for has not ended."""
         return any(each.orders for each in self._senders) or bool(self._events)
 
-    def cancel(self, move_id: int) -> None:
+    def cancel(self, cancel: CancelPrefill) -> None:
         """Tell the engine to stop a prefill whose request has ended; its event is still returned by ``poll``."""
         with self._lock:
             for sender in self._senders:
-                if move_id in sender.orders:
-                    sender.outbox.put(Cancel(move_id))
+                if cancel.move_id in sender.orders:
+                    sender.outbox.put(Cancel(cancel.move_id))
 
     def poll(self) -> list[HostEvent]:
         """Return what has happened since the last call. Never blocks."""
@@ -209,7 +209,7 @@ class PrefillEngines(PrefillReceiver):
             self._is_allowed[engine.number - 1].clear()
             self._welcomes[engine.number] = opened
             engine.link, engine.last_end_s, engine.outbox = peer, self._clock(), queue.SimpleQueue()
-            self._tell(HostEvent(kind=HostEventKind.PREFILL_JOINED, host=engine.number))
+            self._tell(PrefillEngineJoined(engine.number))
         return peer
 
     def _send(self, outbox: queue.SimpleQueue[object], peer: Link) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from omniserve.core.plan import RemotePrefill
+from omniserve.core.work import RemotePrefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Finished:
     """The prefill engine's word that all blocks of this prefill have been sent."""
 
     move_id: int

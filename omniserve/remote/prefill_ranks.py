@@ -21,11 +21,11 @@ from torch import Tensor
 from omniserve.core import link
 from omniserve.core.config import PREFILL_SECRET_VARIABLE, PrefillConfig
 from omniserve.core.errors import PeerLost
-from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
 from omniserve.core.version import __version__
+from omniserve.core.work import CancelPrefill, HostEvent, PrefillEngineJoined, PrefillEngineLost, RemotePrefill
 from omniserve.remote.handshake import Hello, Welcome, introduce, refuse
 from omniserve.remote.prefill_engines import engine_name
-from omniserve.remote.prefill_messages import AskingRank, Blocks, Done, Failed
+from omniserve.remote.prefill_messages import AskingRank, Blocks, Failed, Finished
 from omniserve.remote.prefill_receiver import Order, PrefillReceiver, Sender
 from omniserve.remote.prefill_session import Listener, Session, bytes_of
 
@@ -67,7 +67,7 @@ class RankReceiver(PrefillReceiver):
     def join(self, number: int, session: str, address: tuple[str, int]) -> None:
         """Connect to this rank's counterpart in a prefill engine that rank 0 has joined.
 
-        PREFILL_JOINED tells when that is done, and PREFILL_LOST once when it is over.
+        ``PrefillEngineJoined`` tells when that is done, and ``PrefillEngineLost`` once when it is over.
         """
         self._is_dropped[number - 1] = self._is_closed.is_set()
         self._threads[number] = threading.Thread(
@@ -84,7 +84,7 @@ class RankReceiver(PrefillReceiver):
                 peer.shut_down()
             self._has_started.notify_all()
 
-    def cancel(self, move_id: int) -> None:
+    def cancel(self, cancel: CancelPrefill) -> None:
         """Do nothing: rank 0 tells the engine, whose ranks all end the prefill."""
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class RankReceiver(PrefillReceiver):
                 if self._is_dropped[sender.number - 1]:
                     raise PeerLost("another rank has lost it meanwhile")
                 sender.link = peer
-                self._tell(HostEvent(kind=HostEventKind.PREFILL_JOINED, host=sender.number))
+                self._tell(PrefillEngineJoined(sender.number))
         except PeerLost as error:
             self._give_up(sender, error)
         else:
@@ -121,7 +121,7 @@ class RankReceiver(PrefillReceiver):
     def _give_up(self, sender: Sender, error: Exception) -> None:
         if not self._is_closed.is_set():
             logger.warning("%s cannot be used: %s", sender.name, error)
-            self._tell(HostEvent(kind=HostEventKind.PREFILL_LOST, host=sender.number))
+            self._tell(PrefillEngineLost(sender.number))
 
     def _order(self, sender: Sender, move_id: int) -> Order:
         """Return the order that a message is about; wait for it, as the step that begins it may come later here."""
@@ -163,7 +163,7 @@ class RankSender:
         """Send the next blocks of a prompt."""
         self._send(session, Blocks(move_id, bytes_of(self._pool_LBK2SH, blocks)))
 
-    def end(self, session: str, message: Done | Failed) -> None:
+    def end(self, session: str, message: Finished | Failed) -> None:
         """Send how a prompt has ended."""
         self._send(session, message)
 

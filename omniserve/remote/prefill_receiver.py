@@ -16,8 +16,8 @@ from torch import Tensor
 
 from omniserve.core.errors import PeerLost
 from omniserve.core.link import Link
-from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
-from omniserve.remote.prefill_messages import Alive, Blocks, Done, Failed
+from omniserve.core.work import CancelPrefill, Done, HostEvent, PrefilledKV, PrefillEngineLost, RemotePrefill
+from omniserve.remote.prefill_messages import Alive, Blocks, Failed, Finished
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Sender:
 class PrefillReceiver:
     """Takes what prefill engines send, each in a thread of its own.
 
-    Every ``RemotePrefill`` that is started yields exactly one PREFILL_DONE or PREFILL_FAILED.
+    Every ``RemotePrefill`` that is started yields exactly one ``Done``.
 
     Args:
         names: What the engines are called in messages, in the order of their numbers, which begin at 1.
@@ -77,13 +77,15 @@ class PrefillReceiver:
         sender = self._senders[prefill.engine - 1]
         with self._lock:
             if sender.link is None:
-                self._tell(HostEvent(kind=HostEventKind.PREFILL_FAILED, move_id=prefill.move_id))
+                self._tell(
+                    Done(move_id=prefill.move_id, ok=False, prefilled=PrefilledKV(num_blocks=0, at_s=self._clock()))
+                )
                 return
             sender.orders[prefill.move_id] = Order(prefill, self._clock())
             sender.num_asked += 1
             self._on_start(sender, prefill)
 
-    def cancel(self, move_id: int) -> None:
+    def cancel(self, cancel: CancelPrefill) -> None:
         """End a prefill whose request has ended; its event comes all the same."""
         raise NotImplementedError
 
@@ -123,9 +125,9 @@ class PrefillReceiver:
                 sender.link = None
                 sender.times_lost += 1
                 orders, sender.orders = sender.orders, {}
-                self._tell(HostEvent(kind=HostEventKind.PREFILL_LOST, host=sender.number))
+                self._tell(PrefillEngineLost(sender.number))
                 for order in orders.values():
-                    self._end(sender, order, HostEventKind.PREFILL_FAILED, 0.0, self._clock())
+                    self._end(sender, order, 0.0, self._clock(), ok=False)
 
     def _take(self, sender: Sender, message: object) -> None:
         match message:
@@ -133,11 +135,11 @@ class PrefillReceiver:
                 pass
             case Blocks(move_id, data):
                 self._put(self._order(sender, move_id), data)
-            case Done(move_id) | Failed(move_id):
-                states = message.states if isinstance(message, Done) else None
+            case Finished(move_id) | Failed(move_id):
+                states = message.states if isinstance(message, Finished) else None
                 if isinstance(message, Failed) and message.why:
                     logger.info("%s: %s", sender.name, message.why)
-                if isinstance(message, Done) and len(states or b"") != self._state_bytes:
+                if isinstance(message, Finished) and len(states or b"") != self._state_bytes:
                     raise ValueError(f"it sends {len(states or b'')} bytes of recurrent states")
                 order = self._order(sender, move_id)
                 with self._lock:
@@ -146,9 +148,7 @@ class PrefillReceiver:
                     seconds = now_s - max(order.began_s, sender.last_end_s)
                     sender.last_end_s = now_s
                     whole = order.num_blocks == len(order.prefill.host_block_ids)
-                    is_done = isinstance(message, Done) and whole
-                    kind = HostEventKind.PREFILL_DONE if is_done else HostEventKind.PREFILL_FAILED
-                    self._end(sender, order, kind, seconds, now_s, states)
+                    self._end(sender, order, seconds, now_s, states, ok=isinstance(message, Finished) and whole)
             case _:
                 raise ValueError(f"it sends {type(message).__name__}")
 
@@ -164,11 +164,8 @@ class PrefillReceiver:
         order.num_blocks += count
 
     def _end(
-        self, sender: Sender, order: Order, kind: HostEventKind, seconds: float, at_s: float,
-        states: bytes | None = None,
+        self, sender: Sender, order: Order, seconds: float, at_s: float, states: bytes | None = None, *, ok: bool
     ) -> None:  # fmt: skip
-        sender.num_failed += kind is HostEventKind.PREFILL_FAILED
-        self._tell(HostEvent(
-            kind=kind, move_id=order.prefill.move_id, num_blocks=order.num_blocks, seconds=seconds, at_s=at_s,
-            host=order.prefill.engine, states=states,
-        ))  # fmt: skip
+        sender.num_failed += not ok
+        prefilled = PrefilledKV(num_blocks=order.num_blocks, at_s=at_s, states=states)
+        self._tell(Done(move_id=order.prefill.move_id, ok=ok, seconds=seconds, prefilled=prefilled))

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from omniserve.core.plan import HostEvent, HostEventKind, PiggybackJoin, StepPlan, joins_by_layer
+from omniserve.core.plan import PiggybackJoin, StepPlan, joins_by_layer
+from omniserve.core.work import AttentionResult, HostEvent
 from omniserve.host.tier import HostTier
 from omniserve.ops.streams import AsyncHostCopy
 from omniserve.runner.rank_broadcast import RankBroadcast
@@ -50,7 +51,7 @@ class LateResults:
         done = {
             (event.slot, event.epoch, event.layer, event.position): event
             for event in self._events
-            if event.kind is HostEventKind.ATTENTION_DONE
+            if isinstance(event, AttentionResult) and event.ok
         }
         results = [done.get((join.slot, join.epoch, join.layer, join.position)) for join in joins]
         came = [join.is_ready or result is not None for join, result in zip(joins, results, strict=True)]

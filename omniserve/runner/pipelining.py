@@ -23,7 +23,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.core.plan import PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.core.work import AttentionResult, HostEvent
 from omniserve.host.tier import HostTier
 from omniserve.layers.patching import BetweenHook, PatchedModel
 from omniserve.runner.rank_broadcast import RankBroadcast
@@ -67,11 +68,11 @@ class AwaitedResults:
         while any(slot in self._waits_for for slot in slots):
             is_alive = self._tier.healthy
             for event in self._tier.poll():
-                if self._waits_for.get(event.slot) != event.epoch:
+                if not isinstance(event, AttentionResult) or self._waits_for.get(event.slot) != event.epoch:
                     self._keep(event)
                     continue
                 del self._waits_for[event.slot]
-                if event.kind is not HostEventKind.ATTENTION_DONE:
+                if not event.ok:
                     self._failed.add(event.slot)
             if not any(slot in self._waits_for for slot in slots):
                 break

@@ -11,20 +11,22 @@ Legend: T rows, D hidden, N query heads, K KV heads, H head size, P seats.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
 from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
-from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, StepOutput, StepPlan
+from omniserve.core.plan import PiggybackEntry, StepOutput, StepPlan
 from omniserve.core.setup import RunnerSetup
+from omniserve.core.work import CancelTask, HostEvent, KVMove, SideWork, SlotCopy, StateLoad, TierDown
 from omniserve.host.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
+from omniserve.layers.tracing.layer_states import StatePool
 from omniserve.ops.attention import resolve_attention
 from omniserve.ops.attention.native import attend_triton
 from omniserve.ops.stage_link import StageLink
@@ -42,10 +44,16 @@ from omniserve.runner.warm_up import warm_up_attention
 from omniserve.sampling.prompt_scores import score_prompts
 from omniserve.sampling.sampler import PendingSample, Sampler
 
-if TYPE_CHECKING:
-    from omniserve.host.disk import DiskTier
-    from omniserve.remote.network_hosts import NetworkHosts
-    from omniserve.remote.prefill_receiver import PrefillReceiver
+Executor = Callable[[Any], object]
+"""Starts a piece of side work of the type that it is for."""
+
+
+class EventSource(Protocol):
+    """Something that works beside the steps."""
+
+    def poll(self) -> Sequence[HostEvent]:
+        """Return the events since the last call. Never blocks."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +78,10 @@ class RunnerParts:
     sampler: Sampler | None = None
     """The sampler; None: this rank does not sample."""
     tier: HostTier | None = None
-    disk: DiskTier | None = None
-    hosts: NetworkHosts | None = None
-    prefills: PrefillReceiver | None = None
+    executors: Mapping[type[SideWork], Executor] = field(default_factory=dict)
+    """Executors of the side work that only some engines have."""
+    sources: Sequence[EventSource] = ()
+    """What tells events, the host tier first; none: it is all there is."""
     safepoint: Callable[[], Set[str]] = frozenset
     """Asked between two layers which requests' rows must leave the step, if the setup has safepoints."""
     broadcast: RankBroadcast = field(default_factory=RankBroadcast)
@@ -91,7 +100,7 @@ class ModelRunner:
     def __init__(self, setup: RunnerSetup, parts: RunnerParts) -> None:
         config, model, tier = setup.config, parts.model, parts.tier
         self._model, self._sampler, self._tier, self._broadcast = model, parts.sampler, tier, parts.broadcast
-        self._disk, self._hosts, self._prefills = parts.disk, parts.hosts, parts.prefills
+        self._sources = parts.sources or ((tier,) if tier is not None else ())
         self._storage = DeviceKVStorage(
             model.spec, num_blocks=setup.num_device_blocks, block_size=config.block_size, dtype=model.dtype,
             device=model.device, layers=model.layers,
@@ -112,6 +121,12 @@ class ModelRunner:
         self._pending = PendingTokens(model.device)
         self.states = StepStates(model, num_slots=setup.num_state_slots)
         """The recurrent states of all requests, if the model has such."""
+        # None of these may refer to the runner itself, or a closed engine would keep its KV.
+        self._executors: dict[type[SideWork], Executor] = {
+            SlotCopy: self._storage.copy_slots, StateLoad: _load_into(self.states.pool), **parts.executors
+        }  # fmt: skip
+        if tier is not None:
+            self._executors |= {CancelTask: _cancel_in(tier), KVMove: _move_by(tier, self._storage)}
         attend = resolve_attention(
             config.execution.attention, model.device, model.spec.attention, is_directed=setup.is_directed
         )
@@ -170,13 +185,11 @@ class ModelRunner:
         This waits for the host tier only if the plan has a second sub-batch, and for the device only if rows may leave
         between two layers, or if log-probabilities of a prompt are wanted.
         """
-        for load in plan.state_loads:
-            self.states.pool.load(load.state_slot, load.states)
-        if plan.relocations:
-            self._storage.copy_slots(plan.relocations)
-        self._hand_over(plan)
+        for work in plan.work:
+            self._executors[type(work)](work)
         if plan.is_empty:
             return LaunchedStep(StepOutput(), None)
+        self._begin_tokens(plan)
         if plan.entries or plan.joins:
             self._rows.announce(plan)
             self._rows.bring(plan)
@@ -234,24 +247,15 @@ class ModelRunner:
         return self.loop.run(plan)
 
     def poll_host(self) -> list[HostEvent]:
-        """Return the host tier's events, those first that came while a step waited for other ones; once, its death."""
+        """Return the events of side work, first those that came during a step that waited; once, the tier's death."""
         if self._tier is None:
             return []
-        events = self._poll_host()
+        events = self._late_results.take_events()
+        for source in self._sources:
+            events += source.poll()
         if self._host_was_healthy and not self._tier.healthy:
             self._host_was_healthy = False
-            events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
-        return events
-
-    def _poll_host(self) -> list[HostEvent]:
-        assert self._tier is not None
-        events = self._late_results.take_events() + self._tier.poll()
-        if self._hosts is not None:
-            events = self._hosts.poll(events)
-        if self._disk is not None and self._disk.busy:
-            events += self._disk.poll()
-        if self._prefills is not None:
-            events += self._prefills.poll()
+            events.append(TierDown())
         return events
 
     def forget(self, request_id: str) -> None:
@@ -273,23 +277,22 @@ class ModelRunner:
         ) if rows else None  # fmt: skip
         return second, HybridRows(hybrid_entries(plan), awaited, second) if plan.hybrid else None
 
-    def _hand_over(self, plan: StepPlan) -> None:
-        """Give the host tier what does not depend on this step's layers: cancels, moves, and tokens that begin."""
+    def _begin_tokens(self, plan: StepPlan) -> None:
+        """Bind the slots of tokens that begin their way on the host tier."""
         if self._tier is None:
             return
-        for slot in plan.cancels:
-            self._tier.cancel(slot)
-        for move in plan.moves:
-            self._tier.start_move(move, self._storage.k_LBKSH, self._storage.v_LBKSH)
-        for copy in plan.disk_copies:
-            assert self._disk is not None
-            self._disk.start(copy)
-        for prefill in plan.prefills:
-            assert self._prefills is not None
-            self._prefills.start(prefill)
-        for move_id in plan.prefill_cancels:
-            assert self._prefills is not None
-            self._prefills.cancel(move_id)
         pipelined = (row for row in plan.pipelined if isinstance(row, PiggybackEntry))
         for entry in (*plan.entries, *pipelined):
             self._tier.begin_token(entry.slot, entry.epoch, entry.position, entry.block_ids, entry.num_rows)
+
+
+def _cancel_in(tier: HostTier) -> Executor:
+    return lambda cancel: tier.cancel(cancel.slot)
+
+
+def _move_by(tier: HostTier, storage: DeviceKVStorage) -> Executor:
+    return lambda move: tier.start_move(move, storage.k_LBKSH, storage.v_LBKSH)
+
+
+def _load_into(pool: StatePool) -> Executor:
+    return lambda load: pool.load(load.state_slot, load.states)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omniserve.core.plan import Bound, HostEvent, HostEventKind, StepPlan
+from omniserve.core.plan import Bound, StepPlan
+from omniserve.core.work import AttentionResult, HostEvent
 from omniserve.latency import BatchFeatures, HostSpeed
 from omniserve.sched.batch import Batch, HostRows
 from omniserve.sched.neo import SecondBatch
@@ -79,7 +80,7 @@ class APEXPolicy(OmniServePolicy):
 
     def on_host_events(self, events: Sequence[HostEvent]) -> None:
         if self._host is not None:
-            done = [e for e in events if e.kind is HostEventKind.ATTENTION_DONE]
+            done = [e for e in events if isinstance(e, AttentionResult) and e.ok]
             self._host.note(len(done), sum(event.position + 1 for event in done))
 
     def schedule(self, now_s: float) -> StepPlan:

@@ -14,14 +14,13 @@ from omniserve.core.plan import (
     Bound,
     Decision,
     DeviceChunk,
-    KVMove,
     LeftOut,
-    MoveDirection,
     PiggybackEntry,
     PiggybackJoin,
     StepPlan,
 )
 from omniserve.core.request import ServiceClass
+from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv.base import Tier
 from omniserve.sched.draft_rows import with_drafts
 from omniserve.sched.host_draft_rows import HostSeats, with_host_drafts
@@ -180,13 +179,13 @@ class Batch:
     def _is_computed_sooner(self, state: RequestState, bound_s: float) -> bool:
         """Tell whether an LS request has its first token sooner without what the host has of it.
 
-        What is copied is there for the next step at the soonest. This one may become as long as ``bound_s``. What a
-        prefill engine has computed is not computed again: that is the time which it was asked to save.
+        What is copied is there for the next step at the soonest. This one may become as long as ``bound_s``. What was
+        computed elsewhere for it is not computed again: that is the time which was to be saved.
         """
         num_tokens = self._requests.prefixes.num_tokens_on_host(state)
         if state.kind is not LS or self.cost is None or not 0 < num_tokens <= self.tokens_left:
             return False
-        if state.prefix is not None and state.prefix.was_prefilled:
+        if state.prefix is not None and state.prefix.was_computed_elsewhere:
             return False
         start, now_s = self._requests.num_kept_tokens(state, Tier.DEVICE), self.cost.seconds()
         longer_s = self.cost.seconds_with(start, num_tokens, samples=0) - now_s
@@ -375,7 +374,7 @@ class Batch:
     ) -> StepPlan:
         """Close the batch, with the smallest bucket of seats that holds its piggyback rows.
 
-        Restores and checkpoints are added to the moves, and drafts to decodes, within the decision's bound.
+        Copies that run beside the step are begun with it, and drafts are added to decodes, within the decision's bound.
         """
         requests = self._requests
         for chunk in self.chunks:
@@ -385,12 +384,7 @@ class Batch:
         for state in requests.residents.take_changed():
             state.note_slot(self.now_s)
         self._prefetch()
-        copies: list[KVMove] = []
-        if requests.host_is_up:
-            # What a new one has found may be written by this step only.
-            known = (state for state in requests.device[BE] if state.request_id not in self._admitted)
-            copies = requests.checkpoints.plan(known, reserve_blocks=requests.host_headroom)
-            copies += requests.prefixes.save(reserve_blocks=requests.host_headroom)
+        work = requests.take_work((*self.moves, *self._restores), self._admitted)
         host_rows, decision = self._add_drafts(host_rows, preemptible, decision)
         seats = num_seats(host_rows.entries, host_rows.joins, self._limits.config.max_piggyback_seats)
         return StepPlan(
@@ -400,15 +394,9 @@ class Batch:
             joins=tuple(host_rows.joins),
             joins_as_one=host_rows.joins_as_one,
             num_piggyback_seats=seats,
-            state_loads=requests.state_slots.take_loads(),
-            relocations=requests.take_relocations(),
-            moves=(*self.moves, *self._restores, *copies),
-            disk_copies=tuple(requests.reads.disk.take_copies()),
-            prefills=requests.reads.prefills.take_orders(),
-            prefill_cancels=requests.reads.prefills.take_cancels(),
+            work=work,
             pipelined=tuple(host_rows.pipelined),
             hybrid=host_rows.hybrid,
             preemptible=preemptible,
-            cancels=requests.take_cancels(),
             decision=decision,
         )

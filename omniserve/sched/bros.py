@@ -262,7 +262,7 @@ class BROSPolicy(Policy):
 
     def _by_missing_tokens(self) -> Iterable[RequestState]:
         """Return waiting BE requests by class, the less KV must be copied back the sooner; last those without any."""
-        if self.requests.evicter is None:
+        if not self.requests.keeps_evicted:
             return self.requests.waiting[BE]
 
         def missing(state: RequestState) -> tuple[int, bool, int]:

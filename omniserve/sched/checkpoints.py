@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from omniserve.core.plan import KVMove
-from omniserve.kv.base import CanCheckpoint, CanEvict, CanShare, KVManager, MoveResult
+from omniserve.core.work import Done, KVMove
+from omniserve.kv.base import CanCheckpoint, CanEvict, CanMove, CanShare, KVManager, MoveResult
+from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.state import Phase, RequestState
 
 
@@ -18,12 +19,15 @@ class Checkpoints:
 
     Args:
         kv: Keeps the copies. One that can share blocks saves only what evicted requests are about to lose.
+        side_work: Takes the copies.
         max_blocks_per_step: Most blocks to begin in a step, less those still under way: copies that are slower than
             the steps do not pile up in front of a move that a request waits for. 0: nothing is copied.
     """
 
-    def __init__(self, kv: KVManager, *, max_blocks_per_step: int) -> None:
+    def __init__(self, kv: KVManager, side_work: SideWorkQueue, *, max_blocks_per_step: int) -> None:
         self._kv = kv if isinstance(kv, CanCheckpoint) and max_blocks_per_step > 0 else None
+        self._mover = kv if isinstance(kv, CanMove) else None
+        self._side_work = side_work
         self._sharer = kv if isinstance(kv, CanShare) else None
         self._outlive_eviction = isinstance(kv, CanEvict)
         self._block_size = kv.block_size
@@ -32,15 +36,15 @@ class Checkpoints:
         self.num_blocks_copied = 0
         """Counter: blocks of the copies that joined a checkpoint, if only in part."""
 
-    def plan(self, states: Iterable[RequestState], *, reserve_blocks: int) -> list[KVMove]:
-        """Begin copies, with what has been computed before the step; all of the moves belong into its plan.
+    def begin(self, states: Iterable[RequestState], *, reserve_blocks: int) -> None:
+        """Begin copies for the plan that is decided, of what has been computed before its step.
 
         Args:
             states: Requests that may have a checkpoint; those that are not on the device are passed over.
             reserve_blocks: Host blocks to leave free for requests that decode on the host.
         """
         if self._kv is None:
-            return []
+            return
         max_blocks = self._max_blocks - sum(self._under_way.values())
         if self._sharer is not None:
             moves = self._sharer.start_saving(
@@ -48,8 +52,10 @@ class Checkpoints:
             )
         else:
             moves = self._copy_full_blocks(states, max_blocks, reserve_blocks)
-        self._under_way |= {move.move_id: len(move.src_block_ids) for move in moves}
-        return moves
+        for move in moves:
+            self._under_way[move.move_id] = len(move.src_block_ids)
+            self._side_work.expect(move.move_id, self._on_done)
+            self._side_work.begin(move)
 
     def _copy_full_blocks(self, states: Iterable[RequestState], max_blocks: int, reserve_blocks: int) -> list[KVMove]:
         """Begin to copy full blocks of requests on the device; the last in their queue first: they give way first."""
@@ -79,12 +85,12 @@ class Checkpoints:
         """Return how many of a request's first blocks have a copy on the host."""
         return self._kv.num_checkpointed(state.request_id) if self._kv is not None else 0
 
-    def on_end(self, move_id: int, result: MoveResult) -> bool:
-        """Book the end of a copy; False, and nothing has happened, if the move is another one."""
-        num_blocks = self._under_way.pop(move_id, None)
-        if num_blocks is not None and result is MoveResult.ARRIVED:
+    def _on_done(self, done: Done) -> None:
+        """Book the end of a copy."""
+        assert self._mover is not None
+        num_blocks = self._under_way.pop(done.move_id)
+        if self._mover.finish_move(done.move_id, succeeded=done.ok) is MoveResult.ARRIVED:
             self.num_blocks_copied += num_blocks
-        return num_blocks is not None
 
     @property
     def are_made(self) -> bool:

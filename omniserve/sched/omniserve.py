@@ -105,7 +105,7 @@ class OmniServePolicy(Policy):
             prediction = self._predict_ttft(self._ttft, state, now_s)
         # What it will have waited before a step can have it.
         waited_s = max(0.0, now_s - state.arrival_s) + (self.begin_s(now_s) - now_s)
-        elsewhere_s = self.requests.reads.prefills.predict(state)
+        elsewhere_s = self.requests.loads.expected_s(state)
         state.predicted_here_s = waited_s + prediction.expected_s
         self._ttft.note(state)
         self._admission.judge(
@@ -119,8 +119,8 @@ class OmniServePolicy(Policy):
 
     def _predict_ttft(self, estimator: TTFTEstimator, state: RequestState, now_s: float) -> TTFTPrediction:
         device, waiting = self.requests.device, self.requests.waiting
-        reading = (other for other in self.requests.reads.states() if other.kind is LS)
-        in_line = (other for other in itertools.chain(device[LS], waiting[LS], reading) if other is not state)
+        loading = (other for other in self.requests.loads if other.kind is LS)
+        in_line = (other for other in itertools.chain(device[LS], waiting[LS], loading) if other is not state)
         ahead = [s for s in in_line if not s.decodes and s.prefill_key < state.prefill_key]
         queue = self._ls_queue([other for other in device[LS] if other.decodes], ahead)
         return estimator.predict(

@@ -13,9 +13,10 @@ from typing import ClassVar
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.options import Value, make_options
-from omniserve.core.plan import HostEvent, StepPlan
+from omniserve.core.plan import StepPlan
 from omniserve.core.registry import Registry
 from omniserve.core.request import SLO, Request
+from omniserve.core.work import HostEvent
 from omniserve.sched.options import PolicyOptions
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import RequestState

@@ -22,10 +22,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from omniserve.core.plan import KVMove
 from omniserve.core.request import ServiceClass
-from omniserve.kv.base import CanCache, KeepsPrefixesOnHost, KVManager
+from omniserve.core.work import Done, KVMove
+from omniserve.kv.base import CanCache, CanMove, KeepsPrefixesOnHost, KVManager
 from omniserve.kv.prefix_cache import PrefixKeys
+from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.state import PrefixUse, RequestState
 
 _REUSE_RATE = 1 / 32
@@ -61,10 +62,11 @@ class Prefixes:
     """
 
     def __init__(
-        self, kv: KVManager, *, publishes_ahead: bool = True, max_saved_blocks: int = 0, saves_early: bool = False,
-        has_states: bool = False,
+        self, kv: KVManager, side_work: SideWorkQueue, *, publishes_ahead: bool = True, max_saved_blocks: int = 0,
+        saves_early: bool = False, has_states: bool = False,
     ) -> None:  # fmt: skip
-        self._kv = kv
+        self._kv, self._side_work = kv, side_work
+        self._mover = kv if isinstance(kv, CanMove) else None
         self._host = kv if isinstance(kv, KeepsPrefixesOnHost) else None
         self._max_saved_blocks = max_saved_blocks
         self._num_ahead = kv.num_device_blocks if saves_early else 2 * max_saved_blocks
@@ -220,30 +222,31 @@ class Prefixes:
         if state.prefix is not None:
             state.prefix.may_restore = False
 
-    def save(self, *, reserve_blocks: int) -> list[KVMove]:
+    def save(self, *, reserve_blocks: int) -> None:
         """Begin to copy prefixes to the host that the device may forget; to be called when a plan is decided.
 
         ``reserve_blocks``: host blocks to leave free for requests that decode there.
         """
         max_blocks = self._max_saved_blocks - sum(self._saving.values())
         if self._host is None or max_blocks <= 0:
-            return []
+            return
         move = self._host.start_saving_prefixes(
             num_ahead=self._num_ahead, max_blocks=max_blocks, reserve_blocks=reserve_blocks
         )  # fmt: skip
-        if move is None:
-            return []
-        self._saving[move.move_id] = len(move.src_block_ids)
-        return [move]
+        if move is not None:
+            self._saving[move.move_id] = len(move.src_block_ids)
+            self._side_work.expect(move.move_id, self._on_saved)
+            self._side_work.begin(move)
+
+    def _on_saved(self, done: Done) -> None:
+        assert self._mover is not None
+        self._mover.finish_move(done.move_id, succeeded=done.ok)
+        del self._saving[done.move_id]
 
     @property
     def is_saving(self) -> bool:
         """Copies to the host are under way."""
         return bool(self._saving)
-
-    def on_end(self, move_id: int) -> bool:
-        """Book the end of a copy to the host; False, and nothing has happened, if the move is another one."""
-        return self._saving.pop(move_id, None) is not None
 
     def parts(self, state: RequestState) -> tuple[Sequence[bytes], int, int]:
         """Look up a WAITING request.

@@ -5,17 +5,31 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 
-from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, SlotCopy
 from omniserve.core.request import ServiceClass
+from omniserve.core.work import (
+    AttentionResult,
+    CancelTask,
+    Done,
+    HostEvent,
+    HostJoined,
+    HostLost,
+    KVMove,
+    MoveDirection,
+    SideWork,
+    TierDown,
+)
 from omniserve.kv.base import CanEvict, CanMove, CanShare, CanSpread, KVManager, MoveResult, Tier
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.prefix_queue import PrefixQueue
 from omniserve.sched.prefixes import Coming, Prefixes
-from omniserve.sched.reads import Reads
 from omniserve.sched.residents import HostResidents
+from omniserve.sched.side_work import SideWorkQueue
+from omniserve.sched.sources import sources_of
+from omniserve.sched.sources.base import KVLoads
+from omniserve.sched.sources.kept import EvictionsKept, KeptKV, PrefixesKept
 from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
 from omniserve.sched.state_slots import StateSlots
 from omniserve.sched.step_cost import Forecast
@@ -26,8 +40,8 @@ logger = logging.getLogger(__name__)
 class RequestTable:
     """The requests that have not ended, the queue that each is in, and the KV moves under way.
 
-    A request is in exactly one of ``waiting[kind]``, ``reads``, ``device[kind]``, ``residents.queue`` and ``moving``,
-    by its phase, or in none of them and ENDING. WAITING, READING and ENDING requests have no block table. HOST requests
+    A request is in exactly one of ``waiting[kind]``, ``loads``, ``device[kind]``, ``residents.queue`` and ``moving``,
+    by its phase, or in none of them and ENDING. WAITING, LOADING and ENDING requests have no block table. HOST requests
     hold a slot, and so do MOVING ones that come from the host tier or go there; with ``offloads``, requests may. With
     ``preempts``, plans may have preemptible rows. With ``hides_held``, its queues hide requests that are held.
     """
@@ -39,6 +53,7 @@ class RequestTable:
         self.limits = limits
         self.kv = kv
         self.states: dict[str, RequestState] = {}
+        self.side_work = SideWorkQueue()
         self.waiting_be = PrefixQueue(hides=hides_held)
         self.waiting: dict[ServiceClass, RequestQueue] = {LS: RequestQueue(hides=hides_held), BE: self.waiting_be}
         self.device = {c: RequestQueue(hides=hides_held) for c in ServiceClass}
@@ -57,22 +72,31 @@ class RequestTable:
         self.hosts: set[int] = set()
         """Hosts on the network that can be used."""
         self._has_lost_hosts = False  # a request may have KV on one
-        self.state_slots = StateSlots(limits.num_state_slots)
+        self.state_slots = StateSlots(limits.num_state_slots, self.side_work)
         self.sharer = kv if isinstance(kv, CanShare) else None
         blocks_per_step = -(-limits.config.max_num_batched_tokens // kv.block_size)
         self.prefixes = Prefixes(
-            kv, publishes_ahead=not preempts, max_saved_blocks=limits.num_host_slots and blocks_per_step,
-            saves_early=limits.config.disk_kv.keep, has_states=limits.num_state_slots > 0,
+            kv, self.side_work, publishes_ahead=not preempts,
+            max_saved_blocks=limits.num_host_slots and blocks_per_step, saves_early=limits.config.disk_kv.keep,
+            has_states=limits.num_state_slots > 0,
         )  # fmt: skip
         # States stand where a request's last token left them: what is kept of its KV up to an earlier one is of no use.
         can_keep = isinstance(kv, CanEvict) and not limits.num_state_slots
-        self.evicter = kv if isinstance(kv, CanEvict) and can_keep and not self.prefixes.is_on else None
-        self.reads = Reads(kv, self.prefixes, limits.config, self.waiting, max_blocks=blocks_per_step)
+        self._kept: KeptKV = PrefixesKept(self.prefixes)
+        self.keeps_evicted = can_keep and not self.prefixes.is_on
+        """A preempted request keeps what is left of its blocks."""
+        if isinstance(kv, CanEvict) and self.keeps_evicted:
+            self._kept = EvictionsKept(kv)
+        self.loads = KVLoads(
+            sources_of(limits.config, kv), kv, self.prefixes, self.side_work, limits.config, self.waiting,
+            max_blocks=blocks_per_step,
+        )  # fmt: skip
         self._offloads = offloads
         self._draining: dict[int, RequestState] = {}
-        self._cancels: list[int] = []
         wants_copies = (can_keep or offloads) and limits.num_host_slots > 0
-        self.checkpoints = Checkpoints(kv, max_blocks_per_step=limits.checkpoint_blocks if wants_copies else 0)
+        self.checkpoints = Checkpoints(
+            kv, self.side_work, max_blocks_per_step=limits.checkpoint_blocks if wants_copies else 0
+        )
 
     # -- arrivals and ends ---------------------------------------------------------------------------------------
 
@@ -108,11 +132,11 @@ class RequestTable:
             if self.residents.withdraw(state):
                 state.phase = Phase.DRAINING
                 self._draining[state.slot] = state
-                self._cancels.append(state.slot)
+                self.side_work.begin(CancelTask(slot=state.slot))
             else:
                 self._leave_host(state)
-        elif phase is Phase.READING:
-            self.reads.forget(state)
+        elif phase is Phase.LOADING:
+            self.loads.forget(state)
         elif phase in (Phase.WAITING, Phase.DEVICE):
             (self.waiting if phase is Phase.WAITING else self.device)[state.kind].remove(state)
             self.kv.free(state.request_id)
@@ -128,7 +152,7 @@ class RequestTable:
 
         Copies of cached prefixes to the host do not count: no request waits for them.
         """
-        is_busy = self.checkpoints.busy or self.reads.prefills.is_cancelling
+        is_busy = self.checkpoints.busy or self.side_work.is_pending
         return not (self.states or self.moving or self.abandoned_moves or self._draining or is_busy)
 
     # -- changes of place ----------------------------------------------------------------------------------------
@@ -142,22 +166,22 @@ class RequestTable:
         state.blocked_since_s = None
         self.device[state.kind].add(state)
 
-    def start_reading(self, forecast: Forecast | None, now_s: float) -> None:
-        """Take WAITING requests from their queues whose KV is to come from disk or from a prefill engine.
+    def start_loading(self, forecast: Forecast | None, now_s: float) -> None:
+        """Take WAITING requests from their queues whose KV is to come from a source.
 
         They come back when it is there.
         """
         if self.host_is_up:
-            self.reads.start(forecast, now_s, running_ls=self.device[LS], reserve_blocks=self.host_headroom)
+            self.loads.start(forecast, now_s, running_ls=self.device[LS], reserve_blocks=self.host_headroom)
 
     def give_up_prefixes(self) -> None:
         """Find, publish, copy and write no prefixes any more; to be called when a step has failed."""
         self.prefixes.give_up()
-        self.reads.give_up()
+        self.loads.give_up()
 
     def coming(self, state: RequestState) -> Coming | None:
         """Return the KV that will be copied to the device for a new WAITING request; None: nothing."""
-        return self.reads.disk.coming(state) if self.prefixes.is_on and self.host_is_up else None
+        return self.loads.coming(state) if self.prefixes.is_on and self.host_is_up else None
 
     def preempt(self, state: RequestState) -> None:
         """Take a request's memory back; it waits, in arrival order, to be resumed. Its tokens are kept.
@@ -171,14 +195,14 @@ class RequestTable:
             self.residents.release_slot(state)
         else:
             raise RuntimeError(f"request {state.request_id} cannot be preempted while {state.phase}")
-        if self.evicter is not None:
-            self.evicter.evict(state.request_id, state.num_computed_tokens)
-        else:
-            self.prefixes.release(state)
+        self._kept.take_from(state)
         self._requeue(state)
 
     def start_move(self, state: RequestState, direction: MoveDirection, *, reserve_blocks: int = 0) -> KVMove | None:
-        """Begin to move a DEVICE or HOST request that stands at a token boundary; None if there is no room."""
+        """Begin to move a DEVICE or HOST request that stands at a token boundary; None if there is no room.
+
+        The move is for the plan that is decided.
+        """
         assert state.decodes and state.away is None, f"{state.request_id} is not at a token boundary"
         assert self._offloads, "the policy moves requests between the tiers: set its offloads to True"
         to_host = direction is MoveDirection.TO_HOST
@@ -199,26 +223,24 @@ class RequestTable:
             self.residents.take_slot(state)
         else:
             self.residents.queue.remove(state)
+        self._await_move(state, move)
+        return move
+
+    def _await_move(self, state: RequestState, move: KVMove) -> None:
         state.phase = Phase.MOVING
         self.moving[move.move_id] = (state, move)
-        return move
+        self.side_work.expect(move.move_id, self._on_moved)
 
     def needs_restore(self, state: RequestState) -> bool:
         """Tell whether the host has KV of a WAITING request that the device has not (any more)."""
-        if not self.host_is_up:
-            return False
-        if self.evicter is None:
-            return self.prefixes.is_worth_restoring(state)
-        return self.num_kept_tokens(state, Tier.HOST) > self.num_kept_tokens(state, Tier.DEVICE)
+        return self.host_is_up and self._kept.needs_restore(state)
 
     def num_kept_tokens(self, state: RequestState, tier: Tier) -> int:
         """Return how many first tokens of a WAITING request still have their KV on a tier.
 
         Of one that was evicted (``CanEvict``), or, on the device, in the prefix cache.
         """
-        if self.evicter is not None:
-            return self.evicter.num_kept_tokens(state.request_id, tier)
-        return self.prefixes.num_tokens(state) if tier is Tier.DEVICE else 0
+        return self._kept.num_tokens(state, tier)
 
     def allocate(self, state: RequestState, *, reserve_blocks: int) -> tuple[int, ...] | None:
         """Return device blocks for all known tokens of a WAITING or DEVICE request; None: there is no room."""
@@ -232,19 +254,15 @@ class RequestTable:
         It holds device blocks for all its tokens from now on, and is on the device, with those behind its checkpoint
         uncomputed, when the copy is done.
         """
-        if self.evicter is not None:
-            num_tokens = self.num_kept_tokens(state, Tier.HOST)
-            move = self.evicter.start_restore(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
-        else:
-            move, num_tokens = self.prefixes.start_restore(state, reserve_blocks=reserve_blocks) or (None, 0)
-        if move is None:
+        restore = self._kept.start_restore(state, reserve_blocks=reserve_blocks)
+        if restore is None:
             return None
+        move, num_tokens = restore
         self.waiting[state.kind].remove(state)
         self.state_slots.of(state)
         state.num_computed_tokens = num_tokens
         state.blocked_since_s = None
-        state.phase = Phase.MOVING
-        self.moving[move.move_id] = (state, move)
+        self._await_move(state, move)
         return move
 
     def abandon_move(self, move_id: int) -> None:
@@ -253,6 +271,7 @@ class RequestTable:
         state, _ = self.moving.pop(move_id)
         self.mover.abandon_move(move_id)
         self.abandoned_moves.add(move_id)
+        self.side_work.expect(move_id, self._on_abandoned)
         self.residents.release_slot(state)
         if state.phase is Phase.DRAINING:
             state.phase = Phase.FINISHED
@@ -264,35 +283,48 @@ class RequestTable:
         """Tell whether the request's tokens fill its device blocks from the right; see ``CanShare``."""
         return self.sharer is not None and self.sharer.runs_from_right(state.request_id)
 
-    def take_relocations(self) -> tuple[SlotCopy, ...]:
-        """Return, once, the copies on the device that the next step must begin with."""
-        return self.sharer.take_relocations() if self.sharer is not None else ()
+    def take_work(self, moves: Iterable[KVMove], unseen: Set[str]) -> tuple[SideWork, ...]:
+        """Return, once, all that the plan that is decided starts beside its rows.
 
-    def take_cancels(self) -> tuple[int, ...]:
-        """Return, once, the host slots of requests that have ended while their token was away."""
-        cancels, self._cancels = tuple(self._cancels), []
-        return cancels
+        Args:
+            moves: The moves that were begun for the plan.
+            unseen: Requests that the plan admits: what they have found may be written by its step only, so nothing of
+                it is copied yet.
+        """
+        for move in moves:
+            self.side_work.begin(move)
+        if self.host_is_up:
+            known = (state for state in self.device[BE] if state.request_id not in unseen)
+            self.checkpoints.begin(known, reserve_blocks=self.host_headroom)
+            self.prefixes.save(reserve_blocks=self.host_headroom)
+        self.loads.write()
+        # Copies on the device come first: the others may read what they have written.
+        relocations = self.sharer.take_relocations() if self.sharer is not None else ()
+        return (*relocations, *self.side_work.take())
 
     # -- what happens beside the steps ---------------------------------------------------------------------------
 
     def notify(self, events: Sequence[HostEvent]) -> None:
         """Book what finished beside the steps: host attention and KV moves."""
         for event in events:
-            if event.kind in (HostEventKind.MOVE_DONE, HostEventKind.MOVE_FAILED):
-                self._finish_move(event)
-            elif event.kind is HostEventKind.TIER_DOWN:
-                self.host_is_up = False
-                for state in self.residents.queue.everyone():
-                    if state.away is None:
-                        self.preempt(state)
-            elif event.kind is HostEventKind.HOST_LOST:
-                self._lose_host(event.host)
-            elif event.kind is HostEventKind.HOST_JOINED:
-                assert self.spreader is not None
-                self.hosts.add(event.host)
-                self.spreader.add_host(event.host, event.num_blocks, event.num_threads)
-            elif not self.reads.on_prefill(event):
-                self._finish_attention(event)
+            match event:
+                case Done():
+                    self.side_work.finish(event)
+                case AttentionResult():
+                    self._finish_attention(event)
+                case TierDown():
+                    self.host_is_up = False
+                    for state in self.residents.queue.everyone():
+                        if state.away is None:
+                            self.preempt(state)
+                case HostLost(host=host):
+                    self._lose_host(host)
+                case HostJoined(host=host, num_blocks=num_blocks, num_threads=num_threads):
+                    assert self.spreader is not None
+                    self.hosts.add(host)
+                    self.spreader.add_host(host, num_blocks, num_threads)
+                case _:
+                    self.loads.on_event(event)
         if self._has_lost_hosts:
             self._leave_lost_hosts()
 
@@ -316,7 +348,7 @@ class RequestTable:
             self.spreader.is_lost(state.request_id) for state in (*moving, *self.ended())
         )
 
-    def _finish_attention(self, event: HostEvent) -> None:
+    def _finish_attention(self, event: AttentionResult) -> None:
         was_used = self.residents.take_used(event)
         ended = self._draining.get(event.slot)
         if ended is not None and ended.epoch == event.epoch:
@@ -330,21 +362,19 @@ class RequestTable:
         if state is None:
             if not was_used:
                 logger.warning("dropped a stale host result: %s", event)
-        elif event.kind is HostEventKind.ATTENTION_FAILED:
+        elif not event.ok:
             self.preempt(state)
 
-    def _finish_move(self, event: HostEvent) -> None:
+    def _on_abandoned(self, done: Done) -> None:
         assert self.mover is not None
-        succeeded = event.kind is HostEventKind.MOVE_DONE
-        result = self.mover.finish_move(event.move_id, succeeded=succeeded)
-        if self.checkpoints.on_end(event.move_id, result) or self.prefixes.on_end(event.move_id):
-            return
-        if self.reads.on_move_end(event):
-            return
-        if event.move_id in self.abandoned_moves:
-            self.abandoned_moves.remove(event.move_id)
-            return
-        state, _ = self.moving.pop(event.move_id)
+        self.mover.finish_move(done.move_id, succeeded=done.ok)
+        self.abandoned_moves.remove(done.move_id)
+
+    def _on_moved(self, done: Done) -> None:
+        """Book the end of a request's move or restore."""
+        assert self.mover is not None
+        result = self.mover.finish_move(done.move_id, succeeded=done.ok)
+        state, _ = self.moving.pop(done.move_id)
         on_host = self.kv.tier(state.request_id) is Tier.HOST
         if state.phase is Phase.DRAINING:
             state.phase = Phase.FINISHED
@@ -358,7 +388,7 @@ class RequestTable:
                 self.prefixes.note_lost(state)
                 self._wait(state)  # it was counted when it gave way
             return
-        if succeeded and state.slot >= 0:
+        if done.ok and state.slot >= 0:
             self.counters["swaps_out" if on_host else "swaps_in"] += 1
         if on_host:
             state.phase = Phase.HOST
@@ -381,7 +411,7 @@ class RequestTable:
 
     def _wait(self, state: RequestState) -> None:
         self.state_slots.release(state)
-        self.reads.look_again(state)
+        self.loads.look_again(state)
         state.num_computed_tokens = 0
         state.halted = None
         state.phase = Phase.WAITING
@@ -476,7 +506,7 @@ class RequestTable:
             phase, about = state.phase, (state.request_id, state.phase, state.slot)
             homes = {
                 Phase.WAITING: state in self.waiting[state.kind],
-                Phase.READING: state in self.reads,
+                Phase.LOADING: state in self.loads,
                 Phase.DEVICE: state in self.device[state.kind],
                 Phase.HOST: state in self.residents.queue,
                 Phase.MOVING: any(other is state for other, _ in self.moving.values()),
@@ -484,7 +514,7 @@ class RequestTable:
             }
             assert [home for home, is_there in homes.items() if is_there] == [phase], (about, homes)
             num_blocks = self.kv.num_blocks(state.request_id)
-            has_none = phase in (Phase.WAITING, Phase.READING, Phase.ENDING)
+            has_none = phase in (Phase.WAITING, Phase.LOADING, Phase.ENDING)
             assert (num_blocks == 0) == has_none, (about, num_blocks)
             may_hold, must_hold = phase in (Phase.HOST, Phase.MOVING), phase is Phase.HOST
             assert may_hold if state.slot >= 0 else not must_hold, about

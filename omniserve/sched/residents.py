@@ -14,7 +14,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from omniserve.core.plan import HostEvent, HostEventKind, PiggybackEntry, PiggybackJoin
+from omniserve.core.plan import PiggybackEntry, PiggybackJoin
+from omniserve.core.work import AttentionResult
 from omniserve.sched.late_joins import ResultOdds
 from omniserve.sched.state import AwayToken, Phase, RequestQueue, RequestState
 
@@ -100,7 +101,7 @@ class HostResidents:
         changed, self._changed = self._changed, []
         return changed
 
-    def on_event(self, event: HostEvent) -> RequestState | None:
+    def on_event(self, event: AttentionResult) -> RequestState | None:
         """Book an attention event; return its request, or None if the event is stale or a duplicate."""
         state = self._by_slot.get(event.slot)
         if state is None or state.epoch != event.epoch or state.away is None:
@@ -108,24 +109,24 @@ class HostResidents:
         away: AwayToken | None = state.away
         while away is not None and away.layer > event.layer:
             away = away.before
-        if away is None and state.away.position == event.position and event.kind is HostEventKind.ATTENTION_DONE:
+        if away is None and state.away.position == event.position and event.ok:
             return state  # a late join has used the result, and the event was on its way
         if away is None or away.ready or (away.layer, away.position) != (event.layer, event.position):
             return None
-        if event.kind is HostEventKind.ATTENTION_DONE:
+        if event.ok:
             if away is state.away:
                 self._set_ready(state, away)
             else:
                 away.ready = True  # if it misses the step that it is assumed to join, it can join the next one
         return state
 
-    def take_used(self, event: HostEvent) -> bool:
+    def take_used(self, event: AttentionResult) -> bool:
         """Return whether a late join has used a result before its event came, perhaps its request's last one.
 
         Then the request may have gone on, or ended. Other stages tell of their events later than of their joins.
         """
         key = (event.epoch, event.layer, event.position)
-        was_used = event.kind is HostEventKind.ATTENTION_DONE and key in self._used[event.slot]
+        was_used = event.ok and key in self._used[event.slot]
         self._used[event.slot].discard(key)
         return was_used
 
@@ -136,10 +137,10 @@ class HostResidents:
             # It came in the course of a step with device rows: a seat would have been of use, if not surely so.
             self._odds.note(self._num_steps - away.sent, has_device_rows=True, in_time=True)
 
-    def is_last(self, event: HostEvent, state: RequestState) -> bool:
+    def is_last(self, event: AttentionResult, state: RequestState) -> bool:
         """Return whether an event of a cancelled slot is the last one, behind which nothing uses the slot any more."""
         away = state.away
-        if event.kind is HostEventKind.ATTENTION_FAILED or away is None:
+        if not event.ok or away is None:
             return True
         return away.before is None and not away.may_be_expected and away.layer == event.layer
 

@@ -20,7 +20,6 @@ from omniserve.core.errors import RequestRejected
 from omniserve.core.plan import (
     PENDING_TOKEN,
     DeviceChunk,
-    HostEvent,
     PiggybackEntry,
     PiggybackJoin,
     StepOutput,
@@ -28,6 +27,7 @@ from omniserve.core.plan import (
 )
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
 from omniserve.core.stats import SchedulerStats
+from omniserve.core.work import HostEvent
 from omniserve.kv.base import KVManager, Tier
 from omniserve.sched.batch import Batch
 from omniserve.sched.drafter import Drafter, prompt_lookup
@@ -179,7 +179,7 @@ class Scheduler:
     def schedule(self, now_s: float) -> StepPlan:
         """Decide the next step; allocates the KV it needs."""
         self._tell_time(now_s)
-        self.requests.start_reading(self.policy.forecast, now_s)
+        self.requests.start_loading(self.policy.forecast, now_s)
         if self._num_stages == 1:
             return self.policy.schedule(now_s)
         others = [state for queue in self.requests.device.values() for state in self._of_other_steps(queue)]
@@ -407,7 +407,7 @@ class Scheduler:
             state.first_token_s = now_s
             self._prompt_tokens[state.service_class] += state.num_prompt_tokens
             self.policy.on_first_token(state, now_s)
-            self.requests.reads.prefills.note_first_token(state, now_s)
+            self.requests.loads.note_first_token(state, now_s)
             prompt_logprobs = tuple(state.prompt_logprobs)
             if state.request.sampling.max_tokens == 0:
                 self.requests.end(state)
@@ -464,14 +464,14 @@ class Scheduler:
     @property
     def is_saving(self) -> bool:
         """True while prefixes are being copied to the host or to disk."""
-        return self.requests.prefixes.is_saving or self.requests.reads.disk.is_writing
+        return self.requests.prefixes.is_saving or self.requests.loads.is_writing
 
     def stats(self) -> SchedulerStats:
         """Return gauges and counters."""
         counters: dict[str, Any] = dict(self.requests.counters)
         waiting, running = dict.fromkeys(self._classes, 0), dict.fromkeys(self._classes, 0)
         for state in self.requests.states.values():
-            has_kv = state.phase not in (Phase.WAITING, Phase.READING)
+            has_kv = state.phase not in (Phase.WAITING, Phase.LOADING)
             (running if has_kv else waiting)[state.service_class] += 1
         blocks = {tier: dict.fromkeys(self._classes, 0) for tier in Tier}
         for state in (*self.requests.states.values(), *self.requests.ended()):
@@ -491,8 +491,7 @@ class Scheduler:
             checkpoints=self.requests.checkpoints.num_blocks_copied,
             cached_tokens={name: self.requests.prefixes.num_cached_tokens[name] for name in self._classes},
             restored_tokens={name: self.requests.prefixes.num_restored_tokens[name] for name in self._classes},
-            disk_tokens={name: self.requests.reads.disk.num_read_tokens[name] for name in self._classes},
-            prefilled_tokens={name: self.requests.reads.prefills.num_tokens[name] for name in self._classes},
+            loaded_tokens=self.requests.loads.num_tokens(),
             **counters,
             rejected=dict(self._rejected),
         )

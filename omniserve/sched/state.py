@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import TypeVar, cast
 
 from omniserve.core.plan import PENDING_TOKEN, PromptScores
 from omniserve.core.request import (
@@ -25,6 +26,7 @@ from omniserve.core.request import (
 from omniserve.kv.prefix_cache import PrefixKeys
 from omniserve.sched.speculation import Speculation
 
+F = TypeVar("F")
 LS, BE = ServiceClass.LS, ServiceClass.BE
 
 
@@ -32,7 +34,7 @@ class Phase(enum.StrEnum):
     """The place of a request's KV, and with it what the scheduler may do with the request."""
 
     WAITING = "waiting"  # has no block table: new, or preempted
-    READING = "reading"  # likewise, and KV of its first tokens is coming from disk or from a prefill engine
+    LOADING = "loading"  # likewise, and KV of its first tokens is coming into host memory from a source
     DEVICE = "device"  # KV on the device
     ENDING = "ending"  # its last token is pending: it needs no KV any more, and is not scheduled
     MOVING = "moving"  # KV is being copied; not schedulable
@@ -74,7 +76,7 @@ class HaltedChunk:
 
 @dataclass(slots=True)
 class PrefixUse:
-    """A request's part in the prefix cache, and in KV that comes from the host, the disk or a prefill engine."""
+    """A request's part in the prefix cache, and in KV that comes from the host or from a source."""
 
     keys: PrefixKeys
     num_found: int = 0
@@ -85,18 +87,8 @@ class PrefixUse:
     """First blocks of a DEVICE request that have been published since its admission."""
     num_coming: int = 0
     """Blocks behind those found that the host will have when the copy is done that the request waits for."""
-    was_looked_up_on_disk: bool = False
-    """The disk was looked up since the request began to wait."""
-    num_disk_waits: int = 0
-    """Copies from disk that it has waited for since then."""
-    num_prefills: int = 0
-    """Number of times that a prefill engine was asked for it since it began to wait."""
-    was_prefilled: bool = False
-    """A prefill engine has computed it, and its KV has come, since it began to wait."""
-    expected_s: float | None = None
-    """Predicted end of the engine's work, on the scheduler's clock; None: nothing was predicted."""
-    came_s: float = 0.0
-    """Time at which the last of that KV came."""
+    was_computed_elsewhere: bool = False
+    """Its KV was computed elsewhere for it alone, and has come, since it began to wait: it is not computed again."""
     states: bytes | None = None
     """The recurrent states that came with it, until the KV has been copied to the device, too."""
     may_restore: bool = True
@@ -172,6 +164,8 @@ class RequestState:
     """Makes its drafts; None: it gets none."""
     prefix: PrefixUse | None = None
     """The request's part in the prefix cache; None: it has none."""
+    facts: dict[type, object] = field(default_factory=dict)
+    """Records of features that only some engines have, by type; see ``fact``."""
 
     def __post_init__(self) -> None:
         self.max_num_tokens = len(self.token_ids) + self.request.sampling.max_tokens
@@ -209,6 +203,12 @@ class RequestState:
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
 
+    def fact(self, kind: type[F]) -> F:
+        """Return what a feature knows of the request, in a record of the feature's own; a new one at first."""
+        if (found := self.facts.get(kind)) is None:
+            found = self.facts[kind] = kind()
+        return cast(F, found)
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
@@ -226,8 +226,8 @@ class RequestState:
     @property
     def num_ready_tokens(self) -> int:
         """First tokens that have their KV; while it has no block table, those that it will find in the prefix cache."""
-        if self.prefix is not None and self.phase in (Phase.WAITING, Phase.READING):
-            num_coming = self.prefix.num_coming if self.phase is Phase.READING else 0
+        if self.prefix is not None and self.phase in (Phase.WAITING, Phase.LOADING):
+            num_coming = self.prefix.num_coming if self.phase is Phase.LOADING else 0
             return (self.prefix.num_found + num_coming) * self.prefix.keys.block_size
         return self.num_computed_tokens
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from omniserve.core.config import EngineConfig
-from omniserve.core.plan import StateLoad
 from omniserve.core.spec import ModelSpec
+from omniserve.core.work import StateLoad
+from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.state import Phase, RequestState
 
 
 class StateSlots:
     """Gives a slot to each request that has computed tokens. Without slots the model has no such states."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_slots: int, side_work: SideWorkQueue) -> None:
+        self.num_slots, self._side_work = num_slots, side_work
         self._free = list(range(num_slots - 1, -1, -1))
-        self._loads: list[StateLoad] = []
 
     @property
     def num_used(self) -> int:
@@ -37,12 +37,7 @@ class StateSlots:
 
     def load(self, state: RequestState, states: bytes) -> None:
         """Have the next step begin with these states in a request's slot."""
-        self._loads.append(StateLoad(state_slot=self.of(state), states=states))
-
-    def take_loads(self) -> tuple[StateLoad, ...]:
-        """Return, once, the states that the next step must begin with."""
-        loads, self._loads = tuple(self._loads), []
-        return loads
+        self._side_work.begin(StateLoad(state_slot=self.of(state), states=states))
 
     def check(self, states: list[RequestState]) -> None:
         """Verify that just the requests with KV hold a slot each.
@@ -53,7 +48,7 @@ class StateSlots:
         held = [state.state_slot for state in states if state.state_slot >= 0]
         assert sorted(held + self._free) == list(range(self.num_slots)), (sorted(held), sorted(self._free))
         for state in states:
-            has_tokens = state.phase not in (Phase.WAITING, Phase.READING, Phase.ENDING)
+            has_tokens = state.phase not in (Phase.WAITING, Phase.LOADING, Phase.ENDING)
             assert (state.state_slot >= 0) == (has_tokens and self.num_slots > 0), (state.request_id, state.phase)
 
 

@@ -11,8 +11,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from omniserve.core.plan import Bound, MoveDirection
+from omniserve.core.plan import Bound
 from omniserve.core.request import ServiceClass
+from omniserve.core.work import MoveDirection
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
 from omniserve.sched.options import HostTierOptions
@@ -135,7 +136,7 @@ class TierMoves:
         shortage = requests.blocks_for(state) + self._reserve(state) - self._kv.num_free(Tier.DEVICE)
         shortage -= requests.blocks_moving_out
         if shortage > 0:
-            self.offload_until(batch, shortage, reserve_blocks=requests.reads.blocks_wanted())
+            self.offload_until(batch, shortage, reserve_blocks=requests.loads.blocks_wanted())
 
     @property
     def can_offload_for_time(self) -> bool:
@@ -267,6 +268,6 @@ class Parking:
         num_missing = self._kv.num_blocks(state.request_id) - num_checkpointed
         can_park = state.decodes and num_checkpointed > 0 and num_missing <= _MOST_TO_COPY
         # A manager that evicts keeps the checkpoint without a move.
-        can_park &= self._requests.evicter is None
+        can_park &= not self._requests.keeps_evicted
         if not (can_park and batch.start_move(state, MoveDirection.TO_HOST)):
             self._requests.preempt(state)

@@ -303,7 +303,7 @@ class TTFTEstimator:
 
     def _steps_until_place(self, new: RequestState, queue: LSQueue) -> int:
         """Return after how many steps one of ``max_num_seqs`` places is free; lower classes give theirs."""
-        waiting = [state for state in queue.prompts if state.phase in (Phase.WAITING, Phase.READING)]
+        waiting = [state for state in queue.prompts if state.phase in (Phase.WAITING, Phase.LOADING)]
         if len(waiting) < queue.num_places:
             return 0
         running = [state for state in (*queue.prompts, *queue.decoding) if state.request_id in queue.blocks]
@@ -318,7 +318,7 @@ class TTFTEstimator:
         If there is memory for all of them to begin, they do so at once, whatever they come to need.
         """
         held = queue.blocks
-        waiting = [state for state in queue.prompts if state.phase in (Phase.WAITING, Phase.READING)]
+        waiting = [state for state in queue.prompts if state.phase in (Phase.WAITING, Phase.LOADING)]
         if sum(self._blocks(state.num_tokens) for state in waiting) + self._blocks(num_tokens) <= queue.num_free:
             return 0
         running = [state for state in (*queue.prompts, *queue.decoding) if state.request_id in held]

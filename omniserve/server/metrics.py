@@ -228,9 +228,9 @@ class _EngineCollector(Collector):
         help_text = "Tokens of prefixes whose KV was copied back from the host"
         yield _counter("restored_tokens", help_text, s.restored_tokens, by_class)
         help_text = "Tokens of prefixes whose KV was read from disk"
-        yield _counter("disk_tokens", help_text, s.disk_tokens, by_class)
+        yield _counter("disk_tokens", help_text, s.loaded_from("disk"), by_class)
         help_text = "Tokens of prompts whose KV has come from prefill engines"
-        yield _counter("prefilled_tokens", help_text, s.prefilled_tokens, by_class)
+        yield _counter("prefilled_tokens", help_text, s.loaded_from("prefilled"), by_class)
         yield _counter("swaps", "Requests whose KV moved", {"out": s.swaps_out, "in": s.swaps_in}, ["direction"])
         by_threads = {str(num_threads): num_steps for num_threads, num_steps in sorted(s.steps_by_threads.items())}
         yield _counter("steps_by_threads", "Steps by the device tier's CPU threads", by_threads, ["threads"])

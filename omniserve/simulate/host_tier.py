@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.core.plan import PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.core.spec import ModelSpec
+from omniserve.core.work import AttentionResult, Done, HostEvent, KVMove, MoveDirection
 from omniserve.latency.features import AlphaBeta
 from omniserve.simulate.placement import Place, Placement, split_blocks
 
@@ -106,7 +107,7 @@ class SimulatedHostTier:
         self._link = _Server()
         self._servers = [*self._hosts, self._link]
         self._events: list[tuple[float, int, HostEvent]] = []
-        self._results: dict[int, tuple[float, int, HostEvent]] = {}
+        self._results: dict[int, tuple[float, int, AttentionResult]] = {}
         """Slot -> its attention event among these; one that a late join has used is no event any more."""
         self._used: set[int] = set()
         self._order = itertools.count()
@@ -120,21 +121,19 @@ class SimulatedHostTier:
         """True while tasks are in hand; moves do not count."""
         return self._tasks_in_hand > 0
 
-    def start_moves(self, plan: StepPlan, now_s: float) -> None:
-        """Begin the plan's moves, at the start of its step."""
-        for move in plan.moves:
-            is_out = move.direction is MoveDirection.TO_HOST
-            if not move.request_id or not (is_out or self._placement.has(move.request_id)):
-                place = Place(0)  # blocks of prefixes, which are on the device's own host
-            elif is_out:
-                place = self._placement.arrive(move.request_id, len(move.dst_block_ids))
-            else:
-                place = Place(self._placement.host_of(move.request_id))
-            seconds = self._move_s(move, place.host) + self._relocate_s(place)
-            event = HostEvent(kind=HostEventKind.MOVE_DONE, move_id=move.move_id)
-            self._in_hand += 1
-            queue = self._hosts[place.host].urgent if self._copies.by_host_threads else self._link.queue
-            queue.append((now_s, seconds, seconds, event))
+    def start_move(self, move: KVMove, now_s: float) -> None:
+        """Begin a move, at the start of its step."""
+        is_out = move.direction is MoveDirection.TO_HOST
+        if not move.request_id or not (is_out or self._placement.has(move.request_id)):
+            place = Place(0)  # blocks of prefixes, which are on the device's own host
+        elif is_out:
+            place = self._placement.arrive(move.request_id, len(move.dst_block_ids))
+        else:
+            place = Place(self._placement.host_of(move.request_id))
+        seconds = self._move_s(move, place.host) + self._relocate_s(place)
+        self._in_hand += 1
+        queue = self._hosts[place.host].urgent if self._copies.by_host_threads else self._link.queue
+        queue.append((now_s, seconds, seconds, Done(move_id=move.move_id, ok=True)))
 
     def has_result(self, join: PiggybackJoin, at_s: float) -> bool:
         """Return whether the result of a late join is there at a time."""
@@ -174,7 +173,7 @@ class SimulatedHostTier:
             return []
         for server in self._servers:
             self._serve(server, now_s)
-        done = []
+        done: list[HostEvent] = []
         events = self._events
         num_used = 0
         while events and events[0][0] <= now_s:
@@ -183,10 +182,11 @@ class SimulatedHostTier:
                 self._used.remove(order)
                 num_used += 1
                 continue
-            self._results.pop(event.slot, None)
+            if isinstance(event, AttentionResult):
+                self._results.pop(event.slot, None)
             done.append(event)
         self._in_hand -= len(done) + num_used
-        self._tasks_in_hand -= sum(event.slot >= 0 for event in done) + num_used
+        self._tasks_in_hand -= sum(isinstance(event, AttentionResult) for event in done) + num_used
         return done
 
     def next_event_s(self) -> float | None:
@@ -208,9 +208,7 @@ class SimulatedHostTier:
         keys = row.position + 1 - self._attention[layer].first_key(row.position)
         seconds = (node.key_s + node.draft_key_s * len(row.draft_ids)) * keys + node.task_s
         threads = min(node.num_threads, keys // _PIECE_KEYS + 1)
-        event = HostEvent(
-            kind=HostEventKind.ATTENTION_DONE, slot=row.slot, epoch=row.epoch, layer=layer, position=row.position
-        )
+        event = AttentionResult(slot=row.slot, epoch=row.epoch, layer=layer, position=row.position)
         least_s = seconds * node.num_threads / threads + node.latency_s + self._relocate_s(place)
         self._hosts[place.host].queue.append((at_s, seconds, least_s, event))
         self._in_hand += 1
@@ -223,10 +221,10 @@ class SimulatedHostTier:
             begin_s, queue = upcoming
             _, seconds, least_s, event = queue.popleft()
             server.free_s = begin_s + seconds
-            entry = begin_s + least_s, next(self._order), event
-            heapq.heappush(self._events, entry)
-            if event.slot >= 0:
-                self._results[event.slot] = entry
+            order = next(self._order)
+            heapq.heappush(self._events, (begin_s + least_s, order, event))
+            if isinstance(event, AttentionResult):
+                self._results[event.slot] = begin_s + least_s, order, event
 
     def _move_s(self, move: KVMove, node: int) -> float:
         num_bytes = len(move.src_block_ids) * self._block_bytes

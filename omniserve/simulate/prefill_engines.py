@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from omniserve.core.config import EngineConfig, ParallelConfig, PrefillConfig
 from omniserve.core.errors import RequestRejected
-from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
+from omniserve.core.work import CancelPrefill, Done, HostEvent, PrefilledKV, PrefillEngineJoined, RemotePrefill
 from omniserve.kv.base import KeepsPrefixesOnHost
 from omniserve.kv.prefix_cache import PrefixKeys
 from omniserve.latency.features import AlphaBeta
@@ -128,12 +128,12 @@ class _Engine:
         kind = self._kinds[prefill.service_class]
         export = _Export(prefill, keys, prefill.first_block, sent_s, kind)
         if len(prefill.token_ids) + 1 > min(self.engine.max_model_len, self.engine.pool_tokens):
-            self._end(export, tell, HostEventKind.PREFILL_FAILED)
+            self._end(export, tell, ok=False)
             return
         try:
             self.engine.add(request_id, request, arrival_s=self.engine.now_s)
         except RequestRejected:
-            self._end(export, tell, HostEventKind.PREFILL_FAILED)
+            self._end(export, tell, ok=False)
             return
         self._exports[request_id] = export
 
@@ -141,7 +141,7 @@ class _Engine:
         request_id = f"prefill-{move_id}"
         if (export := self._exports.pop(request_id, None)) is not None:  # else it has ended meanwhile
             self.engine.stepper.abort(request_id)
-            self._end(export, tell, HostEventKind.PREFILL_FAILED)
+            self._end(export, tell, ok=False)
 
     def _send_blocks(self, request_id: str, export: _Export, tell: _Tell) -> None:
         """Send what has come to the host of a prompt, and its end."""
@@ -157,7 +157,7 @@ class _Engine:
         if export.num_sent == len(export.keys) and (export.is_computed or not self._state_bytes):
             del self._exports[request_id]
             self._link_free_s = max(self._link_free_s, self.engine.now_s) + self._link.beta_s * self._state_bytes
-            self._end(export, tell, HostEventKind.PREFILL_DONE)
+            self._end(export, tell, ok=True)
 
     def _give_up_if_stuck(self, request_id: str, export: _Export, tell: _Tell) -> None:
         """End a prompt that is computed, and of which no more comes to the host."""
@@ -165,17 +165,16 @@ class _Engine:
             export.num_waits += 1
             if export.num_waits > _PATIENCE:
                 del self._exports[request_id]
-                self._end(export, tell, HostEventKind.PREFILL_FAILED)
+                self._end(export, tell, ok=False)
 
-    def _end(self, export: _Export, tell: _Tell, kind: HostEventKind) -> None:
+    def _end(self, export: _Export, tell: _Tell, *, ok: bool) -> None:
         at_s = max(self._link_free_s, self.engine.now_s) + self._link.alpha_s
         seconds = at_s - max(export.began_s, self._last_end_s)
         self._last_end_s = at_s
         num_blocks = export.num_sent - export.prefill.first_block
-        tell(at_s, HostEvent(
-            kind=kind, move_id=export.prefill.move_id, num_blocks=num_blocks, seconds=seconds, at_s=at_s,
-            host=self._number, states=b"" if kind is HostEventKind.PREFILL_DONE and self._state_bytes else None,
-        ))  # fmt: skip
+        states = b"" if ok and self._state_bytes else None
+        prefilled = PrefilledKV(num_blocks=num_blocks, at_s=at_s, states=states)
+        tell(at_s, Done(move_id=export.prefill.move_id, ok=ok, seconds=seconds, prefilled=prefilled))
 
 
 class SimulatedPrefillEngines:
@@ -208,16 +207,16 @@ class SimulatedPrefillEngines:
                     f"{config.block_size}: give both the same"
                 )
             self._engines.append(_Engine(number, own, settings, node.link, seed + number))
-            self._tell(0.0, HostEvent(kind=HostEventKind.PREFILL_JOINED, host=number))
+            self._tell(0.0, PrefillEngineJoined(number))
 
     def ask(self, prefill: RemotePrefill, at_s: float) -> None:
         """Ask an engine for a prompt."""
         self._engines[prefill.engine - 1].send(prefill, at_s)
 
-    def cancel(self, move_id: int, at_s: float) -> None:
+    def cancel(self, cancel: CancelPrefill, at_s: float) -> None:
         """Stop a prefill whose request has ended; it has its event all the same."""
         for engine in self._engines:
-            engine.send(move_id, at_s)
+            engine.send(cancel.move_id, at_s)
 
     def poll(self, now_s: float) -> list[HostEvent]:
         """Return what has come by now."""

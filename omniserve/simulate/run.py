@@ -300,7 +300,7 @@ class _Run:
                 output_tokens=after.output_tokens.get(name, 0) - before.output_tokens.get(name, 0),
                 prompt_tokens=after.prompt_tokens.get(name, 0) - before.prompt_tokens.get(name, 0),
                 cached_tokens=after.cached_tokens.get(name, 0) - before.cached_tokens.get(name, 0),
-                prefilled_tokens=after.prefilled_tokens.get(name, 0) - before.prefilled_tokens.get(name, 0),
+                prefilled_tokens=after.loaded_from("prefilled")[name] - before.loaded_from("prefilled")[name],
             )
             for name, spec in self._classes.items()
         }

@@ -9,9 +9,19 @@ import random
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
-from omniserve.core.plan import HostEvent, RemotePrefill, SampledToken, StepOutput, StepPlan, without_missed
+from omniserve.core.plan import SampledToken, StepOutput, StepPlan, without_missed
+from omniserve.core.work import (
+    CancelPrefill,
+    CancelTask,
+    HostEvent,
+    KVMove,
+    RemotePrefill,
+    SideWork,
+    SlotCopy,
+    StateLoad,
+)
 from omniserve.latency import BatchFeatures, features_of
 from omniserve.simulate.drafter import TOKEN, num_right
 from omniserve.simulate.host_tier import SimulatedHostTier
@@ -34,7 +44,7 @@ class PrefillPeers(Protocol):
         """Ask one for a prompt."""
         ...
 
-    def cancel(self, move_id: int, at_s: float) -> None:
+    def cancel(self, cancel: CancelPrefill, at_s: float) -> None:
         """Stop a prefill whose request has ended; it has its event all the same."""
         ...
 
@@ -95,6 +105,13 @@ class SimulatedRunner:
         self._machine = machine
         self._tier = tier
         self._prefills = prefills
+        self._executors: dict[type[SideWork], Callable[[Any, float], None]] = {
+            work: _takes_no_time for work in (CancelTask, SlotCopy, StateLoad)
+        }  # fmt: skip
+        if tier is not None:
+            self._executors[KVMove] = tier.start_move
+        if prefills is not None:
+            self._executors |= {RemotePrefill: prefills.ask, CancelPrefill: prefills.cancel}
         self._free_s = [0.0] * num_stages
         """Time at which each stage has done the step that was launched last, seconds."""
         self._shape = machine.shape
@@ -126,13 +143,8 @@ class SimulatedRunner:
     def launch(self, plan: StepPlan) -> _Launched:
         """Begin a step. An empty plan takes no time."""
         start_s = self.now_s
-        if self._tier is not None:
-            self._tier.start_moves(plan, start_s)
-        if self._prefills is not None:
-            for prefill in plan.prefills:
-                self._prefills.ask(prefill, start_s)
-            for move_id in plan.prefill_cancels:
-                self._prefills.cancel(move_id, start_s)
+        for work in plan.work:
+            self._executors[type(work)](work, start_s)
         if plan.is_empty:
             return _Launched(StepOutput(), start_s)
         has_host_rows = bool(plan.entries or plan.joins or plan.pipelined)
@@ -240,6 +252,10 @@ class SimulatedRunner:
                 layer_s = factor * self._machine.device.step_s(features) / num_layers
             time_s += layer_s
         return time_s - self.now_s, halted
+
+
+def _takes_no_time(work: SideWork, at_s: float) -> None:
+    """Begin side work that ends at once; a cancelled task is worked on all the same."""
 
 
 def _tokens(draft_ids: Sequence[int]) -> tuple[SampledToken, ...]:

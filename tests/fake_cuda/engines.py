@@ -14,23 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from omniserve import Engine, SamplingParams
-from omniserve.core.plan import (
-    DeviceChunk,
-    HostEvent,
-    HostEventKind,
-    KVMove,
-    MoveDirection,
-    PiggybackEntry,
-    PiggybackJoin,
-    StepOutput,
-    StepPlan,
-)
+from omniserve.core.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, StepOutput, StepPlan
+from omniserve.core.work import HostEvent, KVMove, MoveDirection
 from omniserve.layers import patching
 from omniserve.layers.tracing.traced import TracedFamily
 from omniserve.layers.weights import groups
 from omniserve.runner.cuda_graphs import graph_runner
 from omniserve.runner.runner import LaunchedStep
 from tests.engine_settings import flat_config
+from tests.events import ATTENTION_DONE, kind_of
 from tests.fake_cuda.runtime import FakeRuntime
 from tests.fake_cuda.watch import is_on_device
 from tests.parity.models import blank_model
@@ -155,7 +147,7 @@ class FakeGpuEngine:
         output = self.run(chunks=chunks, entries=(entry,), num_piggyback_seats=SEATS)
         for layer in range(self.num_layers):
             event = self.host_event()
-            assert (event.kind, event.layer, event.slot) == (HostEventKind.ATTENTION_DONE, layer, 2), event.message
+            assert (kind_of(event), event.layer, event.slot) == (ATTENTION_DONE, layer, 2), event.message
             join = PiggybackJoin(request_id="host", position=BLOCK + 1, slot=2, epoch=0, layer=layer)
             output = self.run(chunks=chunks, joins=(join,), num_piggyback_seats=SEATS)
         return output
@@ -166,7 +158,7 @@ class FakeGpuEngine:
             request_id="moved", move_id=move_id, direction=direction, src_block_ids=(0, 2), dst_block_ids=(3, 1),
             is_reversed=is_reversed,
         )  # fmt: skip
-        self.run(moves=(move,))
+        self.run(work=(move,))
         return self.host_event()
 
 

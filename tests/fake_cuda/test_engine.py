@@ -9,16 +9,10 @@ import pytest
 import torch
 
 from omniserve import Request, SamplingParams
-from omniserve.core.plan import (
-    PENDING_TOKEN,
-    HostEventKind,
-    MoveDirection,
-    PiggybackEntry,
-    PromptScores,
-    SlotCopy,
-    StepPlan,
-)
+from omniserve.core.plan import PENDING_TOKEN, PiggybackEntry, PromptScores, StepPlan
+from omniserve.core.work import MoveDirection, SlotCopy
 from omniserve.layers.weights.merged import MergedLinear
+from tests.events import WORK_DONE, kind_of
 from tests.fake_cuda.engines import SEATS, chunk, engine_on
 from tests.fake_cuda.runtime import FakeRuntime
 from tests.fake_cuda.watch import is_on_device
@@ -93,7 +87,7 @@ def test_steps_in_their_own_shapes(family: str, dtype: torch.dtype, attention: s
         assert set(fake.pass_host_tier((chunk("a", 3, 2), chunk("b", 1, 3))).tokens) == {"a", "b", "host"}
         assert set(fake.pass_host_tier().tokens) == {"host"}
         assert set(fake.run(chunks=(chunk("a", 3, is_reversed=True), chunk("b", 1))).tokens) == {"a", "b"}
-        fake.run(chunks=(chunk("a", 1),), relocations=(SlotCopy(source_block=0, target_block=1, begin=2, end=5),))
+        fake.run(chunks=(chunk("a", 1),), work=(SlotCopy(source_block=0, target_block=1, begin=2, end=5),))
         rows = [6, *[4 + SEATS] * 3, *[SEATS] * 3, 4, 1]
         width = fake.engine.spec.hidden_size
         assert [tuple(hidden.shape) for hidden in fake.hidden] == [(n, width) for n in rows]
@@ -144,7 +138,7 @@ def test_moves_wait_for_nothing(kv_dtype: str, gpu: FakeRuntime) -> None:
         for move_id, direction in enumerate(MoveDirection):
             for is_reversed in (False, True):
                 event = fake.move(direction, move_id=2 * move_id + is_reversed, is_reversed=is_reversed)
-                assert event.kind is HostEventKind.MOVE_DONE, event.message
+                assert kind_of(event) == WORK_DONE, event.message
         # Two compiled at the start.
         assert gpu.launches["_copy_blocks_kernel"] == (4 + 2 if kv_dtype == "auto" else 0)
 

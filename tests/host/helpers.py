@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind, KVMove, MoveDirection
 from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import AttentionSpec, ModelSpec
+from omniserve.core.work import HOST_BLOCKS, HostEvent, KVMove, MoveDirection
 from omniserve.host.progress import HostTierStats
 from omniserve.host.tier import HostTier
 from omniserve.remote import host_server, network_hosts
+from tests.events import ATTENTION_DONE, HOST_LOST, kind_of
 from tests.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
 
 # Against a float64 reference on the same rounded inputs.
@@ -120,7 +121,7 @@ class NetworkTier:
         self.far.inject(**faults)
 
     def poll(self) -> list[HostEvent]:
-        return [event for event in self.near.poll() if event.kind is not HostEventKind.HOST_LOST]
+        return [event for event in self.near.poll() if kind_of(event) != HOST_LOST]
 
     def stats(self) -> HostTierStats:
         near, far = self.near.stats(), self.far.stats()
@@ -330,7 +331,7 @@ class Driver:
 
     def check(self, event: HostEvent) -> None:
         """Hold a DONE event against what was submitted; each fits once."""
-        assert event.kind is HostEventKind.ATTENTION_DONE, event
+        assert kind_of(event) == ATTENTION_DONE, event
         num_rows = self.num_rows[event.slot]
         assert event.position == self.history[event.slot][event.layer][0].shape[0] - num_rows
         expected = self.expected.pop((event.slot, event.epoch, event.layer))

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from omniserve.core.plan import HostEventKind
 from omniserve.core.spec import HOST_KV_DTYPES, AttentionSpec
 from omniserve.ops.attention.base import per_head
+from tests.events import ATTENTION_DONE, kind_of
 from tests.host.helpers import (
     ATTENTION,
     BLOCK_SIZE,
@@ -202,6 +202,6 @@ def test_bad_arguments_are_refused_and_leave_nothing_queued(open_driver: Callabl
     with pytest.raises(ValueError, match="slot 0 has a task in flight: poll"):
         tier.begin_token(0, 2, 0, [0])
     (event,) = collect(tier, 1)
-    assert (event.kind, event.slot, event.epoch) == (HostEventKind.ATTENTION_DONE, 0, 1)
+    assert (kind_of(event), event.slot, event.epoch) == (ATTENTION_DONE, 0, 1)
     tier.submit(0, torch.tensor([-1, -1]), q, k, k)
     assert not tier.busy and tier.poll() == []

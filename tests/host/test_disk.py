@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import DiskCopy, HostEvent, HostEventKind
+from omniserve.core.work import DiskCopy, HostEvent
 from omniserve.host import disk as disk_module
 from omniserve.host.disk import DiskTier
 from omniserve.host.disk_file import DiskFile
+from tests.events import WORK_DONE, WORK_FAILED, kind_of
 
 NUM_BLOCKS = 30
 
@@ -64,12 +65,12 @@ def test_blocks_come_back_into_other_blocks(
     blocks, slots = list(range(20)), [7 * slot % 41 for slot in range(20)]
     tier.start(copy(0, blocks[:11], slots[:11], to_disk=True))
     tier.start(copy(1, blocks[11:], slots[11:], to_disk=True))
-    assert {event.kind for event in events_of(tier, 2).values()} == {HostEventKind.MOVE_DONE}
+    assert {kind_of(event) for event in events_of(tier, 2).values()} == {WORK_DONE}
     pool_LBK2SH[:, :20] = torch.nan
     targets = list(range(10, 30))
     tier.start(copy(2, targets, slots[::-1], to_disk=False))
     (event,) = events_of(tier, 1).values()
-    assert event.kind is HostEventKind.MOVE_DONE and event.seconds > 0 and not event.message
+    assert kind_of(event) == WORK_DONE and event.seconds > 0 and not event.message
     assert torch.equal(pool_LBK2SH[:, 10:], before[:, :20].flip(1))
     stats = tier.stats()
     assert (stats.bytes_read, stats.bytes_written, stats.failures) == (20 * block_bytes, 20 * block_bytes, 0)
@@ -86,12 +87,12 @@ def test_a_damaged_block_fails_its_copy_alone(tier: DiskTier, caplog: pytest.Log
     events = events_of(tier, 2)
     tier.start(copy(3, [7], [2], to_disk=False, keys=[b"x" * 32]))
     events |= events_of(tier, 1)
-    assert events[1].kind is HostEventKind.MOVE_DONE
-    assert events[2].kind is events[3].kind is HostEventKind.MOVE_FAILED
+    assert kind_of(events[1]) == WORK_DONE
+    assert kind_of(events[2]) == kind_of(events[3]) == WORK_FAILED
     assert "not as it was written" in events[2].message
     assert tier.stats().failures == 2
     tier.start(copy(4, [5], [1], to_disk=False))
-    assert events_of(tier, 1)[4].kind is HostEventKind.MOVE_FAILED
+    assert kind_of(events_of(tier, 1)[4]) == WORK_FAILED
     assert caplog.text.count("not as it was written") == 1, "it is logged once"
 
 
@@ -102,13 +103,13 @@ def test_a_disk_that_fails_loses_nothing(tier: DiskTier, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "pwritev", full)
     tier.start(copy(0, [0], [0], to_disk=True))
     event = events_of(tier, 1)[0]
-    assert event.kind is HostEventKind.MOVE_FAILED and "No space left" in event.message
+    assert kind_of(event) == WORK_FAILED and "No space left" in event.message
     monkeypatch.setattr(os, "pwritev", lambda *_: 17)
     tier.start(copy(1, [0], [0], to_disk=True))
     assert "17 of" in events_of(tier, 1)[1].message
     monkeypatch.undo()
     tier.start(copy(2, [0], [0], to_disk=True))
-    assert events_of(tier, 1)[2].kind is HostEventKind.MOVE_DONE
+    assert kind_of(events_of(tier, 1)[2]) == WORK_DONE
 
 
 @pytest.mark.parametrize(
@@ -133,5 +134,5 @@ def test_a_tier_that_is_closed_fails_what_has_not_begun(
     tier.close()
     tier.close()
     events = events_of(tier, 4)
-    assert events[3].kind is HostEventKind.MOVE_FAILED and "closed" in events[3].message
+    assert kind_of(events[3]) == WORK_FAILED and "closed" in events[3].message
     assert len({event.move_id for event in events.values()}) == 4

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
+from omniserve.core.work import KVMove, MoveDirection
 from omniserve.host.mover import DirectMover, Mover, StagedMover
+from tests.events import WORK_DONE, WORK_FAILED, Kind, kind_of
 from tests.host.helpers import BLOCK_SIZE, Driver
 
 TO_HOST, TO_DEVICE = MoveDirection.TO_HOST, MoveDirection.TO_DEVICE
@@ -64,8 +65,8 @@ def staged(driver: Driver, stream: SideStream, host_copy: Callable[..., None]) -
     return mover
 
 
-def ends(mover: Mover) -> list[tuple[int, HostEventKind]]:
-    return [(event.move_id, event.kind) for event in mover.advance()]
+def ends(mover: Mover) -> list[tuple[int, Kind]]:
+    return [(event.move_id, kind_of(event)) for event in mover.advance()]
 
 
 def test_staged_one_whose_second_copy_fails_ends_after_the_first(
@@ -82,7 +83,7 @@ def test_staged_one_whose_second_copy_fails_ends_after_the_first(
         assert ends(mover) == [] and stream.calls == ["event"], "K was copied, V was refused, and then came the event"
         assert mover.busy and not mover.can_advance and mover.num_moves == 2
     stream.is_idle = True
-    assert ends(mover) == [(0, HostEventKind.MOVE_FAILED)]
+    assert ends(mover) == [(0, WORK_FAILED)]
     assert mover.num_failures == 1 and stream.calls == ["event"] * 2 and len(copies) == 1, "the next one has begun"
 
 
@@ -97,7 +98,7 @@ def test_staged_one_to_the_device_whose_second_copy_fails_ends_after_the_first(
     assert mover.takes(-2, ""), "the worker threads have filled the buffer"
     assert ends(mover) == [] and stream.calls == ["event"]
     stream.is_idle = True
-    assert ends(mover) == [(0, HostEventKind.MOVE_FAILED)] and not mover.busy
+    assert ends(mover) == [(0, WORK_FAILED)] and not mover.busy
 
 
 def test_staged_one_that_the_worker_threads_do_not_take_fails_and_holds_up_no_other(
@@ -115,8 +116,8 @@ def test_staged_one_that_the_worker_threads_do_not_take_fails_and_holds_up_no_ot
     device = cache(driver, 10)
     for move_id in range(2):
         mover.start(move(move_id), device, device)
-    assert ends(mover) == [(0, HostEventKind.MOVE_FAILED)] and mover.num_moves == 0
-    assert mover.takes(-2, "") and ends(mover) == [(1, HostEventKind.MOVE_DONE)]
+    assert ends(mover) == [(0, WORK_FAILED)] and mover.num_moves == 0
+    assert mover.takes(-2, "") and ends(mover) == [(1, WORK_DONE)]
 
 
 @pytest.mark.parametrize("fails", ["launch", "event"])
@@ -142,7 +143,7 @@ def test_direct_one_that_fails_after_its_launch_ends_when_the_device_is_done(
     (copy,) = mover._queue
     assert copy.ids_2M is not None, "the copy reads them"
     stream.is_idle = True
-    assert ends(mover) == [(0, HostEventKind.MOVE_FAILED)] and mover.num_failures == 1
+    assert ends(mover) == [(0, WORK_FAILED)] and mover.num_failures == 1
 
 
 def test_a_device_that_cannot_say_when_it_is_done_is_no_failed_move(

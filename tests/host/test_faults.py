@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
+from omniserve.core.work import KVMove, MoveDirection
+from tests.events import ATTENTION_DONE, ATTENTION_FAILED, WORK_FAILED, kind_of
 from tests.host.helpers import BLOCK_SIZE, Driver, anywhere, collect, wait_until
 
 
@@ -35,11 +36,11 @@ def test_slow_unordered_failing_and_dying_workers_answer_every_task_once(
         orders.append([event.slot for event in events] == slots)
         assert sorted(event.slot for event in events) == sorted(slots)
         for event in events:
-            if event.kind is HostEventKind.ATTENTION_DONE:
+            if kind_of(event) == ATTENTION_DONE:
                 driver.check(event)
                 done += 1
             else:
-                assert event.kind is HostEventKind.ATTENTION_FAILED and event.message
+                assert kind_of(event) == ATTENTION_FAILED and event.message
                 assert event.epoch == driver.epochs[event.slot] and event.layer == step % 3
                 failed += 1
                 driver.release(event.slot)
@@ -66,17 +67,17 @@ def test_when_the_last_worker_dies_everything_is_reported_failed(
     with caplog.at_level(logging.ERROR):
         driver.submit(0, range(6))
         events = collect(tier, 6)
-        assert {event.kind for event in events} == {HostEventKind.ATTENTION_FAILED}
+        assert {kind_of(event) for event in events} == {ATTENTION_FAILED}
         assert sorted(event.slot for event in events) == list(range(6))
         wait_until(lambda: not tier.healthy)
         driver.submit(1, [3])
-        assert [event.kind for event in tier.poll()] == [HostEventKind.ATTENTION_FAILED]  # at once
+        assert [kind_of(event) for event in tier.poll()] == [ATTENTION_FAILED]  # at once
         move = KVMove(
             request_id="r", move_id=5, direction=MoveDirection.TO_HOST, src_block_ids=(1,), dst_block_ids=(2,)
         )
         tier.start_move(move, device, device.clone())
         (event,) = tier.poll()
-        assert (event.kind, event.move_id) == (HostEventKind.MOVE_FAILED, 5) and event.message
+        assert (kind_of(event), event.move_id) == (WORK_FAILED, 5) and event.message
     assert tier.stats().failures == 8 and not tier.busy
     messages = [record.getMessage() for record in caplog.records]
     assert 0 < len(messages) == len(set(messages)) < 8  # each reason once
@@ -100,7 +101,7 @@ def test_a_cancelled_task_keeps_its_blocks_until_its_event(open_driver: Callable
     driver.check(seen[2])
     for slot in (0, 1):
         event = seen[slot]
-        assert (event.kind, event.message) == (HostEventKind.ATTENTION_FAILED, "cancelled")
+        assert (kind_of(event), event.message) == (ATTENTION_FAILED, "cancelled")
         assert (event.epoch, event.layer, event.position) == (1, 0, 150)
         assert not tier.cancel(slot), "its event was polled"
         with pytest.raises(ValueError, match="holds no token"):

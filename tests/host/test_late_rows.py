@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from omniserve.core.plan import HostEventKind
 from omniserve.host.tier import HostTier, result_flag
+from tests.events import ATTENTION_DONE, ATTENTION_FAILED, kind_of
 from tests.host.helpers import Driver, anywhere, collect, wait_until
 from tests.host.test_mailbox import MailboxDriver
 
@@ -65,7 +65,7 @@ def test_a_result_has_its_flag_when_its_event_comes_and_no_other_has(driver: Mai
     driver.step, driver.parcels = 9, []
     driver.submit(0, [2])
     driver.send_all()
-    assert collect(driver.tier, 1)[0].kind is HostEventKind.ATTENTION_FAILED
+    assert kind_of(collect(driver.tier, 1)[0]) == ATTENTION_FAILED
     assert int(driver.tier.result_flags_S[2]) == result_flag(1, LAYERS - 1, 42), "a failed task has no result"
 
 
@@ -165,7 +165,7 @@ def test_a_cancelled_slot_waits_for_what_the_device_may_send(driver: MailboxDriv
         tier.begin_token(0, 9, 0, [0])
     skip(tier, 3, 0)
     (event,) = collect(tier, 1)
-    assert (event.kind, event.message) == (HostEventKind.ATTENTION_FAILED, "cancelled")
+    assert (kind_of(event), event.message) == (ATTENTION_FAILED, "cancelled")
     assert (event.slot, event.epoch, event.position, event.layer) == (0, 1, 40, 1 if is_sent else 0)
     assert not tier.cancel(0) and not tier.busy
     driver.release(0)
@@ -200,7 +200,7 @@ def test_a_failure_is_told_when_the_device_will_not_write_the_row(
     assert tier.poll() == [] and not has_result(driver, 0, 1)
     skip(tier, 2, 1)
     (event,) = collect(tier, 1)
-    assert (event.kind, event.layer) == (HostEventKind.ATTENTION_FAILED, 0) and "injected" in event.message
+    assert (kind_of(event), event.layer) == (ATTENTION_FAILED, 0) and "injected" in event.message
     driver.begin(1)
 
 
@@ -215,7 +215,7 @@ def test_without_workers_what_follows_is_answered_once(driver: MailboxDriver) ->
     skip(tier, 2, 0, 1, 2)
     events = collect(tier, 3)
     assert sorted(event.slot for event in events) == [0, 1, 2]
-    assert {event.kind for event in events} == {HostEventKind.ATTENTION_FAILED} and not tier.busy
+    assert {kind_of(event) for event in events} == {ATTENTION_FAILED} and not tier.busy
 
 
 @anywhere
@@ -232,8 +232,8 @@ def test_close_answers_each_slot_once(driver: MailboxDriver) -> None:
     assert not tier.busy
     events = {event.slot: event for event in tier.poll()}
     assert sorted(events) == [0, 1, 2, 3] and tier.poll() == []
-    kinds = [events[slot].kind for slot in range(4)]
-    done, failed = HostEventKind.ATTENTION_DONE, HostEventKind.ATTENTION_FAILED
+    kinds = [kind_of(events[slot]) for slot in range(4)]
+    done, failed = ATTENTION_DONE, ATTENTION_FAILED
     assert kinds == [done, failed, done, failed] and events[1].message == "cancelled"
     assert events[3].message == "the host tier was closed"
 

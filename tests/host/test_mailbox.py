@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import HostEvent, HostEventKind
 from omniserve.core.spec import ModelSpec
+from omniserve.core.work import HostEvent
 from omniserve.host.tier import HostTier
+from tests.events import ATTENTION_DONE, ATTENTION_FAILED, kind_of
 from tests.host.helpers import (
     Driver,
     anywhere,
@@ -247,7 +248,7 @@ def test_a_cancelled_row_is_waited_for(open_mailbox: Callable[..., MailboxDriver
         if event.slot == 2:
             driver.check(event)
         else:
-            assert (event.kind, event.message) == (HostEventKind.ATTENTION_FAILED, "cancelled")
+            assert (kind_of(event), event.message) == (ATTENTION_FAILED, "cancelled")
             assert (event.epoch, event.layer, event.position) == (1, 1, 40)
             assert not tier.cancel(event.slot)
             driver.poison_row(event.slot)
@@ -299,11 +300,11 @@ def test_slow_unordered_failing_and_dying_workers_answer_every_row_once(
             if event.slot in dropped:
                 num_cancelled += 1
                 assert event.message == "cancelled"
-            elif event.kind is HostEventKind.ATTENTION_DONE:
+            elif kind_of(event) == ATTENTION_DONE:
                 driver.check(event)
             else:
                 num_failed += 1
-                assert event.kind is HostEventKind.ATTENTION_FAILED and event.message
+                assert kind_of(event) == ATTENTION_FAILED and event.message
             driver.poison_row(event.slot)
             driver.expected.pop((event.slot, event.epoch, event.layer), None)
             driver.release(event.slot)
@@ -328,13 +329,13 @@ def test_without_workers_a_row_fails_when_its_flag_comes(open_mailbox: Callable[
     first, driver.parcels = driver.parcels[:1], driver.parcels[1:]
     second, driver.parcels = driver.parcels, first
     driver.send_all()
-    assert [(event.kind, event.slot) for event in collect(tier, 1)] == [(HostEventKind.ATTENTION_FAILED, 0)]
+    assert [(kind_of(event), event.slot) for event in collect(tier, 1)] == [(ATTENTION_FAILED, 0)]
     wait_until(lambda: not tier.healthy)
     nothing_comes(tier)  # the device may still write the others
     driver.parcels = second
     driver.send_all()
     events = collect(tier, 2)
-    assert {event.kind for event in events} == {HostEventKind.ATTENTION_FAILED} and not tier.busy
+    assert {kind_of(event) for event in events} == {ATTENTION_FAILED} and not tier.busy
 
 
 @anywhere
@@ -352,7 +353,7 @@ def test_close_fails_what_is_expected_at_once(open_mailbox: Callable[..., Mailbo
     assert not host_threads(WATCHER) and not host_threads() and not tier.busy
     events = {event.slot: event for event in tier.poll()}
     assert sorted(events) == [0, 1, 2, 3]
-    assert {event.kind for event in events.values()} == {HostEventKind.ATTENTION_FAILED}
+    assert {kind_of(event) for event in events.values()} == {ATTENTION_FAILED}
     assert events[1].message == "cancelled" and events[0].message == "the host tier was closed"
     driver.send_all()
     assert tier.poll() == []
@@ -438,6 +439,6 @@ def test_bad_arguments_are_refused_and_nothing_is_expected(open_mailbox: Callabl
     with pytest.raises(ValueError, match="slot 0 was expected in step 5 before: steps rise, got 5"):
         tier.expect(5, torch.tensor([1]), torch.tensor([0]))
     tier.submit(1, torch.tensor([0]), *rows)  # both ways, one after the other
-    assert [event.kind for event in collect(tier, 1)] == [HostEventKind.ATTENTION_DONE]
+    assert [kind_of(event) for event in collect(tier, 1)] == [ATTENTION_DONE]
     with pytest.raises(ValueError, match="mailbox_spin_s and mailbox_sleep_s must be >= 0"):
         make_tier(make_spec(), mailbox=True, mailbox_sleep_s=-1.0)

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from omniserve.core.plan import HostEvent, HostEventKind
+from omniserve.core.work import HostEvent
 from omniserve.ops.streams import upload
+from tests.events import ATTENTION_DONE, kind_of
 from tests.host.helpers import assert_same_bits, make_spec, make_tier
 
 _SLOTS, _BLOCK, _TOKENS = 48, 16, 64
@@ -164,7 +165,7 @@ class Load:
         for number, tier in enumerate((self.mailbox, self._plain)):
             for event in tier.poll():
                 came += 1
-                assert event.kind is HostEventKind.ATTENTION_DONE, event
+                assert kind_of(event) == ATTENTION_DONE, event
                 assert number not in self._away.get(event.slot, {number: event}), f"a row came twice: {event}"
                 self._away[event.slot][number] = event
                 if len(self._away[event.slot]) == 2:

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from omniserve.core.spec import HOST_KV_DTYPES, AttentionSpec
+from omniserve.core.work import KVMove, MoveDirection
 from omniserve.host.memory import allocate_pool
+from tests.events import WORK_DONE, kind_of
 from tests.host.helpers import assert_same_bits, collect, make_spec, make_tier, poison, wait_until
 from tests.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
 
@@ -50,7 +51,7 @@ def test_any_block_comes_back_as_it_went_in(
                 dst_block_ids=tuple(ids[1]),
             )
             tier.start_move(move, *caches)
-            assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+            assert [kind_of(event) for event in collect(tier, 1)] == [WORK_DONE]
         if tier.scales_LBK2S is None:
             assert_same_bits(tier.pool_LBK2SH[:, home], pack_blocks(k, v)[:, out])
             expected = [k, v]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
+from omniserve.core.work import AttentionResult, Done, KVMove, MoveDirection
 from omniserve.host.mover import DirectMover, StagedMover
 from omniserve.host.tier import HostTier
+from tests.events import WORK_DONE, WORK_FAILED, kind_of
 from tests.host.helpers import (
     BLOCK_SIZE,
     Driver,
@@ -79,10 +80,10 @@ def test_moves_both_ways_while_attention_runs(
         tier.start_move(make_move(2 * layer + 1, TO_DEVICE, outgoing[part], arrivals[part]), *device)
         events = collect(tier, 6)
         for event in events:
-            if event.slot >= 0:
+            if isinstance(event, AttentionResult):
                 driver.check(event)
-        moves = {(event.move_id, event.kind) for event in events if event.slot < 0}
-        assert moves == {(2 * layer, HostEventKind.MOVE_DONE), (2 * layer + 1, HostEventKind.MOVE_DONE)}
+        moves = {(event.move_id, kind_of(event)) for event in events if isinstance(event, Done)}
+        assert moves == {(2 * layer, WORK_DONE), (2 * layer + 1, WORK_DONE)}
 
     offset = 400 % block_size
     for slot in range(4):  # the one place each that attention has written
@@ -109,10 +110,10 @@ def test_moves_to_an_int8_pool_round_and_back_they_do_not(
     device[0][0, 0, 0, 0] = 0  # a row that has no scale
     device[1][0, 0, 0, 1, 5] = torch.inf  # and one that cannot be rounded
     tier.start_move(make_move(0, TO_HOST, list(range(10)), list(range(5, 15))), *device)
-    assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+    assert [kind_of(event) for event in collect(tier, 1)] == [WORK_DONE]
     back = [torch.zeros_like(side) for side in device]
     tier.start_move(make_move(1, TO_DEVICE, list(range(5, 15)), list(range(10))), *back)
-    assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+    assert [kind_of(event) for event in collect(tier, 1)] == [WORK_DONE]
     for side, got, held in zip(device, back, read_pool(tier), strict=True):
         assert torch.equal(got.nan_to_num(99), held[:, 5:15].to(dtype).nan_to_num(99))
         expected = rounded(tier, side)
@@ -139,7 +140,7 @@ def test_blocks_that_run_from_the_right_do_not_on_the_host(
     for move_id, direction, src, cache in ((0, TO_HOST, 0, device), (1, TO_DEVICE, 5, back)):
         ids = list(range(src, src + 10)), list(range(5 - src, 15 - src))
         tier.start_move(dataclasses.replace(make_move(move_id, direction, *ids), is_reversed=True), *cache)
-        assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+        assert [kind_of(event) for event in collect(tier, 1)] == [WORK_DONE]
     for side, got, held in zip(device, back, read_pool(tier), strict=True):
         assert torch.equal(held[:, 5:15].to(dtype), rounded(tier, side).flip(3).to(dtype))
         assert torch.equal(got, rounded(tier, side).to(dtype))
@@ -154,10 +155,10 @@ def test_a_move_goes_ahead_of_queued_attention(open_driver: Callable[..., Driver
     driver.submit(0, [0, 1, 2, 3])
     driver.tier.start_move(make_move(7, TO_HOST, list(range(40)), driver.free[:40]), *device)
     events = collect(driver.tier, 5)
-    order = [event.move_id for event in events]
-    assert order.index(7) <= 1, "more than the task in hand went first"
+    order = [isinstance(event, Done) for event in events]
+    assert order.index(True) <= 1, "more than the task in hand went first"
     for event in events:
-        if event.slot >= 0:
+        if isinstance(event, AttentionResult):
             driver.check(event)
 
 
@@ -181,7 +182,7 @@ def test_bad_moves_are_refused(open_driver: Callable[..., Driver]) -> None:
     tier.start_move(make_move(0, TO_HOST, [], []), *device)
     with pytest.raises(ValueError, match="not in use, got 0"):
         tier.start_move(make_move(0, TO_HOST, [0], [0]), *device)
-    assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+    assert [kind_of(event) for event in collect(tier, 1)] == [WORK_DONE]
 
 
 class Staged:
@@ -213,7 +214,7 @@ def test_staged_moves_go_through_the_buffer_in_chunks(open_driver: Callable[...,
         expected_host[k_or_v][:, dst] = device[k_or_v][:, src]
     staged.mover.start(make_move(0, TO_HOST, src, dst), *device)
     assert tier.busy and not tier.attends
-    assert [(event.kind, event.move_id) for event in collect(tier, 1)] == [(HostEventKind.MOVE_DONE, 0)]
+    assert [(kind_of(event), event.move_id) for event in collect(tier, 1)] == [(WORK_DONE, 0)]
     for side, expected in zip(read_pool(tier), expected_host, strict=True):
         assert_same_bits(side, expected)
 
@@ -223,9 +224,9 @@ def test_staged_moves_go_through_the_buffer_in_chunks(open_driver: Callable[...,
         expected[k_or_v][:, src] = device[k_or_v][:, src]
     staged.mover.start(make_move(1, TO_DEVICE, dst[:5], src[:5]), *back)  # two in the queue
     staged.mover.start(make_move(2, TO_DEVICE, dst[5:], src[5:]), *back)
-    assert [(event.kind, event.move_id) for event in collect(tier, 2)] == [
-        (HostEventKind.MOVE_DONE, 1),
-        (HostEventKind.MOVE_DONE, 2),
+    assert [(kind_of(event), event.move_id) for event in collect(tier, 2)] == [
+        (WORK_DONE, 1),
+        (WORK_DONE, 2),
     ]
     for side, wanted in zip(back, expected, strict=True):
         assert_same_bits(side, wanted)
@@ -240,7 +241,7 @@ def test_staged_moves_turn_blocks_that_run_from_the_right(open_driver: Callable[
     ids = list(range(10))
     for move_id, direction, cache in ((0, TO_HOST, device), (1, TO_DEVICE, back)):
         staged.mover.start(dataclasses.replace(make_move(move_id, direction, ids, ids), is_reversed=True), *cache)
-        assert [event.kind for event in collect(driver.tier, 1)] == [HostEventKind.MOVE_DONE]
+        assert [kind_of(event) for event in collect(driver.tier, 1)] == [WORK_DONE]
     for side, got, held in zip(device, back, read_pool(driver.tier), strict=True):
         assert_same_bits(held[:, :10].contiguous(), side.flip(3))
         assert_same_bits(got, side)
@@ -255,7 +256,7 @@ def test_staged_moves_fail_by_one_event_each(open_driver: Callable[..., Driver])
     staged.mover.start(make_move(1, TO_HOST, list(range(9)), list(range(9))), *device)  # the last thread dies on it
     staged.mover.start(make_move(2, TO_DEVICE, [0], [0]), *device)  # and nobody is left for this one
     events = collect(driver.tier, 3)
-    assert [(event.kind, event.move_id) for event in events] == [(HostEventKind.MOVE_FAILED, i) for i in range(3)]
+    assert [(kind_of(event), event.move_id) for event in events] == [(WORK_FAILED, i) for i in range(3)]
     assert all(event.message for event in events)
     assert driver.tier.stats().failures == 3 and not driver.tier.busy
 
@@ -267,7 +268,7 @@ def test_closing_fails_staged_moves(open_driver: Callable[..., Driver]) -> None:
     for move_id in range(2):
         staged.mover.start(make_move(move_id, TO_HOST, [0], [0]), *device)
     driver.tier.close()
-    assert [event.kind for event in driver.tier.poll()] == [HostEventKind.MOVE_FAILED] * 2
+    assert [kind_of(event) for event in driver.tier.poll()] == [WORK_FAILED] * 2
 
 
 class Gated(DirectMover):
@@ -311,7 +312,7 @@ def test_direct_moves_are_exact_both_ways(
     ):
         move = dataclasses.replace(make_move(move_id, direction, *ids), is_reversed=is_reversed)
         tier._moves.mover.start(move, *cache)
-        assert [(event.kind, event.move_id) for event in collect(tier, 1)] == [(HostEventKind.MOVE_DONE, move_id)]
+        assert [(kind_of(event), event.move_id) for event in collect(tier, 1)] == [(WORK_DONE, move_id)]
     for side, wanted in zip((*read_pool(tier), *back), (*expected_host, *expected), strict=True):
         assert_same_bits(side, wanted)
     assert tier.stats().bytes_moved == 22 * driver.spec.kv_block_bytes(block_size)
@@ -328,7 +329,7 @@ def test_direct_moves_are_reported_when_they_are_over_and_in_order(open_driver: 
     assert tier.poll() == [] and tier.busy and not tier.attends
     assert tier.stats().moves_in_hand == 3 and tier.stats().bytes_moved == 0
     mover.over = {0, 1}
-    assert [(event.kind, event.move_id) for event in collect(tier, 2)] == [(HostEventKind.MOVE_DONE, i) for i in (0, 1)]
+    assert [(kind_of(event), event.move_id) for event in collect(tier, 2)] == [(WORK_DONE, i) for i in (0, 1)]
     assert tier.stats().moves_in_hand == 1
     mover.over = {0, 1, 2}
     assert [event.move_id for event in collect(tier, 1)] == [2]
@@ -352,8 +353,8 @@ def test_direct_moves_fail_by_one_event_each(open_driver: Callable[..., Driver])
     tier.close()
     mover.start(make_move(2, TO_HOST, [2], [2]), *device)
     events = collect(tier, 3)
-    kinds = [HostEventKind.MOVE_FAILED, HostEventKind.MOVE_DONE, HostEventKind.MOVE_FAILED]
-    assert [(event.move_id, event.kind) for event in events] == list(enumerate(kinds))
+    kinds = [WORK_FAILED, WORK_DONE, WORK_FAILED]
+    assert [(event.move_id, kind_of(event)) for event in events] == list(enumerate(kinds))
     assert "no memory" in events[0].message and "closed" in events[2].message
     assert tier.stats().failures == 2 and tier.stats().bytes_moved == driver.spec.kv_block_bytes(BLOCK_SIZE)
 
@@ -365,7 +366,7 @@ def test_cuda_moves_to_an_int8_pool_go_over_the_staging_buffer() -> None:
     driver = Driver(tier, spec)
     device = [random_cache(driver, 40).cuda(), random_cache(driver, 40).cuda()]
     tier.start_move(make_move(0, TO_HOST, list(range(40)), list(range(40))), *device)
-    assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+    assert [kind_of(event) for event in collect(tier, 1)] == [WORK_DONE]
     assert isinstance(tier._moves.mover, StagedMover)
     for side, held in zip(device, read_pool(tier), strict=True):
         assert torch.equal(held[:, :40], rounded(tier, side.cpu()))
@@ -386,7 +387,7 @@ def test_cuda_moves_are_exact_beside_steps_that_write_the_same_blocks_later() ->
     expected = [side.clone() for side in device]
     ids = list(range(100))
     tier.start_move(make_move(0, TO_HOST, ids, ids[::-1]), *device)
-    assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+    assert [kind_of(event) for event in collect(tier, 1)] == [WORK_DONE]
     for side in device:  # free, now that the event has come
         side.zero_()
     for side, held in zip(expected, read_pool(tier), strict=True):
@@ -404,9 +405,9 @@ def test_cuda_moves_are_exact_in_both_directions() -> None:
     back = [torch.full_like(side, float("nan")) for side in device]
     src, dst = torch.randperm(40).tolist()[:30], torch.randperm(60).tolist()[:30]
     tier.start_move(make_move(0, TO_HOST, src, dst), *device)
-    assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+    assert [kind_of(event) for event in collect(tier, 1)] == [WORK_DONE]
     tier.start_move(make_move(1, TO_DEVICE, dst, src), *back)
-    assert [event.kind for event in collect(tier, 1)] == [HostEventKind.MOVE_DONE]
+    assert [kind_of(event) for event in collect(tier, 1)] == [WORK_DONE]
     for k_or_v, side in enumerate(back):
         expected = torch.full_like(side, float("nan"))
         expected[:, src] = device[k_or_v][:, src]

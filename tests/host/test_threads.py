@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from omniserve.core.plan import HostEventKind
+from tests.events import ATTENTION_FAILED, kind_of
 from tests.host.helpers import Driver, collect, cpu_ticks, host_threads, make_spec, make_tier, wait_until
 
 CSRC = Path(__file__).parents[2] / "omniserve" / "ops" / "csrc"
@@ -81,7 +81,7 @@ def test_close_with_queued_work_is_prompt_and_reports_it(open_driver: Callable[.
     assert not host_threads() and not tier.healthy and not tier.busy
     events = tier.poll()
     assert sorted(event.slot for event in events) == list(range(6))
-    assert HostEventKind.ATTENTION_FAILED in {event.kind for event in events}
+    assert ATTENTION_FAILED in {kind_of(event) for event in events}
     assert tier.poll() == []
     with pytest.raises(ValueError, match="the host tier is closed"):
         driver.submit(1, [0])

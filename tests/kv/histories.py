@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from omniserve.core.plan import KVMove, MoveDirection
+from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv import MoveResult, Tier, TieredKVManager
 from tests.kv.free_blocks import free_block_ids
 

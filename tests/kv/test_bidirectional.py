@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from omniserve.core.plan import KVMove, SlotCopy
 from omniserve.core.request import ServiceClass
+from omniserve.core.work import KVMove, SlotCopy
 from omniserve.kv import BidirectionalKVManager, MoveResult, Tier
 from tests.kv.free_blocks import free_block_ids
 from tests.kv.histories import BLOCK, TO_DEVICE, TO_HOST

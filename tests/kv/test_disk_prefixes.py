@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from omniserve.core.plan import DiskCopy, MoveDirection
+from omniserve.core.work import DiskCopy, MoveDirection
 from omniserve.kv.base import KeepsPrefixesOnDisk, MoveResult, Tier
 from omniserve.kv.disk_prefixes import DiskPrefixes
 from omniserve.kv.tiered import TieredKVManager

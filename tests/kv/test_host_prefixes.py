@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omniserve.core.plan import KVMove, MoveDirection
+from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv.base import MoveResult, Tier
 from omniserve.kv.host_prefixes import HostPrefixes, PrefixPool
 from omniserve.kv.prefix_cache import CachingPool

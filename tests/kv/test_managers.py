@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from omniserve.core.plan import MoveDirection
+from omniserve.core.work import MoveDirection
 from omniserve.kv import KV_MANAGERS, CanMove, PagedKVManager, Tier, TieredKVManager
 
 

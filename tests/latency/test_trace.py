@@ -10,19 +10,9 @@ from pathlib import Path
 import pytest
 
 from omniserve.core.config import DEFAULT_CLASSES
-from omniserve.core.plan import (
-    Bound,
-    Decision,
-    DeviceChunk,
-    DiskCopy,
-    KVMove,
-    LeftOut,
-    MoveDirection,
-    PiggybackEntry,
-    PiggybackJoin,
-    StepPlan,
-)
+from omniserve.core.plan import Bound, Decision, DeviceChunk, LeftOut, PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.core.request import SLO, FinishReason, RequestOutput, RequestTimes
+from omniserve.core.work import DiskCopy, KVMove, MoveDirection
 from omniserve.latency.trace import Outcome, StepTracer, read_steps
 
 CLASSES = {"a": "LS", "b": "LS", "x": "BE", "y": "BE", "z": "BE"}
@@ -39,7 +29,7 @@ PLAN = StepPlan(
     chunks=(chunk("a", 30), chunk("b", 1, start=9), chunk("x", 8, start=8)),
     entries=(PiggybackEntry(request_id="y", token_id=1, position=5, slot=0, epoch=0, block_ids=(1,)),),
     joins=tuple(PiggybackJoin(request_id="z", position=6, slot=1, epoch=0, layer=layer) for layer in (2, 2, 4)),
-    moves=(
+    work=(
         KVMove(
             request_id="x", move_id=0, direction=MoveDirection.TO_HOST, src_block_ids=(1, 2), dst_block_ids=(3, 4),
             is_checkpoint=True,
@@ -158,7 +148,7 @@ def test_prefixes_have_their_tokens_and_copies(tmp_path):
         DiskCopy(move_id=8 + is_out, to_disk=is_out, host_block_ids=(1, 2), slots=(0, 5), keys=(b"a", b"b"))
         for is_out in (True, False)
     )
-    step = written(tmp_path, plan=dataclasses.replace(PLAN, disk_copies=copies), outputs=[found], slos={"a": SLO()})
+    step = written(tmp_path, plan=dataclasses.replace(PLAN, work=copies), outputs=[found], slos={"a": SLO()})
     assert [outcome.cached_tokens for outcome in step.outcomes] == [64]
     assert [tuple(copy) for copy in step.disk_copies] == [("to_disk", 2), ("to_host", 2)]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from omniserve.core.plan import HostEvent, HostEventKind
+from omniserve.core.work import HostEvent, HostJoined, HostLost
 from omniserve.parallel.host_tier import EventMerge
 from tests.host.helpers import shorten_pauses
 from tests.parallel.ranks import ranks_of, reference_of
@@ -97,15 +97,11 @@ def test_every_policy_that_moves_requests_may_have_them(scheduler: str, secret_f
 # -- what the events of ranks come to --------------------------------------------------------------------------------
 
 
-def _told(kind: HostEventKind, host: int = 1, num_blocks: int = 0) -> HostEvent:
-    return HostEvent(kind=kind, host=host, num_blocks=num_blocks, num_threads=1)
-
-
 def _joined(num_blocks: int) -> HostEvent:
-    return _told(HostEventKind.HOST_JOINED, num_blocks=num_blocks)
+    return HostJoined(host=1, num_blocks=num_blocks, num_threads=1)
 
 
-_LOST = _told(HostEventKind.HOST_LOST)
+_LOST = HostLost(host=1)
 
 
 def test_a_host_has_joined_when_all_ranks_have_it_and_is_lost_once() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams
 from omniserve.core.config import DiskKVConfig, ParallelConfig
-from omniserve.core.plan import HostEvent, HostEventKind
+from omniserve.core.work import AttentionResult, Done
 from omniserve.host.tier import CANCELLED
 from omniserve.parallel.host_tier import EventMerge
 from omniserve.parallel.place import Place
@@ -154,25 +154,25 @@ def test_a_rank_alone_has_all_layers() -> None:
     assert (place.stage, place.before, place.behind, place.layers(5)) == (0, None, None, range(5))
 
 
-def _event(kind: HostEventKind, layer: int, *, move_id: int = -1, message: str = "") -> HostEvent:
-    return HostEvent(kind=kind, slot=1 if move_id < 0 else -1, epoch=3, layer=layer, move_id=move_id, message=message)
+def _result(layer: int, *, message: str = "") -> AttentionResult:
+    return AttentionResult(slot=1, epoch=3, layer=layer, position=4, ok=not message, message=message)
 
 
 def test_an_event_counts_when_all_ranks_that_have_its_layer_have_told_it() -> None:
     merge = EventMerge(num_shards=2, num_stages=2)
-    done = _event(HostEventKind.ATTENTION_DONE, 5)
+    done = _result(5)
     assert merge.add([done]) == [] and merge.add([done]) == [done]
-    moved = _event(HostEventKind.MOVE_DONE, -1, move_id=7)
+    moved = Done(move_id=7, ok=True)
     assert [len(merge.add([moved])) for _ in range(4)] == [0, 0, 0, 1]
 
 
 def test_a_cancelled_slot_is_free_when_every_rank_says_so_whatever_it_did_last() -> None:
     merge = EventMerge(num_shards=2, num_stages=2)
-    assert merge.add([_event(HostEventKind.ATTENTION_DONE, 2)]) == []  # of one rank before it was told to cancel
-    told = [merge.add([_event(HostEventKind.ATTENTION_FAILED, layer, message=CANCELLED)]) for layer in (2, 2, 0, 1)]
+    assert merge.add([_result(2)]) == []  # of one rank before it was told to cancel
+    told = [merge.add([_result(layer, message=CANCELLED)]) for layer in (2, 2, 0, 1)]
     assert [len(events) for events in told] == [0, 0, 0, 1]
-    assert told[-1][0].kind is HostEventKind.ATTENTION_FAILED
-    assert not merge._told and not merge._cancelled
+    assert not told[-1][0].ok
+    assert not merge._results and not merge._cancelled
 
 
 # -- what cannot be in stages ----------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from omniserve import (
     SamplingParams,
     TokenLogprob,
 )
-from omniserve.core.plan import HostEvent, MoveDirection, PiggybackJoin, StepOutput, StepPlan
+from omniserve.core.plan import PiggybackJoin, StepOutput, StepPlan
+from omniserve.core.work import HostEvent, KVMove, MoveDirection, SlotCopy
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.kv import BidirectionalKVManager, Tier, TieredKVManager
 from omniserve.latency import ModelShape, Profile
@@ -267,10 +268,10 @@ def poison(engine: Engine) -> None:
             used[Tier.DEVICE].update(chunk.block_ids)
         for entry in plan.entries:
             used[Tier.HOST].update(entry.block_ids)
-        for move in plan.moves:
+        for move in plan.side_work(KVMove):
             for tier, ids in ((Tier.HOST, move.src_block_ids), (Tier.DEVICE, move.dst_block_ids)):
                 used[tier if move.direction is MoveDirection.TO_DEVICE else _other(tier)].update(ids)
-        for copy in plan.relocations:
+        for copy in plan.side_work(SlotCopy):
             used[Tier.DEVICE].update((copy.source_block, copy.target_block))
         used_states.update(row.state_slot for row in (*plan.chunks, *plan.entries, *plan.joins))
     storage = engine.runner._storage
@@ -468,7 +469,7 @@ def run_history(
         else:
             raise AssertionError(f"seed {seed}: unfinished after all steps: {engine.stats()}")
         stats = engine.stats()
-        tally.prefilled_tokens += engine.scheduler.requests.reads.prefills.num_tokens.total()
+        tally.prefilled_tokens += sum(engine.stats().loaded_from("prefilled").values())
         if tier is not None:
             for host in tier.hosts():
                 tally.network_tasks += host.tasks_sent
@@ -503,7 +504,7 @@ def run_history(
     tally.resumed_tokens += stats.resumed_tokens
     tally.cached_tokens += sum(stats.cached_tokens.values())
     tally.restored_tokens += sum(stats.restored_tokens.values())
-    tally.disk_tokens += sum(stats.disk_tokens.values())
+    tally.disk_tokens += sum(stats.loaded_from("disk").values())
     tally.disk_failures += stats.disk_failures
     if isinstance(engine.kv, BidirectionalKVManager):
         tally.shared_blocks += engine.kv._device.num_shared_blocks

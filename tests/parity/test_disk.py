@@ -108,7 +108,7 @@ def test_a_restart_finds_what_the_last_engine_has_computed(tmp_path: Path) -> No
     for life in range(3):
         with Engine(patch(tiny_model("llama"), compile=False), _config(tmp_path)) as engine:
             assert _generate(engine) == (expected, 96 if life else 0)
-            assert sum(engine.stats().disk_tokens.values()) == (96 if life else 0)
+            assert sum(engine.stats().loaded_from("disk").values()) == (96 if life else 0)
             assert _generate(engine) == (expected, 96)
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -172,7 +172,7 @@ def test_requests_that_begin_alike_wait_for_one_read(tmp_path: Path) -> None:
         done = engine.generate(requests)
         assert [each.num_cached_tokens for each in done] == [96] * 4 and list(done[0].token_ids) == expected
         stats = engine.stats()
-        assert sum(stats.disk_tokens.values()) == 96
+        assert sum(stats.loaded_from("disk").values()) == 96
         assert stats.disk_bytes_read == 12 * engine.disk.file.block_bytes
 
 
@@ -260,7 +260,7 @@ def test_two_reads_bring_no_block_twice(tmp_path: Path, monkeypatch: pytest.Monk
     sampling = SamplingParams(max_tokens=4, ignore_eos=True)
     with Engine(patch(tiny_model("llama"), compile=False), _config(tmp_path)) as engine:
         engine.generate([Request(prompt_token_ids=_PROMPT[:17], sampling=sampling)])  # reads nothing: it is too short
-        assert sum(engine.stats().disk_tokens.values()) == 0
+        assert sum(engine.stats().loaded_from("disk").values()) == 0
         monkeypatch.setattr("omniserve.sched.prefixes.LEAST_RESTORED_TOKENS", 8)
         kv, disk = engine.kv, engine.disk
         engine.add(Request(prompt_token_ids=_PROMPT, sampling=sampling, request_id="behind"))
@@ -281,4 +281,4 @@ def test_two_reads_bring_no_block_twice(tmp_path: Path, monkeypatch: pytest.Monk
             if engine.last_plan_was_empty:
                 engine.wait(0.01)
         assert tokens == {"behind": _expected(), "all": _expected()}
-        assert sum(engine.stats().disk_tokens.values()) == 96, "each block was read once"
+        assert sum(engine.stats().loaded_from("disk").values()) == 96, "each block was read once"

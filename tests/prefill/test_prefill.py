@@ -161,7 +161,7 @@ def test_prompts_go_there_and_their_kv_is_found_again(secret_file: str) -> None:
             expected = _generate(alone, _PROMPTS)
         with _engine(model, _config([server.address], secret_file)) as engine:
             assert _generate(engine, _PROMPTS) == expected
-            assert engine.scheduler.requests.reads.prefills.num_tokens.total() == 6 * 56
+            assert sum(engine.stats().loaded_from("prefilled").values()) == 6 * 56
             assert server.stats() == {"asked": 6, "done": 6, "failed": 0, "blocks_sent": 42}
             assert _generate(engine, _PROMPTS, "BE") == expected  # what is here is not asked for again
             assert server.stats()["asked"] == 6
@@ -190,7 +190,7 @@ def test_a_request_that_is_late_here_but_not_there_is_admitted_and_goes_there(se
             with pytest.raises(RequestRejected):
                 engine.add(late)
             engine.generate([Request(prompt_token_ids=_PROMPTS[0], sampling=sampling, slo=SLO())])
-            prefills = engine.scheduler.requests.reads.prefills
+            prefills = engine.scheduler.requests.loads.sources[0]
             assert prefills.num_tokens.total() == 56 and prefills._token_s[1] > 0
             prefills._token_s[1] = 1e-9  # it is fast, as far as it is known
             engine.generate([late])
@@ -233,7 +233,7 @@ def test_an_aborted_request_gives_its_blocks_back(secret_file: str) -> None:
                 break
         engine.step()
         engine.scheduler.check_integrity()
-        assert not engine.scheduler.requests.reads.prefills._orders and not engine.has_unfinished
+        assert not engine.scheduler.requests.loads.sources[0]._orders and not engine.has_unfinished
 
 
 def test_an_engine_that_is_not_there_is_left_out_and_joins_later(secret_file: str) -> None:
@@ -242,15 +242,15 @@ def test_an_engine_that_is_not_there_is_left_out_and_joins_later(secret_file: st
         address = server.address
     with _engine(model, _config([address], secret_file)) as engine:
         before = _generate(engine, _PROMPTS[:3])
-        assert engine.scheduler.requests.reads.prefills.num_tokens.total() == 0
+        assert sum(engine.stats().loaded_from("prefilled").values()) == 0
         with prefill_server("llama", port=address[1]):
             for _ in range(300):
                 engine.step()
-                if engine.scheduler.requests.reads.prefills.is_on:
+                if engine.scheduler.requests.loads.sources[0].can_ask:
                     break
                 time.sleep(0.02)
             after = _generate(engine, _PROMPTS[3:])
-            assert engine.scheduler.requests.reads.prefills.num_tokens.total() == 3 * 56
+            assert sum(engine.stats().loaded_from("prefilled").values()) == 3 * 56
     with _engine(model, PrefillConfig()) as alone:
         assert _generate(alone, _PROMPTS) == before + after
 

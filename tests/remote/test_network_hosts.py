@@ -17,12 +17,13 @@ import torch
 from omniserve import HostsConfig
 from omniserve.core import link
 from omniserve.core.errors import PeerLost
-from omniserve.core.plan import HOST_BLOCKS, HostEvent, HostEventKind, KVMove, MoveDirection
+from omniserve.core.work import HOST_BLOCKS, AttentionResult, Done, HostEvent, KVMove, MoveDirection
 from omniserve.host.tier import HostTier
 from omniserve.remote import host_server
 from omniserve.remote.handshake import Hello, Welcome
 from omniserve.remote.host_server import HostServer, spec_of_plain, spec_to_plain
 from omniserve.remote.network_hosts import HostUser, NetworkHosts
+from tests.events import ATTENTION_DONE, ATTENTION_FAILED, HOST_JOINED, HOST_LOST, WORK_DONE, WORK_FAILED, Kind, kind_of
 from tests.host.helpers import ATTENTION, BLOCK_SIZE, KINDS, collect, make_spec, make_tier, shorten_pauses, wait_until
 from tests.remote.proxy import Proxy
 
@@ -54,12 +55,12 @@ class Network:
         """Take events, and connect what has answered."""
         self.events += self.hosts.poll(self.tier.poll())
 
-    def wait_for(self, kind: HostEventKind, count: int = 1) -> list[HostEvent]:
+    def wait_for(self, kind: Kind, count: int = 1) -> list[HostEvent]:
         """Return the events once so many of a kind are there, and forget them."""
 
         def has_come() -> bool:
             self.poll()
-            return sum(event.kind is kind for event in self.events) >= count
+            return sum(kind_of(event) == kind for event in self.events) >= count
 
         wait_until(has_come)
         taken, self.events = self.events, []
@@ -99,7 +100,7 @@ def open_network(tmp_path: Path) -> Iterator[Callable[..., Network]]:
 
     def open_one(**settings: Any) -> Network:
         opened.append(Network(tmp_path / "secret", **settings))
-        opened[-1].wait_for(HostEventKind.HOST_JOINED)
+        opened[-1].wait_for(HOST_JOINED)
         return opened[-1]
 
     yield open_one
@@ -119,9 +120,9 @@ def test_a_host_serves_and_tells_what_it_does(open_network: Callable[..., Networ
         network.submit(range(8), layer)
         assert {event.layer for event in collect(network.tier, 8)} == {layer}
     sent = network.start_move(1, 20, MoveDirection.TO_HOST)
-    network.wait_for(HostEventKind.MOVE_DONE)
+    network.wait_for(WORK_DONE)
     got = network.start_move(2, 20, MoveDirection.TO_DEVICE)
-    network.wait_for(HostEventKind.MOVE_DONE)
+    network.wait_for(WORK_DONE)
     assert torch.equal(sent, got)
     (told,) = network.tier.hosts()
     assert told.host == 1 and not told.is_lost and told.tasks_sent == 8 * SPEC.num_layers
@@ -164,27 +165,27 @@ def test_what_a_lost_host_has_in_hand_fails_once_and_it_can_come_back(
     network.submit(range(4, 8))
     network.start_move(7, 30, MoveDirection.TO_HOST)
     network.start_move(8, 30, MoveDirection.TO_DEVICE)
-    events = network.wait_for(HostEventKind.HOST_LOST)
+    events = network.wait_for(HOST_LOST)
     while network.tier.busy:
         network.poll()
     network.poll()
     events += network.events
-    answered = [event.slot for event in events if event.slot >= 0]
+    answered = [event.slot for event in events if isinstance(event, AttentionResult)]
     assert sorted(answered) == list(range(8))
-    assert sorted(event.move_id for event in events if event.move_id >= 0) == [7, 8]
-    failed = [e for e in events if e.kind in (HostEventKind.ATTENTION_FAILED, HostEventKind.MOVE_FAILED)]
+    assert sorted(event.move_id for event in events if isinstance(event, Done)) == [7, 8]
+    failed = [e for e in events if kind_of(e) in (ATTENTION_FAILED, WORK_FAILED)]
     assert failed, "the fault came too late for the test"
-    if not any(event.kind is HostEventKind.HOST_JOINED for event in events):
+    if not any(kind_of(event) == HOST_JOINED for event in events):
         network.submit([0])  # its token is bound to blocks that are lost
-        assert network.wait_for(HostEventKind.ATTENTION_FAILED)
+        assert network.wait_for(ATTENTION_FAILED)
         network.start_move(9, 1, MoveDirection.TO_HOST)
-        assert network.wait_for(HostEventKind.MOVE_FAILED)
+        assert network.wait_for(WORK_FAILED)
         network.proxy.silence(False)
-        network.wait_for(HostEventKind.HOST_JOINED)
+        network.wait_for(HOST_JOINED)
     network.events.clear()
     network.begin(range(8), epoch=2)
     network.submit(range(8))
-    done = network.wait_for(HostEventKind.ATTENTION_DONE, 8)
+    done = network.wait_for(ATTENTION_DONE, 8)
     assert [event.epoch for event in done] == [2] * 8
 
 
@@ -194,9 +195,9 @@ def test_a_token_of_a_lost_host_does_not_go_to_its_next_session(
     network = open_network()
     network.begin([0])
     network.proxy.cut()
-    network.wait_for(HostEventKind.HOST_JOINED)
+    network.wait_for(HOST_JOINED)
     network.submit([0])
-    (event,) = network.wait_for(HostEventKind.ATTENTION_FAILED)
+    (event,) = network.wait_for(ATTENTION_FAILED)
     assert "lost" in event.message and not network.tier.hosts()[0].is_lost
     assert not [record for record in caplog.records if record.levelname == "ERROR"], "a warning tells of the host"
 
@@ -208,9 +209,9 @@ def test_a_host_that_is_lost_before_its_join_was_told_has_joined_first(tmp_path:
         network.proxy.cut()
         wait_until(lambda: bool(network.tier.hosts()[0].is_lost))
         network.poll()
-        assert [event.kind for event in network.events] == [HostEventKind.HOST_JOINED, HostEventKind.HOST_LOST]
+        assert [kind_of(event) for event in network.events] == [HOST_JOINED, HOST_LOST]
         network.events.clear()
-        (event,) = network.wait_for(HostEventKind.HOST_JOINED)
+        (event,) = network.wait_for(HOST_JOINED)
         assert event.host == 1 and network.tier.hosts()[0].times_lost == 1
     finally:
         network.close()
@@ -219,15 +220,15 @@ def test_a_host_that_is_lost_before_its_join_was_told_has_joined_first(tmp_path:
 def test_a_host_that_is_not_there_is_left_out_and_joins_later(tmp_path: Path) -> None:
     network = Network(tmp_path / "secret")
     try:
-        network.wait_for(HostEventKind.HOST_JOINED)
+        network.wait_for(HOST_JOINED)
         network.proxy.refuses = True
         network.proxy.cut()
-        network.wait_for(HostEventKind.HOST_LOST)
+        network.wait_for(HOST_LOST)
         time.sleep(0.3)
         network.poll()
         assert not network.events
         network.proxy.refuses = False
-        network.wait_for(HostEventKind.HOST_JOINED)
+        network.wait_for(HOST_JOINED)
     finally:
         network.close()
 
@@ -241,7 +242,7 @@ def test_a_host_serves_one_engine_at_a_time(open_network: Callable[..., Network]
     network.tier = make_tier(SPEC, num_blocks=4)
     second._tier = network.tier
     network.hosts = second
-    network.wait_for(HostEventKind.HOST_JOINED)
+    network.wait_for(HOST_JOINED)
 
 
 def _as_rank(network: Network, rank: int, tier: HostTier) -> NetworkHosts:
@@ -254,16 +255,16 @@ class _Rank:
     def __init__(self, network: Network, rank: int) -> None:
         self.tier = make_tier(SPEC, num_blocks=4)
         self.hosts = _as_rank(network, rank, self.tier)
-        self.told: list[HostEventKind] = []
+        self.told: list[Kind] = []
         self.num_blocks = self.num_threads = 0
 
     def poll(self) -> None:
         for event in self.hosts.poll(self.tier.poll()):
-            self.told.append(event.kind)
-            if event.kind is HostEventKind.HOST_JOINED:
+            self.told.append(kind_of(event))
+            if kind_of(event) == HOST_JOINED:
                 self.num_blocks, self.num_threads = event.num_blocks, event.num_threads
 
-    def wait_for(self, *kinds: HostEventKind) -> None:
+    def wait_for(self, *kinds: Kind) -> None:
         """Wait until these are what was told, in this order, and forget them."""
 
         def has_come() -> bool:
@@ -294,7 +295,7 @@ def two_ranks(tmp_path: Path) -> Iterator[tuple[Network, _Rank, _Rank]]:
 def test_ranks_of_one_engine_share_a_host(two_ranks: tuple[Network, _Rank, _Rank], caplog: Any) -> None:
     network, *ranks = two_ranks
     for rank in ranks:
-        rank.wait_for(HostEventKind.HOST_JOINED)
+        rank.wait_for(HOST_JOINED)
         assert (rank.num_blocks, rank.num_threads) == (50, 1)
     network.tier = make_tier(SPEC, num_blocks=4)
     network.hosts = network.connect()
@@ -304,40 +305,40 @@ def test_ranks_of_one_engine_share_a_host(two_ranks: tuple[Network, _Rank, _Rank
 
 def test_a_rank_connects_again_when_it_is_allowed(two_ranks: tuple[Network, _Rank, _Rank]) -> None:
     network, first, second = two_ranks
-    first.wait_for(HostEventKind.HOST_JOINED)
-    second.wait_for(HostEventKind.HOST_JOINED)
+    first.wait_for(HOST_JOINED)
+    second.wait_for(HOST_JOINED)
     for _ in range(2):
         network.host._end(network.host._sessions[0])
-        first.wait_for(HostEventKind.HOST_LOST)
+        first.wait_for(HOST_LOST)
         first.hosts.drop(1)  # it knows
         second.hosts.drop(1)
-        second.wait_for(HostEventKind.HOST_LOST)
+        second.wait_for(HOST_LOST)
         time.sleep(0.3)
         for rank in (first, second):
             rank.poll()
             assert rank.told == [] and rank.tier.hosts()[0].is_lost
             rank.hosts.allow(1)
-            rank.wait_for(HostEventKind.HOST_JOINED)
+            rank.wait_for(HOST_JOINED)
 
 
 def test_a_rank_that_still_tries_gives_up_when_it_is_told(two_ranks: tuple[Network, _Rank, _Rank]) -> None:
     network, first, second = two_ranks
-    first.wait_for(HostEventKind.HOST_JOINED)
-    second.wait_for(HostEventKind.HOST_JOINED)
+    first.wait_for(HOST_JOINED)
+    second.wait_for(HOST_JOINED)
     network.proxy.refuses = True
     network.proxy.cut()
-    first.wait_for(HostEventKind.HOST_LOST)
+    first.wait_for(HOST_LOST)
     first.hosts.allow(1)
     time.sleep(0.1)
     for _ in range(2):
         first.hosts.drop(1)
-    first.wait_for(HostEventKind.HOST_LOST)
+    first.wait_for(HOST_LOST)
     network.proxy.refuses = False
     time.sleep(0.3)
     first.poll()
     assert first.told == []
     first.hosts.allow(1)
-    first.wait_for(HostEventKind.HOST_JOINED)
+    first.wait_for(HOST_JOINED)
 
 
 @pytest.mark.parametrize(
@@ -396,7 +397,7 @@ def test_the_second_connection_may_be_there_as_the_first_is_answered(
 ) -> None:
     network = open_network()
     network.proxy.cut()
-    network.wait_for(HostEventKind.HOST_LOST)
+    network.wait_for(HOST_LOST)
     send = link.Link.send
 
     def send_and_sleep(peer: link.Link, message: Any) -> None:
@@ -405,11 +406,11 @@ def test_the_second_connection_may_be_there_as_the_first_is_answered(
             time.sleep(0.2)  # the engine has opened its second connection by now
 
     monkeypatch.setattr(link.Link, "send", send_and_sleep)
-    network.wait_for(HostEventKind.HOST_JOINED)
+    network.wait_for(HOST_JOINED)
     time.sleep(0.3)
     network.begin(range(8))
     network.submit(range(8))
-    assert {event.kind for event in collect(network.tier, 8)} == {HostEventKind.ATTENTION_DONE}
+    assert {kind_of(event) for event in collect(network.tier, 8)} == {ATTENTION_DONE}
 
 
 def test_an_engine_that_is_gone_before_its_answer_leaves_the_host_to_others(
@@ -428,7 +429,7 @@ def test_an_engine_that_is_gone_before_its_answer_leaves_the_host_to_others(
     monkeypatch.setattr(host_server, "_SECOND_CONNECTION_S", 0.2)
     network = Network(tmp_path / "secret")
     try:
-        network.wait_for(HostEventKind.HOST_JOINED)
+        network.wait_for(HOST_JOINED)
         assert not fails
     finally:
         network.close()
@@ -506,9 +507,9 @@ def test_a_host_that_lies_is_lost(lie: bytes, message: str) -> None:
     rows[1].recv(1 << 16)
     rows[1].sendall(lie)
     events = collect(tier, 2)
-    lost = next(event for event in events if event.kind is HostEventKind.HOST_LOST)
+    lost = next(event for event in events if kind_of(event) == HOST_LOST)
     assert message in lost.message
-    assert {event.kind for event in events} == {HostEventKind.HOST_LOST, HostEventKind.ATTENTION_FAILED}
+    assert {kind_of(event) for event in events} == {HOST_LOST, ATTENTION_FAILED}
     tier.close()
 
 
@@ -539,7 +540,7 @@ def test_a_host_that_lies_about_blocks_is_lost(lie: bytes, to_host: bool) -> Non
     blocks[1].recv(1 << 16)
     blocks[1].sendall(lie)
     events = collect(tier, 2)
-    assert {event.kind for event in events} == {HostEventKind.HOST_LOST, HostEventKind.MOVE_FAILED}
+    assert {kind_of(event) for event in events} == {HOST_LOST, WORK_FAILED}
     tier.close()
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +15,15 @@ import torch
 from omniserve import HostsConfig, PrefillConfig
 from omniserve.core import link
 from omniserve.core.config import ParallelConfig
-from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
+from omniserve.core.work import HostEvent, RemotePrefill
 from omniserve.remote.handshake import Refused, Welcome
 from omniserve.remote.network_hosts import NetworkHosts
 from omniserve.remote.prefill_engines import PrefillEngines
-from omniserve.remote.prefill_messages import Done, Failed
+from omniserve.remote.prefill_messages import Failed, Finished
 from omniserve.remote.prefill_ranks import RankReceiver, RankSender
+from tests.events import ENGINE_JOINED, ENGINE_LOST, WORK_DONE, WORK_FAILED, Kind, kind_of
 from tests.host.helpers import make_spec, make_tier, wait_until
 from tests.prefill.servers import SECRET
-
-KINDS = HostEventKind
 
 
 class Pair:
@@ -41,11 +41,11 @@ class Pair:
     def join(self) -> None:
         self.receiver.join(1, "a session", self.sender.address)
 
-    def wait_for(self, kind: HostEventKind) -> HostEvent:
+    def wait_for(self, kind: Kind) -> Any:
         """Return the next event, which must be of this kind."""
         wait_until(lambda: bool(self.told))
         event = self.told.pop(0)
-        assert event.kind is kind
+        assert kind_of(event) == kind
         return event
 
     def close(self) -> None:
@@ -76,34 +76,34 @@ def pair_of(secret_file: str) -> Iterator[Callable[..., Pair]]:
 
 def test_blocks_may_come_before_the_step_that_asks_for_them(pair_of: Callable[..., Pair]) -> None:
     pair = pair_of()
-    pair.wait_for(KINDS.PREFILL_JOINED)
+    pair.wait_for(ENGINE_JOINED)
     pair.sender.send("a session", 7, [5, 2])
-    pair.sender.end("a session", Done(7))
+    pair.sender.end("a session", Finished(7))
     time.sleep(0.1)
     pair.receiver.start(_prefill(7, 3, 8))
-    event = pair.wait_for(KINDS.PREFILL_DONE)
-    assert (event.move_id, event.num_blocks) == (7, 2)
+    event = pair.wait_for(WORK_DONE)
+    assert (event.move_id, event.prefilled.num_blocks) == (7, 2)
     assert torch.equal(pair.ours[:, [3, 8]], pair.theirs[:, [5, 2]])
 
 
 def test_what_nobody_asks_for_ends_the_connection(pair_of: Callable[..., Pair]) -> None:
     pair = pair_of(timeout_s=2.0)
-    pair.wait_for(KINDS.PREFILL_JOINED)
+    pair.wait_for(ENGINE_JOINED)
     pair.receiver.start(_prefill(7, 3))
-    pair.sender.end("a session", Done(8))
-    pair.wait_for(KINDS.PREFILL_LOST)
-    assert pair.wait_for(KINDS.PREFILL_FAILED).move_id == 7
+    pair.sender.end("a session", Finished(8))
+    pair.wait_for(ENGINE_LOST)
+    assert pair.wait_for(WORK_FAILED).move_id == 7
     pair.receiver.start(_prefill(9, 3))
-    assert pair.wait_for(KINDS.PREFILL_FAILED).move_id == 9
+    assert pair.wait_for(WORK_FAILED).move_id == 9
 
 
 def test_a_prefill_that_failed_tells_how_much_has_come(pair_of: Callable[..., Pair]) -> None:
     pair = pair_of()
-    pair.wait_for(KINDS.PREFILL_JOINED)
+    pair.wait_for(ENGINE_JOINED)
     pair.receiver.start(_prefill(7, 3, 8))
     pair.sender.send("a session", 7, [5])
     pair.sender.end("a session", Failed(7, ""))
-    assert pair.wait_for(KINDS.PREFILL_FAILED).num_blocks == 1
+    assert pair.wait_for(WORK_FAILED).prefilled.num_blocks == 1
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
@@ -112,28 +112,28 @@ def test_a_dropped_engine_is_told_of_once_and_can_be_joined_again(
 ) -> None:
     pair = pair_of()
     for _ in range(2):
-        pair.wait_for(KINDS.PREFILL_JOINED)
+        pair.wait_for(ENGINE_JOINED)
         if is_waiting:  # for the step that asks
-            pair.sender.end("a session", Done(8))
+            pair.sender.end("a session", Finished(8))
         pair.receiver.drop(1)
-        pair.wait_for(KINDS.PREFILL_LOST)
+        pair.wait_for(ENGINE_LOST)
         pair.receiver.drop(1)
         pair.sender.end_session("a session")
         time.sleep(0.05)
         assert not pair.told
         pair.join()
-    pair.wait_for(KINDS.PREFILL_JOINED)
+    pair.wait_for(ENGINE_JOINED)
 
 
 def test_a_rank_with_other_weights_is_refused(pair_of: Callable[..., Pair], caplog: pytest.LogCaptureFixture) -> None:
     pair = pair_of(fingerprint="another")
-    pair.wait_for(KINDS.PREFILL_LOST)
+    pair.wait_for(ENGINE_LOST)
     assert "other weights in its part of the model" in caplog.text
 
 
 def test_strangers_are_refused(pair_of: Callable[..., Pair]) -> None:
     pair = pair_of()
-    pair.wait_for(KINDS.PREFILL_JOINED)
+    pair.wait_for(ENGINE_JOINED)
     peer = link.connect(pair.sender.address, SECRET.encode(), 5.0, "the rank")
     peer.send(Welcome())
     assert isinstance(peer.receive(5.0), Refused)
@@ -145,8 +145,8 @@ def test_strangers_are_refused(pair_of: Callable[..., Pair]) -> None:
                 pass
     pair.receiver.start(_prefill(7, 3))
     pair.sender.send("a session", 7, [5])
-    pair.sender.end("a session", Done(7))
-    pair.wait_for(KINDS.PREFILL_DONE)
+    pair.sender.end("a session", Finished(7))
+    pair.wait_for(WORK_DONE)
 
 
 # -- ends that say nothing -------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request, RequestOutput, SamplingParams
+from omniserve.core.work import KVMove
 from omniserve.kv import KV_MANAGERS, BidirectionalKVManager
 from omniserve.sched import Forecast, Scheduler, policy_of
 from tests.sched.fake_device import FakeDevice
@@ -150,7 +151,7 @@ class Clock(Machine):
 
     def _seconds(self, plan: StepPlan) -> float:
         assert plan.decision is not None and plan.decision.predicted_s is not None
-        self.moves += [(self.now_s, move.request_id) for move in plan.moves]
+        self.moves += [(self.now_s, move.request_id) for move in plan.side_work(KVMove)]
         return self.slower * plan.decision.predicted_s or 0.001
 
     def tokens(self, plan: StepPlan) -> Counter[str]:

@@ -11,19 +11,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 
-from omniserve.core.plan import (
-    PENDING_TOKEN,
-    DiskCopy,
-    HostEvent,
-    HostEventKind,
-    KVMove,
-    MoveDirection,
-    PiggybackEntry,
-    PiggybackJoin,
-    SampledToken,
-    StepOutput,
-    StepPlan,
-)
+from omniserve.core.plan import PENDING_TOKEN, PiggybackEntry, PiggybackJoin, SampledToken, StepOutput, StepPlan
+from omniserve.core.work import AttentionResult, CancelTask, DiskCopy, Done, HostEvent, KVMove, MoveDirection, SlotCopy
 from tests.sched.fake_states import FakeStates
 
 VOCAB = 1000
@@ -68,8 +57,8 @@ class FakeDevice:
         self.is_down = False
         self.kv: dict[tuple[str, int], int] = {}
         """(tier, token slot) -> token id."""
-        self.running: list[HostEvent] = []
-        self.cancelled: list[HostEvent] = []
+        self.running: list[AttentionResult] = []
+        self.cancelled: list[AttentionResult] = []
         """Events of slots that were cancelled when they had no task."""
         self.moves: dict[int, KVMove] = {}
         self._seen: dict[int, list[int | None]] = {}
@@ -144,8 +133,7 @@ class FakeDevice:
         for copy in self.disk_copies.values():
             busy["host"] |= set(copy.host_block_ids)
         for event in self.running:
-            if event.slot >= 0:
-                busy["host"] |= set(self.bound[event.slot].block_ids)
+            busy["host"] |= set(self.bound[event.slot].block_ids)
         return busy
 
     def _written_on_host(self) -> set[int]:
@@ -155,8 +143,7 @@ class FakeDevice:
         copies = (copy for copy in self.disk_copies.values() if not copy.to_disk)
         written |= {block for copy in copies for block in copy.host_block_ids}
         for event in self.running:
-            if event.slot >= 0:
-                written |= self._written_by(self.bound[event.slot])
+            written |= self._written_by(self.bound[event.slot])
         return written
 
     def _written_by(self, entry: PiggybackEntry) -> set[int]:
@@ -190,7 +177,7 @@ class FakeDevice:
         missed: set[str] = set()
         for layer in {join.layer for join in plan.joins}:
             here = [join for join in plan.joins if join.layer == layer]
-            came: list[HostEvent] = []
+            came: list[AttentionResult] = []
             absent: set[str] = set()
             for join in here:
                 if join.is_ready:
@@ -230,22 +217,22 @@ class FakeDevice:
             per_layer[row.layer if isinstance(row, PiggybackJoin) else -1] += row.num_rows
         assert max(per_layer.values(), default=0) <= plan.num_piggyback_seats
         assert not any(row.draft_ids for row in plan.pipelined)
-        for copy in plan.relocations:
+        for copy in plan.side_work(SlotCopy):
             self.num_relocated += 1
             for slot in range(copy.begin, copy.end):
                 old, new = copy.source_block * self.block_size + slot, copy.target_block * self.block_size + slot
                 self.kv.pop(("device", new), None)
                 if (token := self.kv.get(("device", old))) is not None:
                     self.kv["device", new] = token
-        for slot in plan.cancels:
-            self._cancel(slot)
+        for cancel in plan.side_work(CancelTask):
+            self._cancel(cancel.slot)
         busy, written = self._busy_slots(), self._written_on_host()
         to_device = (m for m in self.moves.values() if m.direction is MoveDirection.TO_DEVICE)
         arriving = {block for move in to_device for block in move.dst_block_ids}
-        for move in plan.moves:
+        for move in plan.side_work(KVMove):
             self.moves[move.move_id] = move
             self._seen[move.move_id] = self._source(move)
-        for copy in plan.disk_copies:
+        for copy in plan.side_work(DiskCopy):
             slots = [
                 slot for other in self.disk_copies.values() if other.to_disk or copy.to_disk for slot in other.slots
             ]
@@ -371,8 +358,7 @@ class FakeDevice:
     def _send(self, entry: PiggybackEntry, layer: int) -> None:
         self.away[entry.slot] = layer
         self.running.append(
-            HostEvent(
-                kind=HostEventKind.ATTENTION_DONE,
+            AttentionResult(
                 slot=entry.slot,
                 epoch=entry.epoch,
                 layer=layer,
@@ -383,16 +369,14 @@ class FakeDevice:
     def _cancel(self, slot: int) -> None:
         """Let the slot's task end as one that has failed; also if its event is out already."""
         entry, task = self.bound[slot], next((event for event in self.running if event.slot == slot), None)
-        failed = HostEvent(
-            kind=HostEventKind.ATTENTION_FAILED, slot=slot, epoch=entry.epoch, layer=self.away.get(slot, 0),
-            position=entry.position,
-        )  # fmt: skip
+        layer = self.away.get(slot, 0)
+        failed = AttentionResult(slot=slot, epoch=entry.epoch, layer=layer, position=entry.position, ok=False)
         if task is None:
             self.cancelled.append(failed)
         else:
             self.running[self.running.index(task)] = failed
 
-    def _finish(self, event: HostEvent) -> None:
+    def _finish(self, event: AttentionResult) -> None:
         entry = self.bound[event.slot]
         for position, token in enumerate(self.on_the_way[event.slot], start=entry.position):
             self.kv["host", self._slot(entry.block_ids, position)] = token
@@ -400,18 +384,15 @@ class FakeDevice:
 
     def poll(self, chance: float) -> list[HostEvent]:
         """Let each running task and move end with this chance; return the events in any order."""
-        events, self.cancelled = self.cancelled, []
+        events: list[HostEvent] = [*self.cancelled]
+        self.cancelled = []
         for event in list(self.running):
             if self.rng.random() < chance or self.is_down:
                 self.running.remove(event)
-                is_cancelled = event.kind is HostEventKind.ATTENTION_FAILED
-                failed = is_cancelled or self.is_down or self.rng.random() < self.failure_rate
+                failed = not event.ok or self.is_down or self.rng.random() < self.failure_rate
                 if not failed:
                     self._finish(event)
-                kind = HostEventKind.ATTENTION_FAILED if failed else HostEventKind.ATTENTION_DONE
-                events.append(
-                    HostEvent(kind=kind, slot=event.slot, epoch=event.epoch, layer=event.layer, position=event.position)
-                )
+                events.append(dataclasses.replace(event, ok=not failed))
         for move in list(self.moves.values()):
             if self.rng.random() < chance or self.is_down:
                 del self.moves[move.move_id]
@@ -422,17 +403,15 @@ class FakeDevice:
                 elif move.direction is MoveDirection.TO_DEVICE:
                     self.num_failed_returns += 1
                 del self._seen[move.move_id]
-                kind = HostEventKind.MOVE_FAILED if failed else HostEventKind.MOVE_DONE
-                events.append(HostEvent(kind=kind, move_id=move.move_id))
+                events.append(Done(move_id=move.move_id, ok=not failed))
         for copy in list(self.disk_copies.values()):
             if self.disk_rng.random() < chance:
                 del self.disk_copies[copy.move_id]
                 failed = self.disk_rng.random() < self.failure_rate
                 self._copy_disk(copy, failed=failed)
                 self.num_failed_disk_copies += failed
-                kind = HostEventKind.MOVE_FAILED if failed else HostEventKind.MOVE_DONE
                 seconds = self.disk_rng.choice([0.0, 0.001, 0.1])
-                events.append(HostEvent(kind=kind, move_id=copy.move_id, seconds=seconds))
+                events.append(Done(move_id=copy.move_id, ok=not failed, seconds=seconds))
         self.rng.shuffle(events)
         return events
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from omniserve.core.work import KVMove
 from omniserve.kv.base import Tier
 from omniserve.sched import SCHEDULERS
 from tests.sched.benches import Bench, names
@@ -210,7 +211,7 @@ def test_llumnix_best_effort_requests_that_overflow_end_on_the_host_tier() -> No
     on_device_after: set[str] = set()
     for plan, _ in bench.steps_until(lambda: len(bench.finished) == 5):
         on_device_after |= moved & set(names(plan))
-        moved |= {move.request_id for move in plan.moves}
+        moved |= {move.request_id for move in plan.side_work(KVMove)}
     assert moved and not on_device_after, "who moved stays"
     assert bench.requests.num_preemptions == 0
     assert bench.scheduler.stats().host_output_tokens > 0
@@ -264,5 +265,5 @@ def test_llumnix_decodes_make_room_for_a_best_effort_prompt_on_the_host_the_youn
         bench.step()
     assert sorted(bench.requests.states) == sorted(names(bench.step()[0])), "memory is not short"
     bench.add("be3", prompt=11, output=200)
-    moved = [move.request_id for _ in range(4) for move in bench.step()[0].moves]
+    moved = [move.request_id for _ in range(4) for move in bench.step()[0].side_work(KVMove)]
     assert moved[0] == "be2" and "be3" in {s.request_id for s in bench.requests.device["BE"]}

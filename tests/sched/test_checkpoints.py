@@ -6,13 +6,16 @@ import random
 
 import pytest
 
-from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
+from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
+from omniserve.core.work import Done, KVMove, MoveDirection
 from omniserve.kv import KV_MANAGERS, Tier
 from omniserve.sched.batch import Batch
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.request_table import RequestTable
+from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.state import Phase, RequestState
+from tests.events import WORK_DONE, kind_of
 from tests.sched.fake_device import FakeDevice
 from tests.sched.limits import BLOCK, make_limits
 
@@ -22,7 +25,8 @@ class CheckpointBench:
 
     def __init__(self, *, max_blocks: int = 100, host_blocks: int = 32, kv: str = "tiered") -> None:
         self.kv = KV_MANAGERS.get(kv)(num_device_blocks=32, num_host_blocks=host_blocks, block_size=BLOCK)
-        self.checkpoints = Checkpoints(self.kv, max_blocks_per_step=max_blocks)
+        self.side_work = SideWorkQueue()
+        self.checkpoints = Checkpoints(self.kv, self.side_work, max_blocks_per_step=max_blocks)
         self.device = FakeDevice(block_size=BLOCK, num_layers=1, max_tokens=1000, rng=random.Random(0))
         self.states: list[RequestState] = []
         limits = make_limits(num_layers=1, max_num_batched_tokens=1000)
@@ -53,25 +57,25 @@ class CheckpointBench:
         for state in self.states:
             if state.phase is Phase.DEVICE:
                 assert batch.add(state) is None
-        output = self.device.execute(StepPlan(step_id=0, chunks=batch.chunks, moves=tuple(moves)))
+        output = self.device.execute(StepPlan(step_id=0, chunks=batch.chunks, work=tuple(moves)))
         for chunk in batch.chunks:
             state = next(state for state in self.states if state.request_id == chunk.request_id)
             state.num_computed_tokens = state.num_tokens
             state.token_ids.append(output.tokens[state.request_id][0].token_id)
 
-    def end(self, event: HostEvent) -> bool:
-        """Finish a move; tell whether it was a checkpoint's copy."""
-        succeeded = event.kind is HostEventKind.MOVE_DONE
-        return self.checkpoints.on_end(event.move_id, self.kv.finish_move(event.move_id, succeeded=succeeded))
+    def end(self, event: Done) -> None:
+        """Finish a checkpoint's copy."""
+        self.side_work.finish(event)
 
     def plan(self, *, reserve_blocks: int = 0) -> list[tuple[str, int]]:
         """Return who is copied and how many blocks; the copies begin with the next step that is computed."""
-        self.moves = self.checkpoints.plan(self.states, reserve_blocks=reserve_blocks)
+        self.checkpoints.begin(self.states, reserve_blocks=reserve_blocks)
+        self.moves = list(self.side_work.take())
         return [(move.request_id, len(move.src_block_ids)) for move in self.moves]
 
 
-def done(move: KVMove) -> HostEvent:
-    return HostEvent(kind=HostEventKind.MOVE_DONE, move_id=move.move_id)
+def done(move: KVMove) -> Done:
+    return Done(ok=True, move_id=move.move_id)
 
 
 def test_a_request_goes_on_while_its_full_blocks_are_copied() -> None:
@@ -85,10 +89,10 @@ def test_a_request_goes_on_while_its_full_blocks_are_copied() -> None:
         copied += [block for move in bench.moves for block in move.dst_block_ids]
         bench.step(bench.moves)
         for event in bench.device.poll(0.5):
-            assert bench.end(event)
+            bench.end(event)
     assert state.num_computed_tokens == 20
     for event in bench.device.poll(1.0):
-        assert bench.end(event)
+        bench.end(event)
     assert not bench.checkpoints.busy
     num_blocks = bench.kv.num_checkpointed("be0")
     assert num_blocks >= 3 and len(copied) == num_blocks == bench.checkpoints.num_blocks_copied
@@ -147,7 +151,7 @@ def test_a_copy_of_a_request_that_has_ended_keeps_the_machine_busy_and_counts_fo
     bench.plan()
     bench.kv.free("be0")
     assert bench.checkpoints.busy and bench.kv.usage().host_used == 2
-    assert bench.end(done(bench.moves[0]))
+    bench.end(done(bench.moves[0]))
     assert not bench.checkpoints.busy and bench.kv.usage().host_used == 0
     assert bench.checkpoints.num_blocks_copied == 0
 
@@ -157,18 +161,9 @@ def test_a_failed_copy_is_planned_again() -> None:
     bench.add(8)
     bench.step([])
     assert bench.plan() == [("be0", 2)]
-    assert bench.end(HostEvent(kind=HostEventKind.MOVE_FAILED, move_id=bench.moves[0].move_id))
+    bench.end(Done(ok=False, move_id=bench.moves[0].move_id))
     assert bench.checkpoints.num_blocks_copied == 0
     assert bench.plan() == [("be0", 2)]
-
-
-def test_an_event_of_another_move_is_left_to_others() -> None:
-    bench = CheckpointBench()
-    bench.add(8)
-    bench.step([])
-    move = bench.kv.start_move("be0", MoveDirection.TO_HOST)
-    assert move is not None and not bench.end(done(move))
-    assert bench.kv.tier("be0") is Tier.HOST and bench.checkpoints.num_blocks_copied == 0
 
 
 def test_the_fake_device_tears_a_copy_of_a_block_that_is_still_written() -> None:
@@ -180,7 +175,7 @@ def test_the_fake_device_tears_a_copy_of_a_block_that_is_still_written() -> None
     state.token_ids.append(999)
     bench.step([move])
     (event,) = bench.device.poll(1.0)
-    assert event.kind is HostEventKind.MOVE_DONE
+    assert kind_of(event) == WORK_DONE
     held = [("host", block * BLOCK + offset) in bench.device.kv for block in move.dst_block_ids for offset in range(4)]
     assert held == [True] * 6 + [False] * 2
 

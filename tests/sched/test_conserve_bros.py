@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 
-from omniserve.core.plan import DeviceChunk, MoveDirection, StepPlan
+from omniserve.core.plan import DeviceChunk, StepPlan
+from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv import Tier
 from omniserve.sched import bros
 from tests.sched.benches import Bench, Clock, names
@@ -121,7 +122,9 @@ def test_a_parked_request_comes_back_only_into_memory_that_nobody_is_about_to_ne
     bench.add("ls-short", prompt=5, output=6)
     num_moves = 0
     for plan, _ in bench.steps_until(lambda: "ls-long" in bench.finished):
-        num_moves += sum(move.direction is MoveDirection.TO_HOST and not move.is_checkpoint for move in plan.moves)
+        num_moves += sum(
+            move.direction is MoveDirection.TO_HOST and not move.is_checkpoint for move in plan.side_work(KVMove)
+        )
     assert num_moves == 1
 
 
@@ -181,13 +184,13 @@ def test_best_effort_requests_with_checkpoints_leave_the_device_at_once_and_come
     bench.add("ls", prompt=11, output=6)
     plan, _ = bench.step(host_chance=0.0)
     assert "ls" in names(plan), "it does not wait for a copy"
-    outgoing = [move for move in plan.moves if not move.is_checkpoint]
+    outgoing = [move for move in plan.side_work(KVMove) if not move.is_checkpoint]
     assert [move.direction for move in outgoing] == [MoveDirection.TO_HOST]
     assert len(outgoing[0].src_block_ids) == 1, "all but the last block was there already"
     returns: Counter[str] = Counter()
     for plan, _ in bench.steps_until(lambda: len(bench.finished) == 4):
         assert not plan.entries
-        returns.update(move.request_id for move in plan.moves if move.direction is MoveDirection.TO_DEVICE)
+        returns.update(move.request_id for move in plan.side_work(KVMove) if move.direction is MoveDirection.TO_DEVICE)
     assert returns[outgoing[0].request_id] == 1
     assert bench.requests.num_preemptions == 0, "nothing was computed twice"
 

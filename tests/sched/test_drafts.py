@@ -7,8 +7,9 @@ import random
 
 import pytest
 
-from omniserve.core.plan import DeviceChunk, MoveDirection, PiggybackEntry, PiggybackJoin
+from omniserve.core.plan import DeviceChunk, PiggybackEntry, PiggybackJoin
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
+from omniserve.core.work import MoveDirection
 from omniserve.kv import KV_MANAGERS, Tier
 from omniserve.sched import Scheduler, policy_of
 from omniserve.sched.draft_rows import MAX_DRAFTS_WITHOUT_FORECAST, with_drafts

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from omniserve.core.errors import RequestRejected
-from omniserve.core.plan import Bound, HostEvent, HostEventKind, MoveDirection, StepOutput, StepPlan
+from omniserve.core.plan import Bound, StepOutput, StepPlan
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams, ServiceClass, Stay
+from omniserve.core.work import KVMove, MoveDirection, TierDown
 from omniserve.kv import KV_MANAGERS, BidirectionalKVManager, Tier, TieredKVManager
 from omniserve.kv.base import KVManager
 from omniserve.kv.disk_prefixes import DiskPrefixes
@@ -225,7 +226,7 @@ def run_history(
         events = device.poll(speed)
         if step == down_at and sched.requests.limits.num_host_slots:
             device.is_down = True
-            events.append(HostEvent(kind=HostEventKind.TIER_DOWN))
+            events.append(TierDown())
         sched.notify(events)
         plan = sched.schedule(now_s)
         if may_check_limit():
@@ -237,7 +238,11 @@ def run_history(
         assert not any(chunk.num_drafts for chunk in plan.chunks if chunk.request_id in plan.preemptible)
         seconds = 0.005 if plan.decision is None or not plan.decision.predicted_s else plan.decision.predicted_s
         now_s, outputs = stepping.step(plan, now_s, seconds)
-        if down_at_return and down_at is None and any(m.direction is MoveDirection.TO_DEVICE for m in plan.moves):
+        if (
+            down_at_return
+            and down_at is None
+            and any(m.direction is MoveDirection.TO_DEVICE for m in plan.side_work(KVMove))
+        ):
             device.is_down, down_at = True, step + 1  # with the first copies to the device under way
         for output in outputs:
             got[output.request_id] += output.new_token_ids

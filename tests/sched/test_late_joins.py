@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from omniserve.core.plan import HostEvent, HostEventKind
 from omniserve.core.request import SLO, Request, ServiceClass
+from omniserve.core.work import AttentionResult
 from omniserve.sched.late_joins import ResultOdds
 from omniserve.sched.residents import AssumedJoin, HostResidents
 from omniserve.sched.state import Phase, RequestState
@@ -39,10 +39,8 @@ def enter(residents: HostResidents, *states: RequestState) -> None:
         residents.enter(state, 2)
 
 
-def done(state: RequestState, layer: int) -> HostEvent:
-    return HostEvent(
-        kind=HostEventKind.ATTENTION_DONE, slot=state.slot, epoch=state.epoch, layer=layer, position=2
-    )  # fmt: skip
+def done(state: RequestState, layer: int) -> AttentionResult:
+    return AttentionResult(slot=state.slot, epoch=state.epoch, layer=layer, position=2)
 
 
 def test_results_that_wait_have_the_first_seats_and_expected_ones_the_others():
@@ -189,7 +187,7 @@ def test_a_request_that_has_left_the_host_tier_does_not_come_back() -> None:
     residents.settle(join, joined=False)
     assert residents.num_ready == [0, 0]
     assert not residents.is_last(done(a, 0), a), "the step may have sent its row on"
-    failed = HostEvent(kind=HostEventKind.ATTENTION_FAILED, slot=a.slot, epoch=a.epoch, layer=1, position=2)
+    failed = AttentionResult(ok=False, slot=a.slot, epoch=a.epoch, layer=1, position=2)
     assert residents.is_last(failed, a)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omniserve.core.errors import RequestRejected
-from omniserve.core.plan import MoveDirection
+from omniserve.core.work import KVMove, MoveDirection
 from tests.sched.benches import Clock
 
 POLICY = "omniserve-paper"
@@ -57,7 +57,7 @@ def test_all_decodes_without_time_go_to_a_host_tier_with_cores_of_its_own_at_onc
     bench.add("ls", prompt=8, output=500, tpot=0.030)
     bench.run_until(lambda: bench.token_s["ls"])
     plan = bench.step()  # a decode takes 1 ms and 12 to 14 for its keys: one fits
-    assert [move.direction for move in plan.moves] == moves * [MoveDirection.TO_HOST]
+    assert [move.direction for move in plan.side_work(KVMove)] == moves * [MoveDirection.TO_HOST]
 
 
 def test_rows_of_all_layers_are_admitted_from_the_lowest_up_in_as_many_seats_as_the_fullest_needs() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omniserve.core.request import ServiceClass
-from omniserve.sched.placement import PLACEMENTS, PrefillEngine, Prompt
+from omniserve.sched.sources.placement import PLACEMENTS, PrefillEngine, Prompt
 from omniserve.sched.state import BE, LS
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from omniserve.core.plan import HostEvent, HostEventKind, MoveDirection
+from omniserve.core.work import AttentionResult, KVMove, MoveDirection
 from omniserve.sched.step_cost import seat_bucket
 from tests.sched.benches import Bench, names
 
@@ -51,7 +51,7 @@ def test_an_ls_prompt_waits_for_a_swap_out_only_as_long_as_it_is_patient() -> No
     bench.step()
     bench.add("ls", prompt=16)
     plan, _ = bench.step(host_chance=0.0)
-    assert "ls" not in names(plan) and plan.moves
+    assert "ls" not in names(plan) and plan.side_work(KVMove)
     for _ in range(4):
         plan, _ = bench.step(host_chance=0.0)
     assert "ls" in names(plan), "the copies never end, so BE had to be recomputed"
@@ -104,7 +104,7 @@ def test_kv_comes_back_only_after_memory_was_light_for_a_while() -> None:
         plan, _ = bench.step()
         if bench.scheduler.stats().host_requests and "ls-big" not in bench.requests.states:
             steps_of_light += 1
-        if any(move.direction is MoveDirection.TO_DEVICE for move in plan.moves):
+        if any(move.direction is MoveDirection.TO_DEVICE for move in plan.side_work(KVMove)):
             returned_after = steps_of_light
             break
     assert bench.scheduler.stats().swaps_out >= 1
@@ -161,8 +161,7 @@ def test_a_stale_result_is_dropped() -> None:
         bench.add(f"be{i}", prompt=7, output=40)
     bench.run_until(lambda: bench.device.running)
     event = bench.device.running[0]
-    stale = HostEvent(
-        kind=HostEventKind.ATTENTION_DONE,
+    stale = AttentionResult(
         slot=event.slot,
         epoch=event.epoch - 1,
         layer=event.layer,

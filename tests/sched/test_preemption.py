@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from omniserve.core.plan import HostEvent, HostEventKind, KVMove, MoveDirection, StepPlan
+from omniserve.core.plan import StepPlan
 from omniserve.core.request import FinishReason
+from omniserve.core.work import Done, KVMove, MoveDirection, TierDown
 from omniserve.kv import Tier
 from omniserve.sched import SCHEDULERS
 from omniserve.sched.state import Phase
@@ -24,7 +25,7 @@ def tokens_of(name: str, plan: StepPlan) -> int:
 
 
 def restores(plan: StepPlan) -> list[KVMove]:
-    return [move for move in plan.moves if move.direction is MoveDirection.TO_DEVICE]
+    return [move for move in plan.side_work(KVMove) if move.direction is MoveDirection.TO_DEVICE]
 
 
 def preempt_be(bench: Bench, *, ls_prompt: int) -> None:
@@ -68,7 +69,7 @@ def test_eviction_starts_no_copy_and_takes_no_more_blocks_than_are_needed() -> N
         bench.step()
     bench.add("ls", prompt=4 * BLOCK, output=2)
     plan, _ = bench.step()
-    assert names(plan) == ["ls"] and not plan.moves
+    assert names(plan) == ["ls"] and not plan.side_work(KVMove)
     assert bench.kv.num_kept_tokens("be", Tier.DEVICE) == 4 * BLOCK
     plans, _ = run_to_the_end(bench)
     copied = [len(move.src_block_ids) for plan in plans for move in restores(plan)]
@@ -146,9 +147,8 @@ def test_who_is_aborted_while_it_is_restored_leaves_nothing(fails: bool) -> None
     output = bench.scheduler.abort("be", bench.now_s)
     assert output is not None and output.finish_reason is FinishReason.ABORT
     assert bench.kv.usage().device_used > 0, "the copy still writes there"
-    kind = HostEventKind.MOVE_FAILED if fails else HostEventKind.MOVE_DONE
     (move,) = restores(plan)
-    bench.scheduler.notify([HostEvent(kind=kind, move_id=move.move_id)])
+    bench.scheduler.notify([Done(move_id=move.move_id, ok=not fails)])
     usage = bench.kv.usage()
     assert usage.device_used == usage.host_used == 0 and not bench.scheduler.has_unfinished
 
@@ -174,9 +174,9 @@ def test_without_a_living_host_tier_what_the_device_lost_is_recomputed() -> None
     bench = make()
     preempt_be(bench, ls_prompt=8 * BLOCK - 2)
     bench.device.is_down = True
-    bench.scheduler.notify([HostEvent(kind=HostEventKind.TIER_DOWN)])
+    bench.scheduler.notify([TierDown()])
     plans, tokens = run_to_the_end(bench)
-    assert not any(plan.moves for plan in plans)
+    assert not any(plan.side_work(KVMove) for plan in plans)
     assert sum(tokens_of("be", plan) for plan in plans) == 12 - 4 + 19
     assert tokens["be"] == expected_tokens((7,) * 16, 12)[4:]
 
@@ -213,7 +213,7 @@ def test_who_is_aborted_on_its_way_to_the_host_leaves_nothing_when_its_move_is_a
     assert move is not None and bench.kv.num_checkpointed("be") == 0, "its checkpoint is the front of the target"
     bench.scheduler.abort("be", bench.now_s)
     bench.requests.abandon_move(move.move_id)
-    bench.scheduler.notify([HostEvent(kind=HostEventKind.MOVE_DONE, move_id=move.move_id)])
+    bench.scheduler.notify([Done(ok=True, move_id=move.move_id)])
     assert holds_nothing(bench) and not bench.scheduler.has_unfinished
 
 

@@ -85,7 +85,7 @@ def with_disk(num_tokens: int, *, block_s: float | None, **settings: object) -> 
     caches = {"prefix_cache": True, "host_prefixes": True, "disk": disk}
     clock = Clock(host_blocks=200, caches=caches, **settings)
     clock.device.disk = {slot: (key, [7] * BLOCK) for slot, key in enumerate(keys)}
-    clock.requests.reads.disk._block_s = block_s
+    clock.requests.loads.sources[0]._block_s = block_s
     return clock
 
 
@@ -114,7 +114,7 @@ def test_who_waits_for_the_disk_holds_up_nobody() -> None:
     clock.add("ls", prompt=20, output=4, ttft=60.0)
     clock.scheduler.schedule(clock.now_s)
     phases = {name: state.phase for name, state in clock.requests.states.items()}
-    assert phases == {"be-kept": Phase.READING, "be": Phase.DEVICE, "ls": Phase.DEVICE}
+    assert phases == {"be-kept": Phase.LOADING, "be": Phase.DEVICE, "ls": Phase.DEVICE}
     assert clock.scheduler.stats().waiting == {"LS": 0, "BE": 1}
 
 
@@ -124,7 +124,7 @@ def test_who_waits_for_the_disk_is_in_line() -> None:
     clock = with_disk(480, block_s=None)
     clock.add("ls-kept", prompt=600, ttft=60.0, salt="kept")
     clock.scheduler.schedule(clock.now_s)
-    assert clock.requests.states["ls-kept"].phase is Phase.READING
+    assert clock.requests.states["ls-kept"].phase is Phase.LOADING
     behind = clock.add("ls1", prompt=100, ttft=60.0)
     assert alone is not None and behind is not None
     assert behind > 2 * alone, "120 tokens will be left of the other one"

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections import Counter
 
 from omniserve.core.config import PrefillConfig
-from omniserve.core.plan import HostEvent, HostEventKind, RemotePrefill
+from omniserve.core.work import (
+    Done,
+    HostEvent,
+    KVMove,
+    PrefilledKV,
+    PrefillEngineJoined,
+    PrefillEngineLost,
+    RemotePrefill,
+)
 from tests.sched.benches import Bench
 from tests.sched.limits import BLOCK
 
@@ -18,7 +26,7 @@ class _Bench(Bench):
         super().__init__(
             "omniserve", device_blocks=device_blocks, host_blocks=host_blocks, num_protected=0, prefill=prefill
         )
-        self.scheduler.notify([HostEvent(kind=HostEventKind.PREFILL_JOINED, host=1)])
+        self.scheduler.notify([PrefillEngineJoined(1)])
         self.computed: Counter[str] = Counter()
         """Tokens of chunks that this engine computed, by request."""
         self.num_offloaded = 0
@@ -27,11 +35,13 @@ class _Bench(Bench):
     def run(self, num_steps: int, *, engine_answers: bool = True) -> None:
         for _ in range(num_steps):
             plan, _ = self.step()
-            self._asked += plan.prefills
+            self._asked += plan.side_work(RemotePrefill)
             if engine_answers:
                 self.scheduler.notify(map(self._done, self._asked))
                 self._asked = []
-            self.num_offloaded += sum(not move.is_checkpoint and move.direction == "to_host" for move in plan.moves)
+            self.num_offloaded += sum(
+                not move.is_checkpoint and move.direction == "to_host" for move in plan.side_work(KVMove)
+            )
             for chunk in plan.chunks:
                 self.computed[chunk.request_id] += len(chunk.token_ids)
 
@@ -39,9 +49,8 @@ class _Bench(Bench):
         tokens = prefill.token_ids[prefill.first_block * BLOCK :]
         slots = [block * BLOCK + offset for block in prefill.host_block_ids for offset in range(BLOCK)]
         self.device.kv |= {("host", slot): token for slot, token in zip(slots, tokens, strict=True)}
-        return HostEvent(
-            kind=HostEventKind.PREFILL_DONE, move_id=prefill.move_id, host=1, num_blocks=len(prefill.host_block_ids)
-        )
+        prefilled = PrefilledKV(num_blocks=len(prefill.host_block_ids), at_s=0.0)
+        return Done(move_id=prefill.move_id, ok=True, prefilled=prefilled)
 
 
 def test_decodes_that_make_room_for_prompts_leave_them_the_host_blocks_of_their_kv() -> None:
@@ -54,7 +63,7 @@ def test_decodes_that_make_room_for_prompts_leave_them_the_host_blocks_of_their_
     for name in ("be-long1", "be-long2"):
         bench.add(name, prompt=100, output=1)
     bench.run(100)
-    assert len(bench.finished) == 6 and bench.scheduler.stats().prefilled_tokens["BE"] == 2 * 96
+    assert len(bench.finished) == 6 and bench.scheduler.stats().loaded_from("prefilled")["BE"] == 2 * 96
     assert (bench.computed["be-long1"], bench.computed["be-long2"]) == (4, 4), "what has come was not pushed out"
 
 
@@ -67,8 +76,8 @@ def test_decodes_that_make_room_leave_host_blocks_for_the_prompts_that_are_asked
     for number in range(12):
         bench.add(f"be-long{number}", prompt=100, output=1)
     bench.run(5, engine_answers=False)
-    reads = bench.requests.reads
-    assert len([*reads.states()]) == 2 and reads.blocks_wanted() == 8 * 25, "of ten that wait"
+    loads = bench.requests.loads
+    assert len([*loads]) == 2 and loads.blocks_wanted() == 8 * 25, "of ten that wait"
     assert bench.num_offloaded == 0
     bench.run(100)
     assert len(bench.finished) == 16
@@ -76,7 +85,7 @@ def test_decodes_that_make_room_leave_host_blocks_for_the_prompts_that_are_asked
 
 def test_decodes_make_room_as_usual_without_an_engine_that_can_be_asked() -> None:
     bench = _Bench(device_blocks=80, host_blocks=60)
-    bench.scheduler.notify([HostEvent(kind=HostEventKind.PREFILL_LOST, host=1)])
+    bench.scheduler.notify([PrefillEngineLost(1)])
     for number in range(4):
         bench.add(f"be{number}", prompt=60, output=12)
     bench.run(2)
@@ -90,12 +99,12 @@ def test_what_has_come_is_counted_once_until_the_request_is_admitted_or_ends() -
     for number in range(4):
         bench.add(f"be{number}", prompt=60, output=12)
     bench.run(2)
-    prefills = bench.requests.reads.prefills
+    loads = bench.requests.loads
     for number in range(2):
         bench.add(f"be-long{number}", prompt=100, output=1)
     bench.run(3)
-    assert prefills.blocks_arrived() == 2 * 25
+    assert loads.blocks_wanted() == 2 * 25
     bench.scheduler.abort("be-long0", bench.now_s)
-    assert prefills.blocks_arrived() == 25
+    assert loads.blocks_wanted() == 25
     bench.run(100)
-    assert prefills.blocks_arrived() == 0 and "be-long1" in bench.finished
+    assert loads.blocks_wanted() == 0 and "be-long1" in bench.finished

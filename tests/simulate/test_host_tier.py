@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from omniserve.core.plan import HostEventKind, KVMove, MoveDirection, PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.core.plan import PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.core.work import AttentionResult, KVMove, MoveDirection
 from omniserve.latency.features import AlphaBeta
 from omniserve.simulate import Copies, HostNode, SimulatedHostTier
+from tests.events import ATTENTION_DONE, WORK_DONE, kind_of
 from tests.simulate.machines import DIMS
 
 NODE = HostNode(num_threads=2, key_s=1e-3, task_s=0.01, latency_s=0.002)
@@ -35,7 +37,8 @@ def move(request_id: str, move_id: int, direction: MoveDirection = MoveDirection
 
 def arrived(host: SimulatedHostTier, *request_ids: str) -> None:
     """Bring requests to the host tier, and hear of it."""
-    host.start_moves(StepPlan(step_id=0, moves=tuple(move(r, i) for i, r in enumerate(request_ids))), -100.0)
+    for number, request_id in enumerate(request_ids):
+        host.start_move(move(request_id, number), -100.0)
     assert len(host.poll(-1.0)) == len(request_ids)
 
 
@@ -56,9 +59,7 @@ def test_tasks_are_served_in_order_and_say_whose_they_are() -> None:
     assert host.next_event_s() == pytest.approx(0.222)
     assert host.poll(0.2219) == []
     (first,) = host.poll(0.2221)
-    assert (first.kind, first.slot, first.epoch, first.layer, first.position) == (
-        HostEventKind.ATTENTION_DONE, 3, 7, 0, 99,
-    )  # fmt: skip
+    assert first == AttentionResult(slot=3, epoch=7, layer=0, position=99)
     assert host.next_event_s() == pytest.approx(0.11 + 0.12 + 0.002)
     assert [event.slot for event in host.poll(1.0)] == [4]
     assert host.next_event_s() is None
@@ -87,8 +88,8 @@ def test_joins_are_sent_a_layer_on_or_at_the_end_of_the_step(during_step: bool, 
 def test_moves_of_both_directions_share_the_link() -> None:
     host = tier()
     arrived(host, "c")
-    moves = (move("a", 0), move("b", 1), move("c", 2, MoveDirection.TO_DEVICE))
-    host.start_moves(StepPlan(step_id=0, moves=moves), 0.0)
+    for each in (move("a", 0), move("b", 1), move("c", 2, MoveDirection.TO_DEVICE)):
+        host.start_move(each, 0.0)
     assert len(host.poll(1.24)) == 2
     assert len(host.poll(1.25)) == 1
 
@@ -97,9 +98,9 @@ def test_copies_by_host_threads_go_before_attention() -> None:
     host = tier(copies=Copies(to_host=AlphaBeta(0.5), to_device=AlphaBeta(), by_host_threads=True))
     arrived(host, "a")
     host.submit(StepPlan(step_id=1, entries=(entry("a", 0, 9),)), sent(0.0, 1.0))
-    host.start_moves(StepPlan(step_id=2, moves=(move("b", 9),)), 0.0)
+    host.start_move(move("b", 9), 0.0)
     events = host.poll(10.0)
-    assert [event.kind for event in events] == [HostEventKind.MOVE_DONE, HostEventKind.ATTENTION_DONE]
+    assert [kind_of(event) for event in events] == [WORK_DONE, ATTENTION_DONE]
     host.submit(StepPlan(step_id=3, entries=(entry("a", 0, 9),)), sent(10.0, 1.0))
     assert host.next_event_s() == pytest.approx(10.0 + 2 * 0.02 + 0.002)
 

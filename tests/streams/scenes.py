@@ -7,11 +7,12 @@ from unittest import mock
 
 import torch
 
-from omniserve.core.plan import HostEventKind, KVMove, MoveDirection
 from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import AttentionSpec, ModelSpec
+from omniserve.core.work import KVMove, MoveDirection
 from omniserve.host.mover import DirectMover, Mover, StagedMover
 from omniserve.host.tier import HostTier
+from tests.events import WORK_FAILED, kind_of
 from tests.ops.host_layout import pack_blocks
 from tests.streams.device import Order
 from tests.streams.runs import Bench
@@ -57,7 +58,7 @@ def half_a_move(bench: Bench) -> None:
         events = mover.advance()
         while not events:
             events = mover.advance()
-    assert [event.kind for event in events] == [HostEventKind.MOVE_FAILED] and "made up" in events[0].message
+    assert [kind_of(event) for event in events] == [WORK_FAILED] and "made up" in events[0].message
     k[:, 3] = 1.0  # the block is free, and now another request's
     assert k[:, 3].tolist() == [[[[1.0] * 4] * 2]]
     bench.cuda.device.drain()

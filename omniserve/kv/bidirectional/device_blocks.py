@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from omniserve.core.plan import SlotCopy
+from omniserve.core.work import SlotCopy
 from omniserve.kv.base import Tier
 from omniserve.kv.bidirectional.saved_blocks import SavedBlocks
 from omniserve.kv.block_pool import BlockPool

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
-from omniserve.core.plan import KVMove, MoveDirection, SlotCopy
 from omniserve.core.request import ServiceClass
+from omniserve.core.work import KVMove, MoveDirection, SlotCopy
 from omniserve.kv.base import KV_MANAGERS, MoveResult, Tier
 from omniserve.kv.bidirectional.device_blocks import DeviceBlocks, Evicted
 from omniserve.kv.bidirectional.saved_blocks import BlockCopy, SavedBlocks
@@ -23,7 +24,6 @@ class BidirectionalKVManager(TieredKVManager):
         self._saved = SavedBlocks(self._pools[Tier.HOST])
         self._device = DeviceBlocks(num_device_blocks, block_size, self._tables, self._saved)
         self._pools[Tier.DEVICE] = self._device
-        self._restores: dict[int, dict[int, BlockCopy]] = {}
 
     # -- directions ----------------------------------------------------------------------------------------------
 
@@ -123,6 +123,7 @@ class BidirectionalKVManager(TieredKVManager):
             targets = zip(indices, move.dst_block_ids, strict=True)
             copies = {index: BlockCopy(block, wanted[index]) for index, block in targets}
             self._saved.begin(move.move_id, request_id, copies)
+            self._ends[move.move_id] = functools.partial(self._saved.finish, move.move_id)
             moves.append(move)
         return moves
 
@@ -169,25 +170,18 @@ class BidirectionalKVManager(TieredKVManager):
             behind=target[stop - first :],
         )
         self._device.num_tokens[request_id] = num_tokens
-        self._moves[move.move_id] = request_id
-        self._restores[move.move_id] = copies
+        self._await_end(move, self._end_restore, copies)
         return move
 
-    def finish_move(self, move_id: int, *, succeeded: bool) -> MoveResult:
-        if move_id in self._saved:
-            return self._saved.finish(move_id, succeeded=succeeded)
-        copies = self._restores.pop(move_id, None)
-        if copies is None:
-            return super().finish_move(move_id, succeeded=succeeded)
-        request_id = self._moves.pop(move_id)
+    def _end_restore(self, move: KVMove, copies: dict[int, BlockCopy], *, succeeded: bool) -> MoveResult:
+        request_id = self._moves.pop(move.move_id)
         table = self._tables.pop(request_id)
-        assert table.move is not None
         if succeeded:
             self._saved.put(request_id, copies)
             self._tables[request_id] = Table(Tier.DEVICE, table.target)
             return MoveResult.ARRIVED
         self._pools[Tier.HOST].give_back(table.blocks)
-        self._device.give_back([*table.move.dst_block_ids, *table.behind])
+        self._device.give_back([*move.dst_block_ids, *table.behind])
         self._device.evicted[request_id] = Evicted(len(table.arrived) * self.block_size, table.arrived)
         return MoveResult.LOST
 
@@ -219,7 +213,3 @@ class BidirectionalKVManager(TieredKVManager):
         owned[Tier.DEVICE] += itertools.chain.from_iterable(evicted.blocks for evicted in self._device.evicted.values())
         owned[Tier.HOST] += self._saved.owned_blocks()
         return owned
-
-    def check_integrity(self) -> None:
-        super().check_integrity()
-        assert self._restores.keys() <= self._moves.keys(), "a restore that is no move"

@@ -91,10 +91,6 @@ class SavedBlocks:
         """Note that a move copies these blocks."""
         self._flights[move_id] = _Flight(request_id, copies)
 
-    def __contains__(self, move_id: int) -> bool:
-        """Tell whether a copy of this id is under way."""
-        return move_id in self._flights
-
     def cut(self, request_id: str, num_tokens: int, block_size: int) -> None:
         """Note that the device has only the first ``num_tokens``: of a copy under way the others do not count."""
         for flight in self._wanted_flights(request_id):
