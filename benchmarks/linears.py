@@ -30,7 +30,7 @@ from benchmarks.common.machine_speed import MachineSpeed, SpeedMeter, available_
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table
 from benchmarks.common.timing import OtherLoad, in_turn, median_ratio, seconds
-from omniserve.layers.packed import PackedLinear, pack
+from omniserve.layers.weights.packed import PackedLinear, pack
 from omniserve.ops.isa import instruction_set_in_use
 
 OURS, ONEDNN, TORCH = "packed here", "oneDNN packed", "torch"

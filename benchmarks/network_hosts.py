@@ -41,9 +41,9 @@ from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.core.work import HOST_BLOCKS
 from omniserve.host.cores import available_cores
-from omniserve.host.remote import NetworkHosts
 from omniserve.host.tier import HostTier
 from omniserve.ops.isa import instruction_set_in_use
+from omniserve.remote.network_hosts import NetworkHosts
 
 BLOCK_SIZE = 16
 LINKS = {

@@ -27,19 +27,26 @@ ALLOWED = {
     "host": {"core", "ops"},
     "sampling": {"core", "ops"},
     "sched": {"core", "kv", "latency"},
-    "runner": {"core", "ops", "kv", "layers", "host", "sampling"},
-    "parallel": {"core", "ops", "kv", "layers", "host", "runner"},
-    "engine": {"core", "ops", "kv", "latency", "layers", "host", "sampling", "sched", "runner", "parallel"},
+    "remote": {"core", "host"},
+    "runner": {"core", "ops", "kv", "layers", "host", "remote", "sampling"},
+    "parallel": {"core", "ops", "kv", "layers", "host", "remote", "runner"},
+    "engine": {"core", "ops", "kv", "latency", "layers", "host", "remote", "sampling", "sched", "runner", "parallel"},
     "simulate": {"core", "kv", "latency", "sched", "engine"},
     "profiling": {"core", "ops", "kv", "latency", "layers", "host", "runner", "parallel", "engine"},
     "launch": {"core", "ops", "kv", "latency", "layers", "host", "parallel", "sched", "engine", "profiling"},
     "server": {"core", "sampling", "launch"},
-    "prefill": {"core", "kv", "host", "engine", "launch", "layers", "parallel"},
-    "cluster": {"core", "host", "parallel", "prefill"},
+    "prefill": {"core", "kv", "remote", "engine", "launch", "layers", "parallel"},
+    "cluster": {"core", "remote", "parallel", "prefill"},
 }
 """Cluster, {server, prefill}, launch, {profiling, simulate}, engine, parallel, {sched, runner},
-{latency, kv, layers, host, sampling}, ops, core."""
-ENTRY_MODULES = {"batch": "server", "explain": "latency", "profile": "launch", "rank": "parallel"}
+{latency, kv, layers, remote, host, sampling}, ops, core."""
+ENTRY_MODULES = {
+    "batch": "server",
+    "explain": "latency",
+    "host.__main__": "remote",
+    "profile": "launch",
+    "rank": "parallel",
+}
 """Modules for ``python -m``, and the package of what each starts."""
 MAX_ENTRY_LINES = 15
 
@@ -93,8 +100,12 @@ def name_of(path: Path) -> str:
 
 
 def part_of(name: str) -> str:
-    """Return the package, or the module beside the packages, that a module of ``omniserve`` or ``benchmarks`` is in."""
-    return [*name.split("."), "__init__"][1]
+    """Return the package, or the module beside the packages, that a module of ``omniserve`` or ``benchmarks`` is in.
+
+    An entry module is a part of its own, wherever it is.
+    """
+    inner = name.partition(".")[2]
+    return inner if inner in ENTRY_MODULES else [*name.split("."), "__init__"][1]
 
 
 def modules() -> list[Path]:

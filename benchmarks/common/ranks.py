@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.common.models import random_llama
 from omniserve import Engine, EngineConfig, patch
-from omniserve.layers.sharding import shard
+from omniserve.layers.weights.sharding import shard
 from omniserve.parallel.follow import summary_of
 from omniserve.parallel.group import RankGroup, pin_to_share
 from omniserve.parallel.place import Place

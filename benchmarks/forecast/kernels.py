@@ -30,8 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from omniserve.layers.compiled import USUAL_TOKENS, ShareProducts
-from omniserve.layers.merged import merge
-from omniserve.layers.traced import TracedFamily
+from omniserve.layers.tracing.traced import TracedFamily
+from omniserve.layers.weights.merged import merge
 from omniserve.simulate.analytic import Efficiency
 from omniserve.simulate.hardware import DeviceSpec
 

@@ -33,7 +33,7 @@ class CPUHost:
 
     def __init__(self, secret: bytes, ip: str | None, port: int, kv_bytes: int, num_threads: int) -> None:
         _log_to_stderr()
-        from omniserve.host.server import HostServer  # imports torch, which takes seconds
+        from omniserve.remote.host_server import HostServer  # imports torch, which takes seconds
 
         address = (ip or ray.util.get_node_ip_address(), port)
         self._server = HostServer(secret=secret, kv_bytes=kv_bytes, num_threads=num_threads, address=address)

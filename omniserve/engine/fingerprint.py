@@ -16,8 +16,8 @@ from omniserve.engine.capacity import has_host_tier
 from omniserve.host.cores import CoreSplit, available_cores, default_host_threads
 from omniserve.latency.profile import Fingerprint
 from omniserve.layers.kv_fingerprint import description_of
-from omniserve.layers.loaded import forms_of_weights, language_model
-from omniserve.layers.packed import holds_bfloat16
+from omniserve.layers.weights.loaded_model import forms_of_weights, language_model
+from omniserve.layers.weights.packed import holds_bfloat16
 
 
 def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:

@@ -39,9 +39,9 @@ from omniserve.latency import LATENCY_MODELS, CorrectedModel, LatencyModel, Mode
 from omniserve.latency.profile import Profile, cache_folder
 from omniserve.latency.trace import StepTracer
 from omniserve.layers.kv_fingerprint import kv_fingerprint
-from omniserve.layers.loaded import language_model
 from omniserve.layers.patching import PatchedModel, patched_model
-from omniserve.layers.sharding import num_shards
+from omniserve.layers.weights.loaded_model import language_model
+from omniserve.layers.weights.sharding import num_shards
 from omniserve.runner.runner import EventSource, Executor, ModelRunner, RunnerParts
 from omniserve.sampling.sampler import Sampler
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
@@ -52,10 +52,10 @@ from omniserve.sched.state_slots import num_state_slots
 if TYPE_CHECKING:
     from omniserve.engine.preemption import Preemption
     from omniserve.host.disk import DiskTier
-    from omniserve.host.prefill_engines import PrefillEngines
-    from omniserve.host.remote import NetworkHosts
     from omniserve.parallel.group import RankGroup
     from omniserve.parallel.host_tier import GroupHostTier
+    from omniserve.remote.network_hosts import NetworkHosts
+    from omniserve.remote.prefill_engines import PrefillEngines
 
 logger = logging.getLogger(__name__)
 
@@ -372,7 +372,7 @@ def connect_hosts(setup: RunnerSetup, tier: HostTier | None) -> NetworkHosts | N
     config = setup.config
     if not config.hosts.cpu_hosts:
         return None
-    from omniserve.host.remote import HostUser, NetworkHosts
+    from omniserve.remote.network_hosts import HostUser, NetworkHosts
 
     manager = KV_MANAGERS.get(config.kv)
     if tier is None or not issubclass(manager, CanSpread) or issubclass(manager, CanShare):
@@ -396,7 +396,7 @@ def connect_prefill_engines(
     """
     if not config.prefill.prefill_engines:
         return None
-    from omniserve.host.prefill_engines import PrefillEngines
+    from omniserve.remote.prefill_engines import PrefillEngines
 
     require_shared_kv(config, tier, kv, "prefill_engines")
     assert tier is not None
@@ -455,14 +455,14 @@ def make_runner(setup: RunnerSetup, parts: RunnerParts, group: RankGroup | None)
     """Make what runs steps; with a group, on the other ranks, too, and wait for these."""
     if group is None:
         return ModelRunner(setup, parts)
-    from omniserve.parallel.lead import LastStageRunner, LeadLockstep, LeadRunner
+    from omniserve.parallel.lead import LastStageRunner, LeadBroadcast, LeadRunner
 
     group.begin_engine(setup)
     runner: ModelRunner
     if setup.config.parallel.pipeline_parallel_size > 1:
         runner = LastStageRunner(setup, dataclasses.replace(parts, stage=group.stage), group)
     else:
-        lockstep = LeadLockstep(group, shares_tokens=setup.overlaps)
-        runner = LeadRunner(setup, dataclasses.replace(parts, lockstep=lockstep), group)
+        broadcast = LeadBroadcast(group, shares_tokens=setup.overlaps)
+        runner = LeadRunner(setup, dataclasses.replace(parts, broadcast=broadcast), group)
     group.await_engine()
     return runner

@@ -2,7 +2,7 @@
 
 import sys
 
-from omniserve.host.cli import main
+from omniserve.remote.host_cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

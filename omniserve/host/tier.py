@@ -282,7 +282,7 @@ class HostTier:
         self._moves.start(move, device_k_LBKSH, device_v_LBKSH)
 
     def connect(self, host: int, rows_fd: int, blocks_fd: int, num_blocks: int, timeout_s: float) -> None:
-        """Use a CPU host on the network from now on (``host.remote`` connects to them).
+        """Use a CPU host on the network from now on (``remote.network_hosts`` connects to them).
 
         Its blocks are ``[host * HOST_BLOCKS, host * HOST_BLOCKS + num_blocks)``: a token that begins in them is
         attended there, and moves copy to and from it. ``HostLost`` tells when it is lost, because a connection

@@ -80,7 +80,7 @@ class EngineLoader:
             profile = self._find_profile(model, progress)
             return Engine(model, self.config, profile=profile, tokenizer=self.load_tokenizer())
         from omniserve.engine.compiling import compile_beside
-        from omniserve.launch.upkeep import Upkeep
+        from omniserve.launch.background_startup import BackgroundStartup
 
         compiling = compile_beside(model, self.config) if self.config.execution.compile else None
         try:
@@ -92,7 +92,7 @@ class EngineLoader:
             raise
         refines = profile is not None and profile.is_coarse
         if compiling is not None or refines:
-            engine.upkeep = Upkeep(
+            engine.upkeep = BackgroundStartup(
                 engine, model, self.config, compiling=compiling, refines=refines,
                 time_limit_s=self.profile_time_limit_s,
             )  # fmt: skip
@@ -166,7 +166,7 @@ class EngineLoader:
         """
         import torch
 
-        from omniserve.layers.sharding import shard
+        from omniserve.layers.weights.sharding import shard
 
         device = self._device_of_rank(place.rank)
         if device != "cpu":

@@ -11,5 +11,5 @@ take_over_loggers()  # before libraries log through torch's
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402, F401
 
 import omniserve.engine.engine  # noqa: E402
-import omniserve.launch.upkeep  # noqa: E402
+import omniserve.launch.background_startup  # noqa: E402
 import omniserve.profiling  # noqa: E402, F401

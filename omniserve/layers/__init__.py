@@ -1,6 +1,7 @@
-"""Decoder layers split around their attention: any Hugging Face decoder, by its own code (``traced.py``)."""
+"""Decoder layers split around their attention: any Hugging Face decoder, by its own code.
 
-from omniserve.layers import llama4
-from omniserve.layers.traced import LAYER_FAMILIES, TracedFamily, family_of
-
-__all__ = ["LAYER_FAMILIES", "TracedFamily", "family_of", "llama4"]
+* ``patching``: what is installed on a model, and taken off again; the engine calls this alone.
+* ``tracing/``: looks at a model in a few runs, and makes the parts of its forward.
+* ``weights/``: how the weights of linears are held, and which of them a rank keeps.
+* ``compiled``, ``bound_half``, ``compile_cache``: compile these parts, call the graphs, and keep them for later starts.
+"""

@@ -7,7 +7,7 @@ added to a model before it is patched. Each layer is bound to the compiled code 
 own parameters to the kernels' wrapper, without the layers of Python around it.
 
 The first call of a half compiles it (10 to 15 s in all if nothing is cached), unless an earlier process did and kept
-it (``kept.py``). Compiled code is in ``TORCHINDUCTOR_CACHE_DIR``.
+it (``compile_cache.py``). Compiled code is in ``TORCHINDUCTOR_CACHE_DIR``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx.experimental import _config as fx_config
 
-from omniserve.layers.bound import BoundHalf
-from omniserve.layers.kept import NUM_THREADS, Argument, KeptHalf, KeptHalves, kept_half
+from omniserve.layers.bound_half import BoundHalf
+from omniserve.layers.compile_cache import NUM_THREADS, Argument, CachedHalf, CompileCache, cacheable_half
 from omniserve.ops.isa import instruction_sets
 
 logger = logging.getLogger(__name__)
 
 GROUP_PRODUCTS: set[Any] = set()
-"""Operators of which the product of a group of linears consists (``groups.py``)."""
+"""Operators of which the product of a group of linears consists (``weights/groups.py``)."""
 
 Half = Callable[..., Any]
 
@@ -158,56 +158,56 @@ class CompiledHalf:
     """A half of layers, ``half(*layers, *tensors)``, compiled at its first call.
 
     Every tensor has the packed tokens as its first dimension, and the function checks with ``torch._check`` that their
-    numbers agree; None is passed on. ``name`` is for the log, ``structure`` that of the layers, and ``kept`` has the
+    numbers agree; None is passed on. ``name`` is for the log, ``structure`` that of the layers, and ``cache`` has the
     halves of earlier processes.
     """
 
     def __init__(
         self, half: Half, name: str, tracing: Callable[[], AbstractContextManager[None]], *,
-        structure: tuple[Any, ...] = (), kept: KeptHalves | None = None,
+        structure: tuple[Any, ...] = (), cache: CompileCache | None = None,
     ) -> None:  # fmt: skip
         self.uncompiled = half
         self._name, self._tracing, self._structure = name, tracing, structure
-        self.kept = kept
+        self.cache = cache
         self._compiled: Half | None = None
         self._key: str | None = None
-        self._found: tuple[KeptHalf, Half] | None = None
+        self._found: tuple[CachedHalf, Half] | None = None
 
     @property
     def is_deferred(self) -> bool:
         """The half runs as eager code for now: no compiled one was found, and compiling is deferred."""
-        if self.kept is None or not self.kept.deferred or self._compiled is not None:
+        if self.cache is None or not self.cache.deferred or self._compiled is not None:
             return False
-        self.kept.missing.add(self._name)
+        self.cache.missing.add(self._name)
         return True
 
-    def find(self, layers: Sequence[nn.Module], tensors: Sequence[Tensor | None]) -> tuple[KeptHalf, Half] | None:
+    def find(self, layers: Sequence[nn.Module], tensors: Sequence[Tensor | None]) -> tuple[CachedHalf, Half] | None:
         """Return the half of an earlier process and its function, or None."""
-        if self.kept is None or self._compiled is not None or self._found is not None:
+        if self.cache is None or self._compiled is not None or self._found is not None:
             return self._found
-        if self._name in self.kept.missing:
+        if self._name in self.cache.missing:
             return None  # looked for already
         started_s = time.perf_counter()
-        if (found := self.kept.find(self._key_of(layers, tensors))) is not None:
+        if (found := self.cache.find(self._key_of(layers, tensors))) is not None:
             with torch._inductor.config.patch("cpp.vec_isa_ok", _knows_instruction_sets()):
                 self._found = found, found.load()
             logger.info("found %s compiled, loaded in %.2f s", self._name, time.perf_counter() - started_s)
         return self._found
 
-    def keep(
+    def store(
         self, layers: Sequence[nn.Module], tensors: Sequence[Tensor | None], source: str, call: Half,
         arguments: Sequence[Argument], *, is_single: bool,
     ) -> None:  # fmt: skip
-        """Keep it for other processes, if it can be."""
-        if self.kept is None or self._found is not None or not (key := self._key_of(layers, tensors)):
+        """Store the half for other processes, if it can be."""
+        if self.cache is None or self._found is not None or not (key := self._key_of(layers, tensors)):
             return
-        if (half := kept_half(source, call, arguments, is_single=is_single)) is not None:
-            self.kept.keep(key, half)
+        if (half := cacheable_half(source, call, arguments, is_single=is_single)) is not None:
+            self.cache.store(key, half)
 
     def _key_of(self, layers: Sequence[nn.Module], tensors: Sequence[Tensor | None]) -> str:
         if self._key is None:
-            assert self.kept is not None
-            self._key = self.kept.key(self._name, self._structure, layers, tensors)
+            assert self.cache is not None
+            self._key = self.cache.key(self._name, self._structure, layers, tensors)
         return self._key
 
     def __call__(self, *arguments: nn.Module | Tensor | None) -> Any:
@@ -276,12 +276,12 @@ def compile_halves(
     entries: Sequence[tuple[nn.Module, ...]],
     name: str,
     tracing: Callable[[], AbstractContextManager[None]] = nullcontext,
-    kept: KeptHalves | None = None,
+    cache: CompileCache | None = None,
 ) -> list[Half]:
     """Return one callable per entry, a layer or a pair of layers, that takes the half's tensors.
 
     Entries of the same structure share one graph. ``tracing`` makes the context in which the halves are traced, and
-    ``kept`` has those of earlier processes.
+    ``cache`` has those of earlier processes.
     """
     by_structure: dict[tuple[Any, ...], CompiledHalf] = {}
     halves: list[Half] = []
@@ -289,6 +289,6 @@ def compile_halves(
         key = tuple(map(structure, layers))
         if key not in by_structure:
             number = len(by_structure)
-            by_structure[key] = CompiledHalf(half, f"{name} (structure {number})", tracing, structure=key, kept=kept)
+            by_structure[key] = CompiledHalf(half, f"{name} (structure {number})", tracing, structure=key, cache=cache)
         halves.append(BoundHalf(by_structure[key], layers))
     return halves

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.version import __version__
-from omniserve.layers.loaded import language_model
 from omniserve.layers.patching import PatchedModel
+from omniserve.layers.weights.loaded_model import language_model
 
 
 def kv_fingerprint(model: PreTrainedModel, config: EngineConfig) -> str:
@@ -53,7 +53,7 @@ _KV_LAYOUT = 1
 
 
 def _digest(name: str, module: nn.Module) -> bytes:
-    """Return a digest of a module's own weights, of held ones (``layers.groups``) in their dense form."""
+    """Return a digest of a module's own weights, of held ones (``weights/groups.py``) in their dense form."""
     weights: dict[str, Any] = {}
     module._save_to_state_dict(weights, "", False)
     weights |= module.named_buffers(recurse=False)  # those too that are not saved

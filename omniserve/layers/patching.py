@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from omniserve.layers.compile_cache import CompileCache
 from omniserve.layers.compiled import USUAL_TOKENS, compile_halves, source_digest
-from omniserve.layers.groups import HeldForm, groups_of
-from omniserve.layers.kept import KeptHalves
-from omniserve.layers.loaded import IdleHooks, check_loaded, free_weights, in_adapters, language_model
-from omniserve.layers.merged import merge, mergeable, unmerge
-from omniserve.layers.packed import pack, pack_tied, packable, tied_embedding, unpack
-from omniserve.layers.states import RowGroup, StatePool
-from omniserve.layers.traced import TracedFamily, family_of
+from omniserve.layers.tracing.layer_states import RowGroup, StatePool
+from omniserve.layers.tracing.traced import TracedFamily, family_of
+from omniserve.layers.weights.groups import HeldForm, groups_of
+from omniserve.layers.weights.loaded_model import IdleHooks, check_loaded, free_weights, in_adapters, language_model
+from omniserve.layers.weights.merged import merge, mergeable, unmerge
+from omniserve.layers.weights.packed import pack, pack_tied, packable, tied_embedding, unpack
 from omniserve.ops.collectives import alone
 
 logger = logging.getLogger(__name__)
@@ -65,9 +65,9 @@ class PatchedModel:
         """``id()`` of each module whose weights ``keep_layers`` freed, because its layer belongs to another stage."""
         self.dtype: torch.dtype = family.model.dtype
         self.device: torch.device = family.model.device
-        self.embed = family.ends.embed
-        self.rotary = family.ends.rotary
-        self.logits = family.ends.logits
+        self.embed = family.embedding_and_head.embed
+        self.rotary = family.embedding_and_head.rotary
+        self.logits = family.embedding_and_head.logits
         self.has_between = any(family.between)
         """Some layers do not attend, or have state beside their attention; ``run_between`` runs these."""
 
@@ -89,12 +89,12 @@ class PatchedModel:
 
         alone = [(layer,) for layer in family.layers]
         pairs = [*pairwise(family.layers)]
-        self._kept = KeptHalves(family.model, source_digest)
+        self._compile_cache = CompileCache(family.model, source_digest)
         if compile:
-            self._pre = compile_halves(pre, alone, "pre-attention", family.compiling, self._kept)
-            self._post = compile_halves(post, alone, "post-attention", family.compiling, self._kept)
+            self._pre = compile_halves(pre, alone, "pre-attention", family.compiling, self._compile_cache)
+            self._post = compile_halves(post, alone, "post-attention", family.compiling, self._compile_cache)
             self._post_pre = compile_halves(
-                post_pre, pairs, "post-attention with the next pre-attention", family.compiling, self._kept
+                post_pre, pairs, "post-attention with the next pre-attention", family.compiling, self._compile_cache
             )
         else:
             self._pre = [functools.partial(pre, *layers) for layers in alone]
@@ -179,15 +179,15 @@ class PatchedModel:
         self.freed = frozenset(gone)
 
     def find_compiled(self, *, else_compile: bool, fused: bool = False) -> bool:
-        """Take the halves that were compiled and kept before; return whether all are compiled now.
+        """Take the halves that were compiled and cached before; return whether all are compiled now.
 
         The others run as they are until the next call of this, or, with ``else_compile``, are compiled here. With
         ``fused`` it looks for ``post_pre``, too.
         """
-        self._kept.deferred = not else_compile
-        self._kept.missing.clear()
+        self._compile_cache.deferred = not else_compile
+        self._compile_cache.missing.clear()
         self.warm_up(fused=fused)
-        return not self._kept.missing
+        return not self._compile_cache.missing
 
     def warm_up(self, *, fused: bool = False) -> None:
         """Run every half that is here once, with ``fused`` also ``post_pre``, so that no request waits for compiling.
@@ -303,7 +303,7 @@ class _Patch:
         mixing = {module for each in family.mixers for mixer in each for module in mixer.part.modules()}
         modules = [module for layer in family.layers for module in layer.modules() if module not in mixing]
         modules += [linear for layers in family.between for layer in layers for linear in layer.linears]
-        modules += family.ends.lm_head.modules()  # a head may be sharded
+        modules += family.embedding_and_head.lm_head.modules()  # a head may be sharded
         candidates = [module for module in modules if id(module) not in adapted]
         of_one_input = [group for layer in family.layers for group in family.linear_groups(layer)]
         for form in _FORMS:
@@ -312,7 +312,7 @@ class _Patch:
             for group in groups:
                 form.hold(*group)
             self._held.append((form, groups))
-        head: Any = family.ends.lm_head
+        head: Any = family.embedding_and_head.lm_head
         if head in candidates and (embedding := tied_embedding(self._model, head, self._model.get_input_embeddings())):
             self._tied = (head, embedding) if pack_tied(head, embedding) else None
         if self._tied or any(groups for _, groups in self._held):

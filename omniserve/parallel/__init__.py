@@ -4,9 +4,9 @@ Rank 0 is the engine's process, with the scheduler and the sampler. The other ra
 ``ModelRunner``, each with its part of the weights and of the KV heads, and with a host tier for these.
 
 **Ranks** (``tensor_parallel_size``) take the same way through a step. A model is sharded in place before it is patched
-(``layers/sharding.py``), so that the cut finds a model with fewer heads; all else of a rank is as in one process: its
-runner, its KV pools, its host tier. What the plan does not decide, rank 0 does, and the others are told
-(``runner/lockstep.py``): which late results have come, which rows leave between layers, which rows of a second
+(``layers/weights/sharding.py``), so that ``patch`` finds a model with fewer heads; all else of a rank is as in one
+process: its runner, its KV pools, its host tier. What the plan does not decide, rank 0 does, and the others are told
+(``runner/rank_broadcast.py``): which late results have come, which rows leave between layers, which rows of a second
 sub-batch were lost, whether another graph is captured. A host event counts when every rank has told it. A rank that is
 lost ends the engine.
 

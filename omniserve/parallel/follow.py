@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from omniserve.core.config import PREFILL_SECRET_VARIABLE, EngineConfig
-from omniserve.core.errors import OmniServeError, PeerLost, PeerRefused
+from omniserve.core.errors import OmniServeError, PeerLost
 from omniserve.core.link import Link, read_secret
 from omniserve.core.setup import RunnerSetup
 from omniserve.core.work import CancelPrefill, HostEvent, RemotePrefill, SideWork
-from omniserve.host.remote import HostUser, NetworkHosts
 from omniserve.host.tier import HostTier
 from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.layers.patching import PatchedModel, patched_model
@@ -24,8 +23,10 @@ from omniserve.ops.stage_link import StageLink
 from omniserve.parallel import messages
 from omniserve.parallel.group import versions
 from omniserve.parallel.meeting import connect_collectives, stage_link
-from omniserve.parallel.prefill import RankReceiver, RankSender
-from omniserve.runner.lockstep import Lockstep
+from omniserve.remote.handshake import Hello, introduce
+from omniserve.remote.network_hosts import HostUser, NetworkHosts
+from omniserve.remote.prefill_ranks import RankReceiver, RankSender
+from omniserve.runner.rank_broadcast import RankBroadcast
 from omniserve.runner.runner import Executor, ModelRunner, RunnerParts
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def summary_of(model: PatchedModel) -> str:
     )
 
 
-class FollowLockstep(Lockstep):
+class FollowBroadcast(RankBroadcast):
     """Is told what rank 0 decides; CPU hosts and prefill engines may come and go meanwhile."""
 
     def __init__(
@@ -73,24 +74,21 @@ def follow(link: Link, rank: int | None = None) -> None:
     Raises:
         PeerLost: Rank 0 is gone, or refuses this one.
     """
-    link.send(messages.Hello(versions(), rank))
-    welcome = link.receive()
-    if isinstance(welcome, messages.Refused):
-        raise PeerRefused(f"rank 0 refuses this process: {welcome.why}")
+    assignment = introduce(link, Hello(versions(), rank), None, refusal="rank 0 refuses this process: ")
     try:
-        _Follower(link, welcome).run()
+        _Follower(link, assignment).run()
     except PeerLost:
         raise
     except Exception as error:
-        logger.exception("rank %d failed", welcome.place.rank)
+        logger.exception("rank %d failed", assignment.place.rank)
         expected = isinstance(error, (ValueError, OSError, OmniServeError))
         link.send(messages.Failure(str(error) if expected else f"{type(error).__name__}: {error}"))
-        raise PeerLost(f"rank {welcome.place.rank} failed: {error}") from error
+        raise PeerLost(f"rank {assignment.place.rank} failed: {error}") from error
 
 
 class _Follower:
-    def __init__(self, link: Link, welcome: messages.Welcome) -> None:
-        self._link, self._welcome, self._place = link, welcome, welcome.place
+    def __init__(self, link: Link, assignment: messages.Assignment) -> None:
+        self._link, self._assignment, self._place = link, assignment, assignment.place
         self._stage = StageLink()
         self._model: PatchedModel | None = None
         self._config: EngineConfig | None = None
@@ -105,8 +103,8 @@ class _Follower:
 
     def run(self) -> None:
         place = self._place
-        model = self._welcome.load(place)
-        patched = patched_model(model, compile=self._welcome.compile)
+        model = self._assignment.load(place)
+        patched = patched_model(model, compile=self._assignment.compile)
         patched.keep_layers(place.layers(patched.num_layers))
         logger.info("rank %d of %d has its part of the model", place.rank, place.num_shards * place.num_stages)
         self._link.send(messages.Loaded(summary_of(patched)))
@@ -124,7 +122,7 @@ class _Follower:
                 self._link.send(messages.Ready())
             case messages.Connect(files, store):
                 group = connect_collectives(
-                    model.device, self._place, files, store, self._link.own_address, self._welcome.timeout_s
+                    model.device, self._place, files, store, self._link.own_address, self._assignment.timeout_s
                 )
                 self._stage = stage_link(model, self._place, group)
                 self._link.send(messages.Ready())
@@ -225,14 +223,14 @@ class _Follower:
                     fingerprint=self._kv_fingerprint(),
                     tell=lambda event: self._tell([event]),
                 )  # fmt: skip
-        lockstep = FollowLockstep(
-            self._link, timeout_s=self._welcome.timeout_s, shares_tokens=setup.overlaps,
+        broadcast = FollowBroadcast(
+            self._link, timeout_s=self._assignment.timeout_s, shares_tokens=setup.overlaps,
             join_or_drop=self._join_or_drop,
         )  # fmt: skip
         executors: dict[type[SideWork], Executor] = {}
         if self._receiver is not None:
             executors = {RemotePrefill: self._receiver.start, CancelPrefill: self._receiver.cancel}
-        parts = RunnerParts(model=model, tier=self._tier, executors=executors, lockstep=lockstep, stage=self._stage)
+        parts = RunnerParts(model=model, tier=self._tier, executors=executors, broadcast=broadcast, stage=self._stage)
         return ModelRunner(setup, parts)
 
     def _tell_events(self) -> None:

@@ -42,6 +42,7 @@ from omniserve.ops.stage_link import StageLink
 from omniserve.parallel import messages
 from omniserve.parallel.meeting import connect_collectives, stage_link
 from omniserve.parallel.place import Place
+from omniserve.remote.handshake import Hello, Welcome, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -171,21 +172,21 @@ class RankGroup:
         self._links = [waiting[rank] for rank in sorted(waiting)]
 
     def _welcome(self, new: Link, waiting: dict[int, Link]) -> None:
-        hello: messages.Hello = new.receive(_HELLO_S)
+        hello: Hello = new.receive(_HELLO_S)
         free = [rank for rank in range(1, self.size) if rank not in waiting]
-        rank = free[0] if hello.rank is None else hello.rank
+        rank = free[0] if hello.caller is None else hello.caller
         why = None
-        if hello.versions != versions():
-            why = f"it has {hello.versions}, and rank 0 has {versions()}"
+        if hello.version != versions():
+            why = f"it has {hello.version}, and rank 0 has {versions()}"
         elif rank not in free:
             why = f"rank {rank} is taken, or not one of 1 to {self.size - 1}"
         if why is not None:
-            new.send(messages.Refused(why))
-            new.close()
+            refuse(new, why)
             raise PeerLost(f"{new.name} is refused: {why}")
         new.name = f"rank {rank}"
         place = Place.of(rank, self._config)
-        new.send(messages.Welcome(place, self._load, self._compile, self._config.rank_timeout_s))
+        assignment = messages.Assignment(place, self._load, self._compile, self._config.rank_timeout_s)
+        new.send(Welcome(assignment))
         waiting[rank] = new
 
     def _look_at_processes(self) -> None:

@@ -25,11 +25,11 @@ from omniserve.core.work import (
     PrefillEngineJoined,
     PrefillEngineLost,
 )
-from omniserve.host.prefill_engines import PrefillEngines
-from omniserve.host.remote import NetworkHosts
 from omniserve.host.tier import CANCELLED, HostTier
 from omniserve.parallel import messages
 from omniserve.parallel.place import Place
+from omniserve.remote.network_hosts import NetworkHosts
+from omniserve.remote.prefill_engines import PrefillEngines
 
 _Joined = HostJoined | PrefillEngineJoined
 _Lost = HostLost | PrefillEngineLost

@@ -17,13 +17,13 @@ from omniserve.ops import collectives
 from omniserve.parallel import messages
 from omniserve.parallel.group import RankGroup
 from omniserve.parallel.host_tier import GroupHostTier
-from omniserve.runner.lockstep import Lockstep
+from omniserve.runner.rank_broadcast import RankBroadcast
 from omniserve.runner.runner import LaunchedStep, ModelRunner, RunnerParts
 
 T = TypeVar("T")
 
 
-class LeadLockstep(Lockstep):
+class LeadBroadcast(RankBroadcast):
     """Decides, and tells the other ranks."""
 
     def __init__(self, group: RankGroup, *, shares_tokens: bool) -> None:

@@ -1,4 +1,8 @@
-"""The messages between the ranks, in the order of a rank's life. Pickled; both ends are of the same version."""
+"""The messages between the ranks, in the order of a rank's life. Pickled; both ends are of the same version.
+
+The first is a ``remote.handshake.Hello`` with the versions, and as its caller the rank that the process wants, if it
+does. Rank 0 welcomes it with an ``Assignment``.
+"""
 
 from __future__ import annotations
 
@@ -9,36 +13,21 @@ from typing import Any
 from omniserve.core.plan import StepPlan
 from omniserve.core.setup import RunnerSetup
 from omniserve.core.work import HostEvent
-from omniserve.host.prefill_messages import Failed, Finished
 from omniserve.ops.collectives import CollectiveCall
 from omniserve.parallel.place import Place
+from omniserve.remote.prefill_messages import Failed, Finished
 
 # -- start -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """The first message of a rank that comes: its versions, and the rank that it wants, if it does."""
-
-    versions: str
-    rank: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """Rank 0's answer to ``Hello``: the rank's place, and how it loads the model, with its part of each layer."""
+class Assignment:
+    """A rank's place, and how the rank loads the model, with its part of each layer."""
 
     place: Place
     load: Callable[[Place], Any]
     compile: bool
     timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Rank 0's refusal, in the place of a welcome."""
-
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +93,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Tells a rank what rank 0 has decided in the middle of a step (``Lockstep.agree``)."""
+    """Tells a rank what rank 0 has decided in the middle of a step (``RankBroadcast.agree``)."""
 
     value: Any
 

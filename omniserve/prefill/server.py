@@ -28,11 +28,12 @@ from omniserve.core.version import __version__
 from omniserve.core.work import RemotePrefill
 from omniserve.engine.engine import Engine
 from omniserve.engine.parts import NO_STATES_OF_RANKS, require_shared_kv
-from omniserve.host.prefill_messages import Ask, Blocks, Cancel, Failed, Finished, Hello, Refused, Welcome
-from omniserve.host.prefill_session import Listener, Session, bytes_of
 from omniserve.kv.base import KeepsPrefixesOnHost
 from omniserve.kv.prefix_cache import PrefixKeys
 from omniserve.parallel import messages
+from omniserve.remote.handshake import Hello, Welcome, refuse
+from omniserve.remote.prefill_messages import Ask, AskingEngine, Blocks, Cancel, Failed, Finished, OpenedSession
+from omniserve.remote.prefill_session import Listener, Session, bytes_of
 
 logger = logging.getLogger(__name__)
 
@@ -180,12 +181,12 @@ class PrefillServer:
             peer = link.accept(connection, self._secret, name)
             hello = peer.receive(_HELLO_S)
             if (why := self._why_refused(hello)) is not None:
-                peer.send(Refused(why))
-                peer.close()
+                refuse(peer, why)
                 logger.warning("%s is refused: %s", name, why)
                 return
             session_id = secrets.token_hex(16)
-            peer.send(Welcome(session_id, tuple((host or peer.own_address, port) for host, port in self._ranks)))
+            ranks = tuple((host or peer.own_address, port) for host, port in self._ranks)
+            peer.send(Welcome(OpenedSession(session_id, ranks)))
         except PeerLost as error:
             logger.warning("a connection is refused: %s", error)
             return
@@ -195,18 +196,19 @@ class PrefillServer:
         session.start()
 
     def _why_refused(self, hello: object) -> str | None:
-        if not isinstance(hello, Hello):
-            return f"it sends {type(hello).__name__}"
+        caller = hello.caller if isinstance(hello, Hello) else hello
+        if not isinstance(hello, Hello) or not isinstance(caller, AskingEngine):
+            return f"it sends {type(caller).__name__}"
         if hello.version != __version__:
             return f"it runs OmniServe {hello.version}, and this one {__version__}"
         parallel = self._engine.config.parallel
-        if hello.parallel != (parallel.tensor_parallel_size, parallel.pipeline_parallel_size):
+        if caller.parallel != (parallel.tensor_parallel_size, parallel.pipeline_parallel_size):
             return "it has other sizes of tensor and pipeline parallel: give both the same"
         own = (self._block_bytes, self._engine.spec.state_bytes, self._fingerprint)
-        if (hello.block_bytes, hello.state_bytes, hello.fingerprint) != own:
+        if (caller.block_bytes, caller.state_bytes, caller.fingerprint) != own:
             return "it has another model, other weights, another dtype or block_size"
         known = {spec.name for spec in self._engine.config.classes}
-        if unknown := [name for name in hello.classes if name not in known]:
+        if unknown := [name for name in caller.classes if name not in known]:
             return f"it has classes that are not known here: {', '.join(unknown)}; give both the same"
         return None
 

@@ -10,7 +10,7 @@ from omniserve.core.setup import RunnerSetup
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops.attention import DeviceAttention, is_graph_safe
 from omniserve.runner.layer_loop import LayerLoop
-from omniserve.runner.lockstep import Lockstep
+from omniserve.runner.rank_broadcast import RankBroadcast
 
 if TYPE_CHECKING:
     from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def make_graphs(setup: RunnerSetup, loop: LayerLoop, lockstep: Lockstep) -> CudaGraphRunner | None:
+def make_graphs(setup: RunnerSetup, loop: LayerLoop, broadcast: RankBroadcast) -> CudaGraphRunner | None:
     """Make what captures an engine's steps, and runs them; None: they are not captured.
 
     Raises:
@@ -29,10 +29,10 @@ def make_graphs(setup: RunnerSetup, loop: LayerLoop, lockstep: Lockstep) -> Cuda
     if setup.has_safepoints:
         from omniserve.runner.cuda_graphs.safepoints import LeavableGraphRunner
 
-        return LeavableGraphRunner(setup, loop=loop, lockstep=lockstep)
+        return LeavableGraphRunner(setup, loop=loop, broadcast=broadcast)
     from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
 
-    return CudaGraphRunner(setup, loop=loop, lockstep=lockstep)
+    return CudaGraphRunner(setup, loop=loop, broadcast=broadcast)
 
 
 def wants_graphs(config: EngineConfig, model: PatchedModel, attention: DeviceAttention) -> bool:

@@ -23,15 +23,15 @@ from omniserve.core.work import AttentionResult, HostEvent
 from omniserve.host.tier import HostTier
 from omniserve.ops.streams import AsyncHostCopy, upload
 from omniserve.runner.layer_loop import LayerLoop, StepHooks, StepRun
-from omniserve.runner.lockstep import Lockstep
+from omniserve.runner.rank_broadcast import RankBroadcast
 from omniserve.runner.step_inputs import LayersOutput, SeatRows, wanted_flags
 
 
 class LateResults:
     """Keeps the host events that a step comes upon before the scheduler asks for them."""
 
-    def __init__(self, tier: HostTier | None, lockstep: Lockstep) -> None:
-        self._tier, self._lockstep = tier, lockstep
+    def __init__(self, tier: HostTier | None, broadcast: RankBroadcast) -> None:
+        self._tier, self._broadcast = tier, broadcast
         self._events: list[HostEvent] = []
 
     def keep(self, event: HostEvent) -> None:
@@ -48,7 +48,7 @@ class LateResults:
 
         With ``as_one`` all or none have.
         """
-        return self._lockstep.agree(lambda: self._came(joins, as_one))
+        return self._broadcast.agree(lambda: self._came(joins, as_one))
 
     def _came(self, joins: Sequence[PiggybackJoin], as_one: bool) -> list[bool]:
         assert self._tier is not None

@@ -28,7 +28,7 @@ from omniserve.core.work import AttentionResult, HostEvent
 from omniserve.host.tier import HostTier
 from omniserve.layers.patching import BetweenHook, PatchedModel
 from omniserve.runner.layer_loop import LayerLoop, StepHooks, StepRun
-from omniserve.runner.lockstep import Lockstep
+from omniserve.runner.rank_broadcast import RankBroadcast
 from omniserve.runner.step_inputs import LayersOutput
 
 _LOOK_AGAIN_S = 0.05  # a host tier whose threads are dead does not wake a waiting thread
@@ -40,8 +40,8 @@ class AwaitedResults:
     ``keep`` takes the host events of other requests that come while this waits.
     """
 
-    def __init__(self, tier: HostTier, keep: Callable[[HostEvent], None], lockstep: Lockstep) -> None:
-        self._tier, self._keep, self._lockstep = tier, keep, lockstep
+    def __init__(self, tier: HostTier, keep: Callable[[HostEvent], None], broadcast: RankBroadcast) -> None:
+        self._tier, self._keep, self._broadcast = tier, keep, broadcast
         self.lost: frozenset[int] = frozenset()
         """Slots of rows whose attention has failed; they are submitted no more."""
         self._submitted: set[int] = set()  # slots whose task was not waited for
@@ -62,7 +62,7 @@ class AwaitedResults:
         slots = [row.slot for row in rows]
         if not self._submitted.isdisjoint(slots):
             self._submitted -= set(slots)
-            self.lost = self._lockstep.agree(lambda: self._wait(slots))
+            self.lost = self._broadcast.agree(lambda: self._wait(slots))
         return self._tier.results_SD[slots].to(device)
 
     def _wait(self, slots: Sequence[int]) -> frozenset[int]:
@@ -90,15 +90,15 @@ class Pipelining:
     """The strategy of steps with rows that wait for the host tier in each layer (``StepPlan.pipelined``)."""
 
     def __init__(
-        self, loop: LayerLoop, *, tier: HostTier, keep: Callable[[HostEvent], None], lockstep: Lockstep
+        self, loop: LayerLoop, *, tier: HostTier, keep: Callable[[HostEvent], None], broadcast: RankBroadcast
     ) -> None:
-        self._loop, self._tier, self._keep, self._lockstep = loop, tier, keep, lockstep
+        self._loop, self._tier, self._keep, self._broadcast = loop, tier, keep, broadcast
 
     def hooks(self, plan: StepPlan) -> StepHooks | None:
         """Return the hooks of a step with a second sub-batch, or a hybrid first one; None: it has neither."""
         if not plan.pipelined:
             return None
-        awaited = AwaitedResults(self._tier, self._keep, self._lockstep)
+        awaited = AwaitedResults(self._tier, self._keep, self._broadcast)
         rows = tuple(row for row in plan.pipelined if row.request_id not in plan.hybrid)
         second = SecondBatch(
             rows, model=self._loop.model, awaited=awaited,

@@ -25,7 +25,7 @@ from omniserve.host.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
-from omniserve.layers.states import StatePool
+from omniserve.layers.tracing.layer_states import StatePool
 from omniserve.ops.attention import resolve_attention
 from omniserve.ops.attention.native import attend_triton
 from omniserve.ops.stage_link import StageLink
@@ -33,8 +33,8 @@ from omniserve.ops.streams import StreamEvent
 from omniserve.runner.capturable import make_graphs
 from omniserve.runner.late_results import LateResults
 from omniserve.runner.layer_loop import LayerLoop
-from omniserve.runner.lockstep import Lockstep
 from omniserve.runner.piggyback_rows import PiggybackRows
+from omniserve.runner.rank_broadcast import RankBroadcast
 from omniserve.runner.states import StepStates
 from omniserve.runner.step_inputs import LayersOutput, PendingTokens
 from omniserve.runner.strategies import make_strategies
@@ -82,7 +82,7 @@ class RunnerParts:
     """What tells events, the host tier first; none: it is all there is."""
     safepoint: Callable[[], Set[str]] = frozenset
     """Asked between two layers which requests' rows must leave the step, on rank 0, if the setup has safepoints."""
-    lockstep: Lockstep = field(default_factory=Lockstep)
+    broadcast: RankBroadcast = field(default_factory=RankBroadcast)
     stage: StageLink = field(default_factory=StageLink)
 
 
@@ -97,7 +97,7 @@ class ModelRunner:
 
     def __init__(self, setup: RunnerSetup, parts: RunnerParts) -> None:
         config, model, tier = setup.config, parts.model, parts.tier
-        self._model, self._sampler, self._tier, self._lockstep = model, parts.sampler, tier, parts.lockstep
+        self._model, self._sampler, self._tier, self._broadcast = model, parts.sampler, tier, parts.broadcast
         self._sources = parts.sources or ((tier,) if tier is not None else ())
         self._storage = DeviceKVStorage(
             model.spec, num_blocks=setup.num_device_blocks, block_size=config.block_size, dtype=model.dtype,
@@ -110,7 +110,7 @@ class ModelRunner:
         self.host_works = False
         """The host tier attended, or was given a task, when the last step began. Moves do not count: a copy takes a
         small part of a step, and the step would have half of the cores for all of its time."""
-        self._late_results = LateResults(tier, parts.lockstep)
+        self._late_results = LateResults(tier, parts.broadcast)
         self._host_was_healthy = True
         self._ended: Set[str] = frozenset()
         """Requests that have ended since the step that is launched was planned: they need no token."""
@@ -133,11 +133,11 @@ class ModelRunner:
         )  # fmt: skip
         """Runs the steps that fit no captured shape."""
         self.strategies = make_strategies(
-            setup, self.loop, tier=tier, late_results=self._late_results, lockstep=parts.lockstep,
+            setup, self.loop, tier=tier, late_results=self._late_results, broadcast=parts.broadcast,
             safepoint=parts.safepoint,
         )  # fmt: skip
         """The kinds of steps that need hooks."""
-        self.graphs = make_graphs(setup, self.loop, parts.lockstep)
+        self.graphs = make_graphs(setup, self.loop, parts.broadcast)
         """Runs the steps that fit a captured shape; None: nothing is captured."""
         if model.device.type == "cuda" and attend is attend_triton:  # others choose no kernel by shape
             warm_up_attention(
@@ -229,11 +229,11 @@ class ModelRunner:
                 return LaunchedStep(output, None, end=StreamEvent(self._model.device))
         if self._sampler is None:
             tokens_R = torch.empty(len(logits_RV), dtype=torch.int64, device=self._model.device)
-            self._lockstep.share(tokens_R)
+            self._broadcast.share(tokens_R)
             self._pending.note(request_ids, tokens_R)
             return LaunchedStep(output, None, end=StreamEvent(self._model.device), doubtful=layers.doubtful)
         sample = self._sampler.launch(logits_RV, request_ids, drafts)
-        self._lockstep.share(sample.tokens_R)
+        self._broadcast.share(sample.tokens_R)
         self._pending.note(request_ids, sample.tokens_R)
         return LaunchedStep(output, sample, doubtful=layers.doubtful)
 

@@ -13,11 +13,11 @@ from omniserve.core.setup import RunnerSetup
 from omniserve.host.tier import HostTier
 from omniserve.runner.late_results import LateJoins, LateResults
 from omniserve.runner.layer_loop import LayerLoop, StepStrategy
-from omniserve.runner.lockstep import Lockstep
+from omniserve.runner.rank_broadcast import RankBroadcast
 
 
 def make_strategies(
-    setup: RunnerSetup, loop: LayerLoop, *, tier: HostTier | None, late_results: LateResults, lockstep: Lockstep,
+    setup: RunnerSetup, loop: LayerLoop, *, tier: HostTier | None, late_results: LateResults, broadcast: RankBroadcast,
     safepoint: Callable[[], Set[str]],
 ) -> tuple[StepStrategy, ...]:  # fmt: skip
     """Return the strategies that an engine's steps may need, in the order in which their hooks are called.
@@ -30,10 +30,10 @@ def make_strategies(
     if setup.has_safepoints:
         from omniserve.runner.safepoint import LayerPreemption
 
-        must_leave = partial(lockstep.agree, safepoint)
+        must_leave = partial(broadcast.agree, safepoint)
         strategies.append(LayerPreemption(loop, keep=setup.keeps_halted, must_leave=must_leave))
     if setup.awaits_host and tier is not None:
         from omniserve.runner.pipelining import Pipelining
 
-        strategies.append(Pipelining(loop, tier=tier, keep=late_results.keep, lockstep=lockstep))
+        strategies.append(Pipelining(loop, tier=tier, keep=late_results.keep, broadcast=broadcast))
     return tuple(strategies)

@@ -21,8 +21,8 @@ from omniserve.engine import parts as parts_module
 from omniserve.engine.step_log import StepLog
 from omniserve.host import tier as tier_module
 from omniserve.host.disk import DiskTier
-from omniserve.host.remote import NetworkHosts
 from omniserve.host.tier import HostTier
+from omniserve.remote.network_hosts import NetworkHosts
 from tests.engine.conftest import BLOCK
 from tests.engine.test_engine import hf_tokens, request
 from tests.host.helpers import host_threads

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from omniserve import Engine, SamplingParams
 from omniserve.core.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, StepOutput, StepPlan
 from omniserve.core.work import HostEvent, KVMove, MoveDirection
-from omniserve.layers import groups, patching
-from omniserve.layers.traced import TracedFamily
+from omniserve.layers import patching
+from omniserve.layers.tracing.traced import TracedFamily
+from omniserve.layers.weights import groups
 from omniserve.runner.cuda_graphs import graph_runner
 from omniserve.runner.runner import LaunchedStep
 from tests.engine_settings import flat_config
@@ -58,7 +59,7 @@ class FakeGpuEngine:
             self.model = blank_model(family, dtype, num_layers=2)
             layers = TracedFamily(self.model)  # on the CPU: it looks at values, which fake tensors do not have
             self.model.to("cuda")
-            layers.ends.probe = layers.ends.probe.to("cuda")
+            layers.embedding_and_head.probe = layers.embedding_and_head.probe.to("cuda")
             patch.setattr(patching, "family_of", lambda model: layers)
             patch.setattr(graph_runner, "DECODE_ROWS", (0,))  # and all that max_num_seqs allows: few shapes
             # A Parameter on the fake GPU is a FakeTensor, which `is_plain` takes for a subclass of some library's.

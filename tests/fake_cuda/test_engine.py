@@ -11,7 +11,7 @@ import torch
 from omniserve import Request, SamplingParams
 from omniserve.core.plan import PENDING_TOKEN, PiggybackEntry, PromptScores, StepPlan
 from omniserve.core.work import MoveDirection, SlotCopy
-from omniserve.layers.merged import MergedLinear
+from omniserve.layers.weights.merged import MergedLinear
 from omniserve.runner.safepoint import LayerPreemption
 from tests.events import WORK_DONE, kind_of
 from tests.fake_cuda.engines import SEATS, chunk, engine_on

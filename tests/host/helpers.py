@@ -17,9 +17,9 @@ from torch import Tensor
 from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.core.work import HOST_BLOCKS, HostEvent, KVMove, MoveDirection
-from omniserve.host import remote, server
 from omniserve.host.progress import HostTierStats
 from omniserve.host.tier import HostTier
+from omniserve.remote import host_server, network_hosts
 from tests.events import ATTENTION_DONE, HOST_LOST, kind_of
 from tests.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
 
@@ -137,9 +137,9 @@ class NetworkTier:
 
 def shorten_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have hosts on the network tried again soon."""
-    monkeypatch.setattr(remote, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(remote, "_LONGEST_PAUSE_S", 0.05)
-    monkeypatch.setattr(server, "_LAST_SESSION_S", 0.5)
+    monkeypatch.setattr(network_hosts, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(network_hosts, "_LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(host_server, "_LAST_SESSION_S", 0.5)
 
 
 def poison(tier: HostTier, blocks: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from omniserve.core import link
 from omniserve.core.config import ParallelConfig
 from omniserve.core.errors import PeerLost
 from omniserve.layers.patching import patched_model
-from omniserve.layers.sharding import shard
+from omniserve.layers.weights.sharding import shard
 from omniserve.parallel.follow import follow, summary_of
 from omniserve.parallel.group import RankGroup
 from omniserve.parallel.place import Place

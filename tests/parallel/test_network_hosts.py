@@ -10,11 +10,11 @@ import pytest
 from omniserve.core.work import HostEvent, HostJoined, HostLost
 from omniserve.parallel.host_tier import EventMerge
 from tests.host.helpers import shorten_pauses
-from tests.host.proxy import Proxy
 from tests.parallel.ranks import ranks_of, reference_of
 from tests.parity.engine_histories import run_histories
 from tests.parity.test_network import hosts_behind_proxies
 from tests.quick import slow_except
+from tests.remote.proxy import Proxy
 
 _BLOCK = 8
 

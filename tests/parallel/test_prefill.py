@@ -16,15 +16,15 @@ import torch
 from transformers import PreTrainedModel
 
 from omniserve import Engine, PrefillConfig
-from omniserve.host.prefill_engines import PrefillEngines
-from omniserve.host.prefill_messages import Welcome
 from omniserve.parallel.place import Place
-from tests.host.proxy import Proxy
+from omniserve.remote.prefill_engines import PrefillEngines
+from omniserve.remote.prefill_messages import OpenedSession
 from tests.parallel.ranks import ranks_of, reference_of, whole_model
 from tests.parity.engine_histories import Reference, Tally, run_histories, run_history
 from tests.parity.test_network import cuts
 from tests.prefill.servers import Server, config_of, make_quick, prefill_server
 from tests.quick import slow_except
+from tests.remote.proxy import Proxy
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def behind_proxies(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     proxies = {server.address: Proxy(server.address)}
     welcome = PrefillEngines.welcome
 
-    def behind(self: PrefillEngines, number: int) -> Welcome:
+    def behind(self: PrefillEngines, number: int) -> OpenedSession:
         told = welcome(self, number)
         for address in told.ranks:
             if address not in proxies:

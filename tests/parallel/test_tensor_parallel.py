@@ -16,7 +16,7 @@ from torch import nn
 from omniserve import Engine, EngineConfig, ExecutionConfig, UnsupportedModelError
 from omniserve.core.config import DiskKVConfig, ParallelConfig
 from omniserve.core.errors import PeerLost
-from omniserve.layers.sharding import shard
+from omniserve.layers.weights.sharding import shard
 from omniserve.parallel.place import Place
 from omniserve.sched import SCHEDULERS
 from tests.parallel.ranks import ForkedRanks, load_tiny, ranks_of, reference_of, serve_until_lost

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from omniserve.core.spec import AttentionSpec
 from omniserve.layers.compiled import structure
 from omniserve.layers.patching import PatchedModel, patch, unpatch
-from omniserve.layers.traced import TracedFamily
+from omniserve.layers.tracing.traced import TracedFamily
 from tests.parity.models import MODELS, tiny_model
 from tests.quick import slow_except
 
@@ -30,8 +30,8 @@ BF16_LOGPROB_TOLERANCE = 0.25
 def merged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """The fixture's value: ``patch`` merges projections of one input, as it does on a GPU."""
     if request.param:
-        monkeypatch.setattr("omniserve.layers.merged._DEVICES", {"cpu"})
-        monkeypatch.setattr("omniserve.layers.packed.HAS_VECTOR_KERNEL", False)
+        monkeypatch.setattr("omniserve.layers.weights.merged._DEVICES", {"cpu"})
+        monkeypatch.setattr("omniserve.layers.weights.packed.HAS_VECTOR_KERNEL", False)
     return bool(request.param)
 
 
@@ -192,8 +192,8 @@ def test_halves_trace_as_one_graph_and_no_layer_recompiles(name: str) -> None:
     post = torch.compile(family.post_attention, fullgraph=True, dynamic=True, backend="eager")
     with torch.inference_mode(), family.compiling():
         positions = torch.arange(6)
-        hidden = family.ends.embed(positions, positions)
-        cos, sin = family.ends.rotary(positions) or (None, None)
+        hidden = family.embedding_and_head.embed(positions, positions)
+        cos, sin = family.embedding_and_head.rotary(positions) or (None, None)
         for layer in family.layers:
             q, _, _ = pre(layer, hidden, cos, sin)
             hidden = post(layer, q.flatten(1), hidden)
@@ -218,7 +218,7 @@ def test_three_graphs_serve_any_depth_and_token_count(
     # An example: as on a GPU with an older torch.
     monkeypatch.setattr("omniserve.layers.compiled.needs_example", lambda on_gpu: has_example)
     monkeypatch.setattr("omniserve.layers.patching._WARM_UP_ROWS", {"cpu": 40})
-    monkeypatch.setattr("omniserve.layers.kept.KeptHalves.find", lambda *_: None)
+    monkeypatch.setattr("omniserve.layers.compile_cache.CompileCache.find", lambda *_: None)
     for num_layers in (2, 24):
         model = tiny_model("llama", dtype, num_layers=num_layers)
         eager = _probe(patch(model, compile=False).omniserve)
@@ -266,7 +266,7 @@ def test_what_is_between_two_attentions_is_the_two_halves(name: str, merged: boo
 
 
 def test_compiled_halves_serve_mixed_structures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omniserve.layers.kept.KeptHalves.find", lambda *_: None)
+    monkeypatch.setattr("omniserve.layers.compile_cache.CompileCache.find", lambda *_: None)
     model = tiny_model("qwen3_moe")
     expected = _hf_logits(model, _prompts())
     counters.clear()

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig, PreTrainedModel
 
 from omniserve import UnsupportedModelError, patch
 from omniserve.core.spec import HEAD_SIZE_STEP, MAX_HEAD_SIZE
-from omniserve.layers import family_of
+from omniserve.layers.tracing import family_of
 from tests.parity.engine_histories import Reference, Tally, run_history
 from tests.parity.models import tiny_model
 from tests.parity.zoo import try_type

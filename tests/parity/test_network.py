@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from omniserve import HostsConfig
-from omniserve.host.server import HostServer
+from omniserve.remote.host_server import HostServer
 from tests.host.helpers import shorten_pauses
-from tests.host.proxy import Proxy
 from tests.parity.engine_histories import run_histories
 from tests.parity.models import MODELS
 from tests.parity.test_engine import model_and_reference
 from tests.quick import slow_except
+from tests.remote.proxy import Proxy
 
 SECRET = "a secret of some length"
 
@@ -157,8 +157,8 @@ def test_a_host_process_ends_whichever_thread_gets_the_signal(secret_file: str) 
 
 _ENDED_AS_IT_STARTS = """
 import os, signal, sys
-from omniserve.host.cli import main
-from omniserve.host.server import HostServer
+from omniserve.remote.host_cli import main
+from omniserve.remote.host_server import HostServer
 
 def start_and_end(server, start=HostServer.start):
     start(server)

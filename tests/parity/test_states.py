@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from omniserve import patch, unpatch
 from omniserve.kv import KV_MANAGERS
-from omniserve.layers.packed import PackedLinear
+from omniserve.layers.weights.packed import PackedLinear
 from omniserve.sched import SCHEDULERS
 from tests.parity.engine_histories import Reference, Tally, run_histories, run_history
 from tests.parity.zoo import tiny

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoModelForImageTextToText
 
-from omniserve.layers import family_of
+from omniserve.layers.tracing import family_of
 from tests.parity.zoo import Outcome, page, tiny, try_type
 
 USED = (

@@ -30,8 +30,8 @@ SECRET = "a secret of some length"
 def make_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make prefixes of a block worth a copy, and have what was lost tried again soon."""
     monkeypatch.setattr("omniserve.sched.prefixes.LEAST_RESTORED_TOKENS", 8)
-    monkeypatch.setattr("omniserve.host.prefill_engines._FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("omniserve.host.prefill_engines._LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr("omniserve.remote.prefill_engines._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("omniserve.remote.prefill_engines._LONGEST_PAUSE_S", 0.05)
 
 
 def config_of(model: PreTrainedModel, **settings: Any) -> EngineConfig:

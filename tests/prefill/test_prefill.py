@@ -20,7 +20,6 @@ from omniserve import SLO, ClassSpec, Engine, EngineConfig, PrefillConfig, Reque
 from omniserve.core.errors import RequestRejected
 from omniserve.prefill.server import PrefillServer
 from omniserve.sched import SCHEDULERS
-from tests.host.proxy import Proxy
 from tests.parity.engine_histories import Tally, made_up_profile, run_histories, run_history
 from tests.parity.models import MODELS, tiny_model
 from tests.parity.test_engine import model_and_reference
@@ -30,6 +29,7 @@ from tests.parity.test_states import model_and_reference as states_and_reference
 from tests.parity.zoo import tiny
 from tests.prefill.servers import SECRET, Server, config_of, make_quick, prefill_server
 from tests.quick import slow_except
+from tests.remote.proxy import Proxy
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from omniserve import EngineConfig, ExecutionConfig
-from omniserve.layers.traced import TracedFamily
+from omniserve.layers.tracing.traced import TracedFamily
 from omniserve.ops.attention import resolve_attention
 from omniserve.runner.capturable import wants_graphs, why_not_captured
 from tests.parity.models import tiny_model
@@ -34,7 +34,7 @@ def test_experts_whose_products_wait_for_the_device(
 ) -> None:
     layers = TracedFamily(tiny_model(family))
     assert not layers.why_not_captured(), "it is not on a GPU"
-    layers.ends.probe = SimpleNamespace(device=CUDA, dtype=dtype)
+    layers.embedding_and_head.probe = SimpleNamespace(device=CUDA, dtype=dtype)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     reason = layers.why_not_captured()
     assert not reason if is_captured else "set step_graphs='off'" in reason

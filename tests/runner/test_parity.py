@@ -10,7 +10,7 @@ import torch
 
 from omniserve import Engine, EngineConfig, ExecutionConfig
 from omniserve.core.plan import DeviceChunk, StepPlan
-from omniserve.layers.merged import MergedLinear
+from omniserve.layers.weights.merged import MergedLinear
 from omniserve.runner.cuda_graphs import graph_runner
 from omniserve.runner.cuda_graphs.budget import Budget
 from omniserve.sched import SCHEDULERS
@@ -62,8 +62,8 @@ def test_piggybacked_tokens(family: str, device: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_merged_projections(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries, keys and values are views of one product, as on a GPU."""
-    monkeypatch.setattr("omniserve.layers.merged._DEVICES", {"cpu"})
-    monkeypatch.setattr("omniserve.layers.packed.HAS_VECTOR_KERNEL", False)
+    monkeypatch.setattr("omniserve.layers.weights.merged._DEVICES", {"cpu"})
+    monkeypatch.setattr("omniserve.layers.weights.packed.HAS_VECTOR_KERNEL", False)
     model, reference = model_and_reference.__wrapped__(family, "cpu")
     assert sum(isinstance(module, MergedLinear) for module in model.modules()) == 5 * len(model.model.layers)
     for step_graphs in ("on", "off"):

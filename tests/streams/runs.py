@@ -19,7 +19,8 @@ from omniserve import Engine, FinishReason, Request, SamplingParams, patch
 from omniserve.core.request import Arrival
 from omniserve.host.mover import StagedMover
 from omniserve.host.moves import HostMoves
-from omniserve.layers import TracedFamily, family_of, patching
+from omniserve.layers import patching
+from omniserve.layers.tracing import TracedFamily, family_of
 from tests.engine_settings import flat_config
 from tests.parity.engine_histories import BLOCK, Reference, Tally, poison, watch_received_joins, with_prediction
 from tests.parity.models import tiny_model
@@ -117,7 +118,7 @@ class Bench:
         if "omniserve" not in model.__dict__:
             layers = self._layers[family]
             self.cuda.to_device(model)
-            layers.ends.probe = torch.empty(0, dtype=model.dtype, device=model.device)
+            layers.embedding_and_head.probe = torch.empty(0, dtype=model.dtype, device=model.device)
             with mock.patch.object(patching, "family_of", lambda model: layers):
                 patch(model, compile=False, prepack=False)
         return model

@@ -40,8 +40,8 @@ from omniserve.runner.cuda_graphs.shapes import (
 )
 from omniserve.runner.late_results import MissedJoins
 from omniserve.runner.layer_loop import LayerLoop, StepHooks
-from omniserve.runner.lockstep import Lockstep
 from omniserve.runner.piggyback_rows import PiggybackRows
+from omniserve.runner.rank_broadcast import RankBroadcast
 from omniserve.runner.step_inputs import DeviceRows, LayersOutput, make_device_rows, sampled_rows
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class CudaGraphRunner:
     keeps_layer_input = False
     """The input of the running layer is kept (``StaticInputs.layer_input_TD``)."""
 
-    def __init__(self, setup: RunnerSetup, *, loop: LayerLoop, lockstep: Lockstep) -> None:
+    def __init__(self, setup: RunnerSetup, *, loop: LayerLoop, broadcast: RankBroadcast) -> None:
         config, model = setup.config, loop.model
         device, spec = model.device, model.spec
         seats = config.max_piggyback_seats if setup.host_tier is not None else 0
@@ -68,7 +68,7 @@ class CudaGraphRunner:
         # With more rows, launching the kernels of a layer takes less time than running them, captured or not.
         most = min(config.max_num_batched_tokens, CHUNK_ROWS[-1])
         chunks = ShapeTable.of(CHUNK_ROWS, max_rows=most, max_seats=seats)
-        self._loop, self._lockstep = loop, lockstep
+        self._loop, self._broadcast = loop, broadcast
         self._layers = PaddedLayers(model, loop.storage, loop.attend, loop.rows)
         self._memory = InputMemory(
             StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats), num_layers=spec.num_layers,
@@ -101,7 +101,7 @@ class CudaGraphRunner:
         try:
             for index, (shape, is_decode) in enumerate(tqdm(self._order, desc="capturing steps", disable=None)):
                 kind = is_decode, index < 2  # the first two, the largest, pay for the pool and most of the compiling
-                if self._lockstep.agree(partial(budget.admits, kind)):
+                if self._broadcast.agree(partial(budget.admits, kind)):
                     with budget.spending(kind):
                         self._capture_shape(shape, is_decode=is_decode)
         finally:

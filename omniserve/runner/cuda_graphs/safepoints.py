@@ -17,7 +17,7 @@ from omniserve.runner.cuda_graphs.graph_runner import CudaGraphRunner
 from omniserve.runner.cuda_graphs.inputs import StaticInputs
 from omniserve.runner.late_results import LateStep
 from omniserve.runner.layer_loop import LayerLoop, StepHooks
-from omniserve.runner.lockstep import Lockstep
+from omniserve.runner.rank_broadcast import RankBroadcast
 from omniserve.runner.safepoint import Safepoints
 from omniserve.runner.step_inputs import LayersOutput
 
@@ -30,8 +30,8 @@ class LeavableGraphRunner(CudaGraphRunner):
 
     keeps_layer_input = True
 
-    def __init__(self, setup: RunnerSetup, *, loop: LayerLoop, lockstep: Lockstep) -> None:
-        super().__init__(setup, loop=loop, lockstep=lockstep)
+    def __init__(self, setup: RunnerSetup, *, loop: LayerLoop, broadcast: RankBroadcast) -> None:
+        super().__init__(setup, loop=loop, broadcast=broadcast)
         self.num_steps_left = 0
         """Counter: steps in a constant shape that rows left before their end."""
 

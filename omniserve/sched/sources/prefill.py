@@ -5,7 +5,7 @@ has (``sched.prefixes``); the last tokens, less than a block and one more, are c
 
 To the scheduler a prefill engine is one more place where prefixes come from, like the disk. A placement
 (``sources/placement.py``) chooses an engine for a request that waits, which then leaves its queue (LOADING) with host
-blocks for the KV; a thread writes the KV into them (``host/prefill_receiver.py``). Decodes that move to the host to let
+blocks for the KV; a thread writes the KV into them (``prefill_receiver.py``). Decodes that move to the host to let
 best-effort prompts in leave room for what has come and for the next few prompts (``blocks_wanted``). Recurrent
 states are put into the request's state slot when the KV has been copied (``StateLoad``); without them the KV
 is of no use, so a request of a model with states finds no other KV. If the engine is lost or lacks memory, what has

@@ -1,0 +1,143 @@
+"""Compiled halves that one process keeps and the next one takes; here the next one is a second model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.utils import fresh_cache
+from transformers import PreTrainedModel
+
+from omniserve import patch
+from omniserve.layers.compiled import CompiledHalf
+from omniserve.layers.patching import PatchedModel
+from tests.parity.models import MODELS, tiny_model
+from tests.quick import slow_except
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_cache() -> Iterator[None]:
+    with fresh_cache():
+        yield
+
+
+@pytest.fixture
+def folder() -> Path:
+    """The folder where halves are kept, empty; what torch itself has compiled stays, so that compiling again takes
+    little."""
+    folder = Path(cache_dir()) / "omniserve_halves"
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def run(patched: PatchedModel, rows: int = 5) -> Tensor:
+    positions_T = torch.arange(rows)
+    with torch.inference_mode():
+        rotary = repeat(patched.rotary(positions_T) or (None, None))
+        return patched.run_layers(
+            range(patched.num_layers), patched.embed(positions_T + 3, positions_T), rotary,
+            lambda _, __, q_TNH, *___: q_TNH.flatten(1).contiguous(),
+        )  # fmt: skip
+
+
+def patched(name: str = "llama", **options: Any) -> PatchedModel:
+    model: PreTrainedModel = patch(tiny_model(name), **options)
+    found: PatchedModel = model.__dict__["omniserve"]
+    return found
+
+
+@pytest.fixture
+def compiled_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    names: list[str] = []
+    original = CompiledHalf._compile
+
+    def noting(half: CompiledHalf, *arguments: Any) -> Any:
+        names.append(half._name)
+        return original(half, *arguments)
+
+    monkeypatch.setattr(CompiledHalf, "_compile", noting)
+    return names
+
+
+@pytest.mark.parametrize("name", slow_except(("llama",), MODELS))
+def test_the_next_process_takes_them_without_compiling(name: str, folder: Path, compiled_names: list[str]) -> None:
+    first = patched(name)
+    outputs = [run(first) for _ in range(2)]
+    num_compiled, num_kept = len(compiled_names), len(list(folder.glob("*.json")))
+    assert num_kept if not first.family._rows.carries else True, "nothing was kept"
+    second = patched(name)
+    outputs += [run(second), run(second, rows=5)]
+    assert all(torch.equal(outputs[0], output) for output in outputs)
+    assert len(compiled_names) - num_compiled <= num_compiled - num_kept, "a kept half was compiled again"
+
+
+def test_they_run_uncompiled_until_another_process_has_compiled_them(folder: Path, compiled_names: list[str]) -> None:
+    plain, deferred = patched(compile=False), patched()
+    assert not deferred.find_compiled(else_compile=False)
+    assert torch.equal(run(deferred), run(plain))
+    assert not compiled_names
+    assert not folder.exists()
+    other = patched()
+    assert other.find_compiled(else_compile=True)
+    assert len(compiled_names) == 2
+    assert torch.equal(run(deferred), run(plain)), "it looks only when it is told to"
+    assert deferred.find_compiled(else_compile=False)
+    assert torch.equal(run(deferred), run(other))
+    assert len(compiled_names) == 2
+
+
+def test_what_is_not_found_can_be_compiled_here(folder: Path, compiled_names: list[str]) -> None:
+    model = patched()
+    assert not model.find_compiled(else_compile=False)
+    assert model.find_compiled(else_compile=True)
+    assert len(compiled_names) == 2
+
+
+def _changed_config(model: PreTrainedModel) -> None:
+    model.config.rope_scaling_of_mine = 2.0
+
+
+def _changed_layer(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.factor_of_mine = 2.0
+
+
+def _hooked_layer(model: PreTrainedModel) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("change", [_changed_config, _changed_layer, _hooked_layer])
+def test_a_model_that_differs_does_not_take_them(change: Any, folder: Path) -> None:
+    first = patched()
+    assert first.find_compiled(else_compile=True)
+    model = tiny_model("llama")
+    change(model)
+    assert not patch(model).__dict__["omniserve"].find_compiled(else_compile=False)
+
+
+@pytest.mark.parametrize("part", ["compiled.source_digest", "compile_cache._code_digest"])
+def test_other_code_does_not_take_them(part: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = patched()
+    assert first.find_compiled(else_compile=True)
+    assert patched().find_compiled(else_compile=False)
+    monkeypatch.setattr(f"omniserve.layers.{part}", lambda *_: "other")
+    monkeypatch.setattr("omniserve.layers.patching.source_digest", lambda: part)
+    assert not patched().find_compiled(else_compile=False)
+
+
+def test_a_file_that_cannot_be_read_is_logged_and_made_anew(
+    folder: Path, compiled_names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = run(patched())
+    for path in folder.glob("*.json"):
+        path.write_text("{")
+    assert torch.equal(run(patched()), expected)
+    assert "is not used" in caplog.text
+    assert len(compiled_names) == 4
+    assert patched().find_compiled(else_compile=False), "the files were written again"
