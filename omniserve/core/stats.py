@@ -76,6 +76,19 @@ class SchedulerStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DiskStats:
+    """The disk tier; all 0 without one."""
+
+    blocks_used: int = 0
+    blocks_total: int = 0
+    """Gauge: slots in the file."""
+    bytes_read: int = 0
+    bytes_written: int = 0
+    failures: int = 0
+    """Counter: copies that failed; a copy with a damaged block counts as one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillEngineStats:
     """A prefill engine, as the engine that asks it sees it."""
 
@@ -96,13 +109,7 @@ class EngineStats(SchedulerStats):
     device_blocks_total: int = 0
     host_blocks_used: int = 0
     host_blocks_total: int = 0
-    disk_blocks_used: int = 0
-    disk_blocks_total: int = 0
-    """Gauge: slots in the disk tier's file; 0 without one."""
-    disk_bytes_read: int = 0
-    disk_bytes_written: int = 0
-    disk_failures: int = 0
-    """Counter: copies from and to disk that failed; a copy with a damaged block counts as one."""
+    disk: DiskStats = DiskStats()
     cpu_hosts: Mapping[str, CPUHostStats] = field(default_factory=dict)
     """Hosts on the network, by address."""
     prefill_engines: Mapping[str, PrefillEngineStats] = field(default_factory=dict)

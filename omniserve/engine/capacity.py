@@ -9,7 +9,7 @@ from typing import Any
 from omniserve.core.config import EngineConfig
 from omniserve.core.spec import ModelSpec
 from omniserve.kv import KV_MANAGERS, CanCache, CanEvict, CanMove, CanShare
-from omniserve.sched.speculation import MAX_DRAFTS
+from omniserve.sched.options import MAX_DRAFTS
 from omniserve.sched.state_slots import num_state_slots
 
 logger = logging.getLogger(__name__)

@@ -19,12 +19,11 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.errors import EngineStopped, PeerLost, Stalled
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Completion, Request, RequestLimits, RequestOutput
-from omniserve.core.stats import EngineStats
+from omniserve.core.stats import DiskStats, EngineStats
 from omniserve.core.upkeep import Upkeep
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.parts import EngineParts, latency_model_of
 from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
-from omniserve.host.disk import DiskStats
 from omniserve.kv import KeepsPrefixesOnDisk
 from omniserve.latency.profile import Profile
 from omniserve.ops.streams import drain
@@ -297,11 +296,7 @@ class Engine:
             device_blocks_total=usage.device_total,
             host_blocks_used=usage.host_used,
             host_blocks_total=usage.host_total,
-            disk_blocks_used=disk_used,
-            disk_blocks_total=disk_total,
-            disk_bytes_read=disk.bytes_read,
-            disk_bytes_written=disk.bytes_written,
-            disk_failures=disk.failures,
+            disk=dataclasses.replace(disk, blocks_used=disk_used, blocks_total=disk_total),
             cpu_hosts=self.hosts.stats() if self.hosts is not None else {},
             prefill_engines=self.prefill_engines.stats() if self.prefill_engines is not None else {},
             steps=self._log.num_steps,

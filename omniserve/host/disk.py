@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from omniserve.core.stats import DiskStats
 from omniserve.core.work import DiskCopy, Done
 from omniserve.host.disk_file import DiskFile
 
@@ -26,16 +26,6 @@ _PIECE_BYTES = 4 << 20  # a thread copies so much at a time
 _NUM_THREADS = 2
 _NICENESS = {False: 10, True: 19}
 """Niceness of the threads, by ``to_disk``. Reads get more of the cores than writes, as requests wait for them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DiskStats:
-    """Counters of a disk tier."""
-
-    bytes_read: int = 0
-    bytes_written: int = 0
-    failures: int = 0
-    """Copies that failed, blocks that were found damaged among them."""
 
 
 class _Flight:

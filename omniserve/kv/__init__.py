@@ -14,21 +14,17 @@ from omniserve.kv.base import (
     MoveResult,
     Tier,
 )
-from omniserve.kv.bidirectional import BidirectionalKVManager
-from omniserve.kv.incremental import IncrementalKVManager
 from omniserve.kv.paged import PagedKVManager
 from omniserve.kv.tiered import TieredKVManager
 
 __all__ = [
     "KV_MANAGERS",
-    "BidirectionalKVManager",
     "CanCache",
     "CanCheckpoint",
     "CanEvict",
     "CanMove",
     "CanShare",
     "CanSpread",
-    "IncrementalKVManager",
     "KVManager",
     "KVUsage",
     "KeepsPrefixesOnDisk",
@@ -37,3 +33,6 @@ __all__ = [
     "Tier",
     "TieredKVManager",
 ]
+
+KV_MANAGERS.register_at("bidirectional", "omniserve.kv.bidirectional.manager:BidirectionalKVManager")
+KV_MANAGERS.register_at("incremental", "omniserve.kv.incremental:IncrementalKVManager")

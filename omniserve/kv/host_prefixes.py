@@ -14,12 +14,15 @@ import functools
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from omniserve.core.work import DiskCopy, KVMove, MoveDirection
 from omniserve.kv.base import MoveResult
 from omniserve.kv.block_pool import RunPool
-from omniserve.kv.disk_prefixes import DiskPrefixes
 from omniserve.kv.prefix_cache import CachesPrefixes
+
+if TYPE_CHECKING:
+    from omniserve.kv.disk_prefixes import DiskPrefixes
 
 
 class PrefixPool(RunPool):

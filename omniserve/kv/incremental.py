@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omniserve.core.work import KVMove, MoveDirection
-from omniserve.kv.base import KV_MANAGERS, MoveResult, Tier
+from omniserve.kv.base import MoveResult, Tier
 from omniserve.kv.tiered import Table, TieredKVManager
 
 
@@ -26,7 +26,6 @@ class _Evicted:
     blocks: list[int]  # the request's device blocks [0, len(blocks)), which were not taken yet
 
 
-@KV_MANAGERS.register("incremental")
 class IncrementalKVManager(TieredKVManager):
     """Paged KV on two tiers; requests are evicted at no cost and restored from their checkpoints."""
 

@@ -18,15 +18,17 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv.base import KV_MANAGERS, KVManager, KVUsage, MoveResult, Tier
 from omniserve.kv.block_pool import BlockPool, HostCheckpoints
-from omniserve.kv.disk_prefixes import DiskPrefixes
 from omniserve.kv.host_prefixes import HostPrefixes, KeepsPrefixes, PrefixPool
 from omniserve.kv.network import NetworkPool, NetworkPools
 from omniserve.kv.prefix_cache import CachingPool
+
+if TYPE_CHECKING:
+    from omniserve.kv.disk_prefixes import DiskPrefixes
 
 _SOURCE = {MoveDirection.TO_HOST: Tier.DEVICE, MoveDirection.TO_DEVICE: Tier.HOST}
 _TARGET = {MoveDirection.TO_HOST: Tier.HOST, MoveDirection.TO_DEVICE: Tier.DEVICE}

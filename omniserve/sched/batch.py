@@ -22,8 +22,6 @@ from omniserve.core.plan import (
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv.base import Tier
-from omniserve.sched.draft_rows import with_drafts
-from omniserve.sched.host_draft_rows import HostSeats, with_host_drafts
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
 from omniserve.sched.step_cost import StepCost, num_seats
@@ -331,6 +329,8 @@ class Batch:
         states = [self._requests.states[request_id] for request_id in self._chunks]
         bound_s = decision.bound_s if decision is not None and decision.bound_s is not None else math.inf
         if any(state.speculation is not None for state in states):
+            from omniserve.sched.draft_rows import with_drafts
+
             self._chunks |= with_drafts(
                 self.chunks, states, self._kv, cost=self.cost, bound_s=bound_s, tokens_left=self.tokens_left,
                 max_model_len=self._limits.max_model_len, without=preemptible,
@@ -347,6 +347,8 @@ class Batch:
         return any([states[request_id].speculation is not None for request_id in ids])
 
     def _with_host_drafts(self, host_rows: HostRows, bound_s: float) -> HostRows:
+        from omniserve.sched.host_draft_rows import HostSeats, with_host_drafts
+
         most_seats, requests = self._limits.config.max_piggyback_seats, self._requests
         seats = HostSeats(
             taken=num_seats(host_rows.entries, host_rows.joins, most_seats),

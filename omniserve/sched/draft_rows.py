@@ -27,7 +27,8 @@ from dataclasses import dataclass
 
 from omniserve.core.plan import PENDING_TOKEN, DeviceChunk
 from omniserve.kv.base import KVManager
-from omniserve.sched.speculation import MAX_DRAFTS, Speculation
+from omniserve.sched.options import MAX_DRAFTS
+from omniserve.sched.speculation import Speculation
 from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import StepCost
 

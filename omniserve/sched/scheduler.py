@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omniserve.core.errors import RequestRejected
 from omniserve.core.plan import (
@@ -30,14 +30,16 @@ from omniserve.core.stats import SchedulerStats
 from omniserve.core.work import HostEvent
 from omniserve.kv.base import KVManager, Tier
 from omniserve.sched.batch import Batch
-from omniserve.sched.drafter import Drafter, prompt_lookup
 from omniserve.sched.options import PolicyOptions, SchedulerLimits
 from omniserve.sched.policy import Policy
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.residents import AssumedJoin
-from omniserve.sched.speculation import Speculation
 from omniserve.sched.state import HaltedChunk, Phase, RequestState
 from omniserve.sched.step_cost import Forecast
+
+if TYPE_CHECKING:
+    from omniserve.sched.drafter import Drafter
+    from omniserve.sched.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class Scheduler:
         limits: SchedulerLimits,
         kv: KVManager,
         forecast: Forecast | None = None,
-        drafter_of: Callable[[str, Request], Drafter] = prompt_lookup,
+        drafter_of: Callable[[str, Request], Drafter] | None = None,
     ) -> None:
         options = options or policy.options_type()
         self.requests = RequestTable(limits=limits, kv=kv, offloads=policy.offloads, preempts=options.preempts)
@@ -149,7 +151,10 @@ class Scheduler:
             is_wanted = spec.speculation or bool(request.predicted_token_ids)
         if not is_wanted or self._limits.num_state_slots:
             return None
-        return Speculation(self._drafter_of(request_id, request))
+        from omniserve.sched.drafter import prompt_lookup
+        from omniserve.sched.speculation import Speculation
+
+        return Speculation((self._drafter_of or prompt_lookup)(request_id, request))
 
     def abort(self, request_id: str, now_s: float) -> RequestOutput | None:
         """End a request now; None if it is unknown or has finished. Its KV is freed as soon as nothing reads it."""

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 
 from omniserve.sched.drafter import Drafter
+from omniserve.sched.options import MAX_DRAFTS
 
-MAX_DRAFTS = 8
-"""Most drafts of a request in a step."""
 _LEAST_CHANCE = 0.3
 """Least chance of a guess with which drafts are computed: rows may cost more than predicted."""
 _SILENT_TOKENS, _ASKED_EVERY = 16, 4

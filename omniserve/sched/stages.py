@@ -9,13 +9,17 @@ Policies need not know: the queues do not yield what the step that is planned ca
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from omniserve.core.config import EngineConfig
 from omniserve.core.plan import StepOutput, StepPlan
 from omniserve.core.request import Request, RequestOutput
 from omniserve.sched.policy import policy_of
 from omniserve.sched.scheduler import Scheduler
-from omniserve.sched.speculation import Speculation
 from omniserve.sched.state import RequestQueue, RequestState
+
+if TYPE_CHECKING:
+    from omniserve.sched.speculation import Speculation
 
 
 class StagedScheduler(Scheduler):

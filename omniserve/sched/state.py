@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from omniserve.core.plan import PENDING_TOKEN, PromptScores
 from omniserve.core.request import (
@@ -24,7 +24,9 @@ from omniserve.core.request import (
     add_stay,
 )
 from omniserve.kv.prefix_cache import PrefixKeys
-from omniserve.sched.speculation import Speculation
+
+if TYPE_CHECKING:
+    from omniserve.sched.speculation import Speculation
 
 F = TypeVar("F")
 LS, BE = ServiceClass.LS, ServiceClass.BE

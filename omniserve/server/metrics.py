@@ -173,8 +173,8 @@ class _EngineCollector(Collector):
         by_class, by_tier = ["service_class"], ["tier"]
         blocks_used = {"device": s.device_blocks_used, "host": s.host_blocks_used}
         blocks = {"device": s.device_blocks_total, "host": s.host_blocks_total}
-        if s.disk_blocks_total:
-            blocks_used["disk"], blocks["disk"] = s.disk_blocks_used, s.disk_blocks_total
+        if s.disk.blocks_total:
+            blocks_used["disk"], blocks["disk"] = s.disk.blocks_used, s.disk.blocks_total
         by_tier_and_class = {"device": s.device_blocks_by_class, "host": s.host_blocks_by_class}
         held = {(tier, name): n for tier, counts in by_tier_and_class.items() for name, n in counts.items()}
         yield _gauge("requests_waiting", "Requests not scheduled yet, or preempted", s.waiting, by_class)
@@ -250,9 +250,9 @@ class _EngineCollector(Collector):
             ("host_kv_read_bytes", "K and V bytes that host attention went through", s.host_kv_bytes_read),
             ("host_busy_seconds", "Time of host threads at work, attention and copies", s.host_busy_seconds),
             ("host_failures", "Host attention tasks and moves that failed", s.host_failures),
-            ("disk_read_bytes", "Bytes of KV read from disk", s.disk_bytes_read),
-            ("disk_written_bytes", "Bytes of KV written to disk", s.disk_bytes_written),
-            ("disk_failures", "Copies from and to disk that failed, of damaged blocks among them", s.disk_failures),
+            ("disk_read_bytes", "Bytes of KV read from disk", s.disk.bytes_read),
+            ("disk_written_bytes", "Bytes of KV written to disk", s.disk.bytes_written),
+            ("disk_failures", "Copies from and to disk that failed, of damaged blocks among them", s.disk.failures),
         ):
             yield _counter(name, help_text, value)
 

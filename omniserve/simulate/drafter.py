@@ -6,9 +6,8 @@ import random
 from collections.abc import Sequence
 
 from omniserve.sched.drafter import Drafter
+from omniserve.simulate.machine import TOKEN
 
-TOKEN = 0
-"""The id of every token in a simulation."""
 _WRONG = 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.plan import is_whole
@@ -14,12 +14,13 @@ from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
 from omniserve.kv import KV_MANAGERS, KVManager, Tier
 from omniserve.latency import CorrectedModel
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
-from omniserve.sched.options import LayerPreemptionOptions
-from omniserve.sched.speculation import MAX_DRAFTS
-from omniserve.simulate.drafter import SimulatedDrafter
+from omniserve.sched.options import MAX_DRAFTS, LayerPreemptionOptions
 from omniserve.simulate.host_tier import SimulatedHostTier
 from omniserve.simulate.machine import Machine, host_speed_of
 from omniserve.simulate.runner import Chances, PrefillPeers, SimulatedRunner, StepRecord
+
+if TYPE_CHECKING:
+    from omniserve.sched.drafter import Drafter
 
 
 class SimulatedEngine:
@@ -123,7 +124,9 @@ class SimulatedEngine:
         """Return when something comes that an engine without anything to compute waits for; infinity: nothing does."""
         return self.runner.next_event_s()
 
-    def _drafter(self, request_id: str, request: Request) -> SimulatedDrafter:
+    def _drafter(self, request_id: str, request: Request) -> Drafter:
+        from omniserve.simulate.drafter import SimulatedDrafter
+
         return SimulatedDrafter(
             self._chances.drafts_right, len(request.prompt_token_ids), f"{self._chances.seed} {request_id}"
         )

@@ -14,6 +14,9 @@ from omniserve.sched.late_joins import late_layers
 from omniserve.simulate.host_tier import Copies, HostNode
 from omniserve.simulate.spread import Spread
 
+TOKEN = 0
+"""The id of every token in a simulation."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:

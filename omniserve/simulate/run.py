@@ -20,9 +20,8 @@ from omniserve.core.stats import SchedulerStats
 from omniserve.simulate.engine import SimulatedEngine
 from omniserve.simulate.load import MOST_HASH_IDS, Load, TraceRequest
 from omniserve.simulate.machine import Machine
-from omniserve.simulate.prefill_engines import SimulatedPrefillEngines, require_shared_kv
 from omniserve.simulate.results import RequestResult, Result, summarise
-from omniserve.simulate.runner import Chances, StepRecord
+from omniserve.simulate.runner import Chances, PrefillPeers, StepRecord
 
 _POLL_S = 0.05
 """Seconds after which an engine that waits for its host tier looks again, as the server does."""
@@ -114,8 +113,10 @@ class _Run:
         )
         self._classes = {each.name: each for each in settings.classes}
         has_ids = any(row.hash_ids for row in (*load.latency_sensitive, *load.best_effort))
-        prefills: SimulatedPrefillEngines | None = None
+        prefills: PrefillPeers | None = None
         if nodes := config.machine.prefill_engines:
+            from omniserve.simulate.prefill_engines import SimulatedPrefillEngines
+
             names = tuple(f"simulated:{number}" for number in range(1, len(nodes) + 1))
             asking = dataclasses.replace(settings.prefill, prefill_engines=names, prefill_secret_file="simulated")
             prefills = SimulatedPrefillEngines(config.machine, settings, seed=config.seed)
@@ -126,6 +127,8 @@ class _Run:
             arrivals=self._come, on_step=on_step,
         )  # fmt: skip
         if prefills is not None:
+            from omniserve.simulate.prefill_engines import require_shared_kv
+
             require_shared_kv(self._engine, "an engine with prefill engines")
         self._scheduler = self._engine.scheduler
         self._longest = self._engine.max_model_len, self._engine.pool_tokens

@@ -23,9 +23,8 @@ from omniserve.core.work import (
     StateLoad,
 )
 from omniserve.latency import BatchFeatures, features_of
-from omniserve.simulate.drafter import TOKEN, num_right
 from omniserve.simulate.host_tier import SimulatedHostTier
-from omniserve.simulate.machine import Machine
+from omniserve.simulate.machine import TOKEN, Machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,4 +259,8 @@ def _takes_no_time(work: SideWork, at_s: float) -> None:
 
 def _tokens(draft_ids: Sequence[int]) -> tuple[SampledToken, ...]:
     """Return the tokens that a row brings with these drafts: one for itself, and one for each that is right."""
-    return _TOKEN * (1 + num_right(draft_ids)) if draft_ids else _TOKEN
+    if not draft_ids:
+        return _TOKEN
+    from omniserve.simulate.drafter import num_right
+
+    return _TOKEN * (1 + num_right(draft_ids))

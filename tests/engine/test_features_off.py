@@ -16,9 +16,29 @@ FEATURES = {
     "deferral": ("omniserve.sched.deferral",),
     "second sub-batches and hybrid batches": ("omniserve.runner.pipelining",),
     "CUDA graphs": ("omniserve.runner.cuda_graphs",),
-    "network hosts": ("omniserve.host.remote",),
-    "prefill engines": ("omniserve.host.prefill_engines", "omniserve.host.prefill_receiver"),
-    "ranks": ("omniserve.parallel",),
+    "drafts": (
+        "omniserve.sched.drafter",
+        "omniserve.sched.speculation",
+        "omniserve.sched.draft_rows",
+        "omniserve.sched.host_draft_rows",
+        "omniserve.simulate.drafter",
+    ),
+    "disk": (
+        "omniserve.sched.sources.disk",
+        "omniserve.kv.disk_prefixes",
+        "omniserve.host.disk",
+        "omniserve.host.disk_file",
+    ),
+    "CPU hosts and prefill engines": (
+        "omniserve.remote",
+        "omniserve.prefill",
+        "omniserve.sched.sources.prefill",
+        "omniserve.sched.sources.placement",
+        "omniserve.simulate.prefill_engines",
+    ),
+    "ranks": ("omniserve.parallel", "omniserve.cluster"),
+    "stages": ("omniserve.sched.stages",),
+    "bidirectional and incremental KV": ("omniserve.kv.bidirectional", "omniserve.kv.incremental"),
 }
 """The modules of each feature; a package stands for all that is in it."""
 
@@ -68,3 +88,24 @@ def test_modules_of_features_that_are_off_are_not_imported(feature: str, importe
 @pytest.mark.parametrize("module", sorted({module for modules in FEATURES.values() for module in modules}))
 def test_the_modules_that_are_listed_exist(module: str) -> None:
     assert importlib.util.find_spec(module) is not None
+
+
+STAGES = """
+import dataclasses, sys
+from omniserve import ParallelConfig
+from omniserve.simulate import Load, SimulationConfig, simulate
+from omniserve.simulate.load import TraceRequest
+from tests.simulate.machines import constant
+from tests.simulate.test_simulate import engine
+
+machine = dataclasses.replace(constant(0.01), num_stages=2)
+config = dataclasses.replace(engine(), parallel=ParallelConfig(pipeline_parallel_size=2))
+load = Load(latency_sensitive=[TraceRequest(0.0, 10, 100)])
+assert simulate(SimulationConfig(machine=machine, engine=config, load=load)).num_steps >= 100
+assert "omniserve.sched.stages" in sys.modules
+"""
+
+
+def test_stages_are_imported_where_a_model_has_some() -> None:
+    done = subprocess.run([sys.executable, "-c", STAGES], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -11,7 +11,8 @@ import pytest
 
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import KVMove, SlotCopy
-from omniserve.kv import BidirectionalKVManager, MoveResult, Tier
+from omniserve.kv import MoveResult, Tier
+from omniserve.kv.bidirectional import BidirectionalKVManager
 from tests.kv.free_blocks import free_block_ids
 from tests.kv.histories import BLOCK, TO_DEVICE, TO_HOST
 

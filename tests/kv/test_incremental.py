@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from omniserve.kv import IncrementalKVManager, MoveResult, Tier
+from omniserve.kv import MoveResult, Tier
+from omniserve.kv.incremental import IncrementalKVManager
 from tests.kv.free_blocks import free_block_ids
 from tests.kv.histories import BLOCK, TO_DEVICE, TO_HOST, PoisonedBlocks, checkpoint
 

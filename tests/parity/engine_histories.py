@@ -29,7 +29,8 @@ from omniserve.core.plan import PiggybackJoin, StepOutput, StepPlan
 from omniserve.core.request import Arrival
 from omniserve.core.work import HostEvent, KVMove, MoveDirection, SlotCopy
 from omniserve.engine.fingerprint import fingerprint_of
-from omniserve.kv import BidirectionalKVManager, Tier, TieredKVManager
+from omniserve.kv import Tier, TieredKVManager
+from omniserve.kv.bidirectional import BidirectionalKVManager
 from omniserve.latency import ModelShape, Profile
 from omniserve.parallel.group import RankGroup
 from omniserve.runner.runner import LaunchedStep
@@ -511,7 +512,7 @@ def run_history(
     tally.cached_tokens += sum(stats.cached_tokens.values())
     tally.restored_tokens += sum(stats.restored_tokens.values())
     tally.disk_tokens += sum(stats.loaded_from("disk").values())
-    tally.disk_failures += stats.disk_failures
+    tally.disk_failures += stats.disk.failures
     if isinstance(engine.kv, BidirectionalKVManager):
         tally.shared_blocks += engine.kv._device.num_shared_blocks
         tally.relocated_blocks += engine.kv._device.num_relocated_blocks

@@ -151,7 +151,7 @@ def test_a_restart_after_the_file_was_damaged_computes_what_it_does_not_find(tmp
     path.write_bytes(data)
     with Engine(patch(tiny_model("llama"), compile=False), _config(tmp_path)) as engine:
         assert _generate(engine) == (expected, 0), "a copy with a damaged block brings nothing"
-        assert engine.stats().disk_failures == 1
+        assert engine.stats().disk.failures == 1
         assert _generate(engine) == (expected, 96)
     with Engine(patch(tiny_model("llama"), compile=False), _config(tmp_path)) as engine:
         assert _generate(engine) == (expected, 96), "it was written anew"
@@ -173,7 +173,7 @@ def test_requests_that_begin_alike_wait_for_one_read(tmp_path: Path) -> None:
         assert [each.num_cached_tokens for each in done] == [96] * 4 and list(done[0].token_ids) == expected
         stats = engine.stats()
         assert sum(stats.loaded_from("disk").values()) == 96
-        assert stats.disk_bytes_read == 12 * engine.disk.file.block_bytes
+        assert stats.disk.bytes_read == 12 * engine.disk.file.block_bytes
 
 
 def test_a_request_that_ends_while_it_is_read_is_forgotten(tmp_path: Path) -> None:

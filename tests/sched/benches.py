@@ -11,7 +11,8 @@ from typing import Any
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.core.work import KVMove
-from omniserve.kv import KV_MANAGERS, BidirectionalKVManager
+from omniserve.kv import KV_MANAGERS
+from omniserve.kv.bidirectional import BidirectionalKVManager
 from omniserve.sched import Forecast, Scheduler, policy_of
 from tests.sched.fake_device import FakeDevice
 from tests.sched.limits import BLOCK, make_limits

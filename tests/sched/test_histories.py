@@ -16,9 +16,9 @@ from omniserve.core.errors import RequestRejected
 from omniserve.core.plan import Bound, StepOutput, StepPlan
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams, ServiceClass, Stay
 from omniserve.core.work import KVMove, MoveDirection, TierDown
-from omniserve.kv import KV_MANAGERS, BidirectionalKVManager, Tier, TieredKVManager
+from omniserve.kv import KV_MANAGERS, Tier, TieredKVManager
 from omniserve.kv.base import KVManager
-from omniserve.kv.disk_prefixes import DiskPrefixes
+from omniserve.kv.bidirectional import BidirectionalKVManager
 from omniserve.kv.host_prefixes import PrefixPool
 from omniserve.latency import features_of
 from omniserve.sched import SCHEDULERS, Forecast, Scheduler, policy_of
@@ -63,6 +63,8 @@ def make(
             and num_host_blocks
             and (num_slots := random.Random(num_device_blocks).choice([0, 5, 60]))
         ):
+            from omniserve.kv.disk_prefixes import DiskPrefixes
+
             caches["disk"] = DiskPrefixes(num_slots)
     kv = KV_MANAGERS.get(kv_name)(
         num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=BLOCK, **caches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from omniserve.kv import BidirectionalKVManager
+from omniserve.kv.bidirectional import BidirectionalKVManager
 from omniserve.sched.state import Phase
 from tests.sched.benches import Bench, names
 from tests.sched.limits import BLOCK

@@ -7,7 +7,7 @@ import itertools
 
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import KVMove, MoveDirection, SlotCopy
-from omniserve.kv.base import KV_MANAGERS, MoveResult, Tier
+from omniserve.kv.base import MoveResult, Tier
 from omniserve.kv.bidirectional.device_blocks import DeviceBlocks, Evicted
 from omniserve.kv.bidirectional.saved_blocks import BlockCopy, SavedBlocks
 from omniserve.kv.tiered import Table, TieredKVManager
@@ -15,7 +15,6 @@ from omniserve.kv.tiered import Table, TieredKVManager
 _SLOTS_AHEAD = 4
 
 
-@KV_MANAGERS.register("bidirectional")
 class BidirectionalKVManager(TieredKVManager):
     """Paged KV on two tiers; an LS and a BE request may share a device block."""
 
