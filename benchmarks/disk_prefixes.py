@@ -129,10 +129,7 @@ def restart(
         done = [engine.generate([request])[0] for request in requests(args)]
     prompts = sum(each.num_prompt_tokens for each in done)
     times = [(each.times.first_token_s or math.inf) - each.times.arrival_s for each in done]
-    return {
-        "ttft_s": statistics.median(times),
-        "cached": sum(each.num_cached_tokens for each in done) / prompts,
-    }
+    return {"ttft_s": statistics.median(times), "cached": sum(each.num_cached_tokens for each in done) / prompts}
 
 
 def beside(

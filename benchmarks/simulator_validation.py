@@ -46,14 +46,7 @@ from omniserve.core.stats import EngineStats
 from omniserve.latency import BatchFeatures, CorrectedModel, ModelShape, Predictor, ScaledModel, StepSample, features_of
 from omniserve.profiling import find_or_make_profile
 from omniserve.sched.policy import known_options
-from omniserve.simulate import (
-    Calibration,
-    Load,
-    Machine,
-    SimulationConfig,
-    machine_of_profile,
-    simulate,
-)
+from omniserve.simulate import Calibration, Load, Machine, SimulationConfig, machine_of_profile, simulate
 from omniserve.simulate.load import Lengths, gamma, lognormal_lengths, requests
 from omniserve.simulate.results import ClassResult
 

@@ -131,9 +131,12 @@ def _serve(args: argparse.Namespace, server_flags: Sequence[str]) -> int:
     ranks = _start_ranks(args, secret.encode(), (ip, args.rank_port))
     addresses = _addresses(hosts + prefills + ranks)
     logger.info(
-        "Ray has started %d CPU hosts, %d prefill engines and %d ranks: %s", len(hosts), len(prefills), len(ranks),
+        "Ray has started %d CPU hosts, %d prefill engines and %d ranks: %s",
+        len(hosts),
+        len(prefills),
+        len(ranks),
         ", ".join(addresses),
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory(prefix="omniserve-") as folder:  # only this user can read it
         secret_file = Path(folder) / "secret"
         secret_file.write_text(secret)
@@ -174,9 +177,11 @@ def _start_cpu_hosts(args: argparse.Namespace, secret: bytes, ip: str | None) ->
     for number, (node, num_before, sharers) in enumerate(_nodes_for(args.cpu_hosts)):
         threads = args.cpu_host_threads or max(1, int(node["Resources"].get("CPU", 1)) // sharers)
         actor = ray.remote(CPUHost).options(
-            num_cpus=threads, max_restarts=-1, name=f"omniserve-cpu-host-{number}-{os.getpid()}",
+            num_cpus=threads,
+            max_restarts=-1,
+            name=f"omniserve-cpu-host-{number}-{os.getpid()}",
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-        )  # fmt: skip
+        )
         kv_bytes = int(args.cpu_host_kv_gib * GIB)
         started.append(actor.remote(secret, ip, args.cpu_host_port + num_before, kv_bytes, threads))
     return started
@@ -201,9 +206,12 @@ def _start_prefill_engines(args: argparse.Namespace, secret: bytes, ip: str | No
     started, num_gpus = [], num_ranks if ray.cluster_resources().get("GPU", 0) else 0
     for number, (node, num_before, _) in enumerate(_nodes_for(args.prefill_engines)):
         actor = ray.remote(PrefillEngine).options(
-            num_cpus=1, num_gpus=num_gpus, max_restarts=-1, name=f"omniserve-prefill-{number}-{os.getpid()}",
+            num_cpus=1,
+            num_gpus=num_gpus,
+            max_restarts=-1,
+            name=f"omniserve-prefill-{number}-{os.getpid()}",
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-        )  # fmt: skip
+        )
         # Its other ranks listen at the ports behind its own.
         port = args.prefill_port + num_ranks * num_before
         started.append(actor.remote(secret, ip, port, list(flags)))
@@ -216,9 +224,7 @@ def _start_ranks(args: argparse.Namespace, secret: bytes, address: tuple[str, in
     from omniserve.cluster.actors import Rank
 
     num_gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
-    actor = ray.remote(Rank).options(
-        num_cpus=1, num_gpus=num_gpus, max_restarts=-1, scheduling_strategy="SPREAD"
-    )  # fmt: skip
+    actor = ray.remote(Rank).options(num_cpus=1, num_gpus=num_gpus, max_restarts=-1, scheduling_strategy="SPREAD")
     num_ranks = args.tensor_parallel_size * args.pipeline_parallel_size
     return [actor.remote(secret, address) for _ in range(1, num_ranks)]
 

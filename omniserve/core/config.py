@@ -273,9 +273,13 @@ class EngineConfig:
         if self.host_kv_dtype not in HOST_KV_DTYPES:
             raise ValueError(f"host_kv_dtype must be one of {', '.join(HOST_KV_DTYPES)}, got {self.host_kv_dtype!r}")
         for name, low in (
-            ("device_kv_bytes", 1), ("host_kv_bytes", 0), ("max_num_batched_tokens", 1), ("max_num_seqs", 1),
-            ("max_host_requests", 1), ("max_piggyback_seats", 1),
-        ):  # fmt: skip
+            ("device_kv_bytes", 1),
+            ("host_kv_bytes", 0),
+            ("max_num_batched_tokens", 1),
+            ("max_num_seqs", 1),
+            ("max_host_requests", 1),
+            ("max_piggyback_seats", 1),
+        ):
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be >= {low}, got {getattr(self, name)}")
         for name in ("device_threads", "host_threads", "max_model_len"):

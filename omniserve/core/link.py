@@ -174,9 +174,7 @@ def connect(address: tuple[str, int], secret: bytes, timeout_s: float, name: str
     return _shake_hands(socket.create_connection(address, timeout_s), secret, name, codec, b"client", b"server")
 
 
-def _shake_hands(
-    connection: socket.socket, secret: bytes, name: str, codec: Codec, own: bytes, other: bytes
-) -> Link:  # fmt: skip
+def _shake_hands(connection: socket.socket, secret: bytes, name: str, codec: Codec, own: bytes, other: bytes) -> Link:
     connection.settimeout(_HANDSHAKE_S)
     try:
         challenge = secrets.token_bytes(_CHALLENGE_BYTES)

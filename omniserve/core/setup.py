@@ -54,15 +54,26 @@ class HostTierSetup:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, *, num_threads: int, max_rows: int = 1, pin_memory: bool = False,
+        cls,
+        config: EngineConfig,
+        *,
+        num_threads: int,
+        max_rows: int = 1,
+        pin_memory: bool = False,
         mailbox: bool = False,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """Return the sizes that an engine's settings ask for."""
         return cls(
-            block_size=config.block_size, kv_bytes=config.host_kv_bytes, kv_dtype=config.host_kv_dtype,
-            num_slots=config.max_host_requests, max_rows=max_rows, num_threads=num_threads, cores=config.host_cores,
-            pin_memory=pin_memory, mailbox=mailbox,
-        )  # fmt: skip
+            block_size=config.block_size,
+            kv_bytes=config.host_kv_bytes,
+            kv_dtype=config.host_kv_dtype,
+            num_slots=config.max_host_requests,
+            max_rows=max_rows,
+            num_threads=num_threads,
+            cores=config.host_cores,
+            pin_memory=pin_memory,
+            mailbox=mailbox,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

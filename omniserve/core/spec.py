@@ -45,9 +45,7 @@ def eos_token_ids(vocab_size: int, *sources: object) -> tuple[int, ...]:
     ends a text. Ids beyond the vocabulary are left out.
     """
     found = (getattr(source, "eos_token_id", None) for source in sources)
-    ids = {
-        token_id for each in found if each is not None for token_id in ([each] if isinstance(each, int) else each)
-    }  # fmt: skip
+    ids = {token_id for each in found if each is not None for token_id in ([each] if isinstance(each, int) else each)}
     return tuple(sorted(token_id for token_id in ids if 0 <= token_id < vocab_size))
 
 

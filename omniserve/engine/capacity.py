@@ -155,9 +155,14 @@ def fit_states(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     logger.warning(
         "half of device_kv_bytes=%d holds the recurrent states of %d requests: max_num_seqs is lowered from %d to %d, "
         "max_host_requests from %d to %d; device_kv_bytes=%d would do for all",
-        config.device_kv_bytes, most, config.max_num_seqs, lowered.max_num_seqs, config.max_host_requests,
-        lowered.max_host_requests, 2 * wanted,
-    )  # fmt: skip
+        config.device_kv_bytes,
+        most,
+        config.max_num_seqs,
+        lowered.max_num_seqs,
+        config.max_host_requests,
+        lowered.max_host_requests,
+        2 * wanted,
+    )
     return lowered
 
 

@@ -90,14 +90,21 @@ class Engine:
         self._sampler, self._log, self._latency, self._profile = parts.sampler, parts.log, parts.latency, profile
         self._grammars = GrammarCompiler(tokenizer, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
         self.limits = RequestLimits(
-            vocab_size=spec.vocab_size, max_model_len=setup.max_model_len,
-            pool_tokens=setup.num_device_blocks * setup.config.block_size, has_tokenizer=tokenizer is not None,
-        )  # fmt: skip
+            vocab_size=spec.vocab_size,
+            max_model_len=setup.max_model_len,
+            pool_tokens=setup.num_device_blocks * setup.config.block_size,
+            has_tokenizer=tokenizer is not None,
+        )
         self._stepper = Stepper(
-            scheduler=self.scheduler, runner=self.runner, outputs=self._outputs, clock=clock,
-            record=lambda step: this()._record(step), depth=setup.depth, side_by_side=setup.in_stages,
+            scheduler=self.scheduler,
+            runner=self.runner,
+            outputs=self._outputs,
+            clock=clock,
+            record=lambda step: this()._record(step),
+            depth=setup.depth,
+            side_by_side=setup.in_stages,
             keeps_names=setup.config.trace_steps is not None,
-        )  # fmt: skip
+        )
         self._process_id, self._closed = os.getpid(), False
         self.on_step: Callable[[StepPlan, bool, float], None] | None = None
         """Called with each step that computed something, as it is collected: plan, whether the host tier worked,

@@ -95,9 +95,15 @@ class EngineParts:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, model: PreTrainedModel, *, profile: Profile | None,
-        tokenizer: PreTrainedTokenizerBase | None, clock: Callable[[], float], group: RankGroup | None,
-    ) -> Self:  # fmt: skip
+        cls,
+        config: EngineConfig,
+        model: PreTrainedModel,
+        *,
+        profile: Profile | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        clock: Callable[[], float],
+        group: RankGroup | None,
+    ) -> Self:
         """Make the parts; if one cannot be made, those before it are closed.
 
         Arguments, and what is raised, as in ``Engine``.
@@ -122,16 +128,31 @@ class EngineParts:
             prefills = _until_done(undo, connect_prefill_engines(setup.config, patched, tier, kv, clock))
             executors, sources = side_workers(tier, disk, hosts, prefills)
             parts = RunnerParts(
-                model=patched, sampler=sampler, tier=tier, executors=executors, sources=sources,
+                model=patched,
+                sampler=sampler,
+                tier=tier,
+                executors=executors,
+                sources=sources,
                 safepoint=(lambda: preemption.must_leave(clock())) if preemption is not None else frozenset,
-            )  # fmt: skip
+            )
             runner = make_runner(setup, parts, group)
             undo.pop_all()
         return cls(
-            model=patched, spec=spec, setup=setup, host_tier=tier, disk=disk, kv=kv, latency=latency,
-            scheduler=scheduler, preemption=preemption, sampler=sampler, log=log, hosts=hosts, prefills=prefills,
+            model=patched,
+            spec=spec,
+            setup=setup,
+            host_tier=tier,
+            disk=disk,
+            kv=kv,
+            latency=latency,
+            scheduler=scheduler,
+            preemption=preemption,
+            sampler=sampler,
+            log=log,
+            hosts=hosts,
+            prefills=prefills,
             runner=runner,
-        )  # fmt: skip
+        )
 
 
 def _until_done(undo: contextlib.ExitStack, part: P) -> P:
@@ -292,9 +313,10 @@ def open_disk(config: EngineConfig, model: PatchedModel, tier: HostTier | None) 
         logger.info("disk tier: the weights were compared in %.1f s", time.monotonic() - began_s)
     file = DiskFile(
         Path(config.disk_kv.dir) if config.disk_kv.dir is not None else cache_folder() / "kv",
-        num_bytes=int(config.disk_kv.gib * GIB), block_bytes=model.spec.host_block_bytes(config.block_size, "auto"),
+        num_bytes=int(config.disk_kv.gib * GIB),
+        block_bytes=model.spec.host_block_bytes(config.block_size, "auto"),
         fingerprint=fingerprint,
-    )  # fmt: skip
+    )
     return DiskTier(file, tier.pool_LBK2SH)
 
 
@@ -312,15 +334,24 @@ def make_kv(setup: RunnerSetup, spec: ModelSpec, disk: DiskTier | None) -> KVMan
 
 
 def make_scheduler(
-    setup: RunnerSetup, spec: ModelSpec, kv: KVManager, latency: CorrectedModel | None, profile: Profile | None,
+    setup: RunnerSetup,
+    spec: ModelSpec,
+    kv: KVManager,
+    latency: CorrectedModel | None,
+    profile: Profile | None,
     late_layers: int,
-) -> Scheduler:  # fmt: skip
+) -> Scheduler:
     """Make the scheduler with the policy that the settings name; ``late_layers`` as in ``SchedulerLimits``."""
     policy, options = policy_of(setup.config)
     limits = SchedulerLimits.of(
-        setup.config, options, spec, kv, max_model_len=setup.max_model_len, late_layers=late_layers,
+        setup.config,
+        options,
+        spec,
+        kv,
+        max_model_len=setup.max_model_len,
+        late_layers=late_layers,
         max_host_drafts=setup.host_tier.max_rows - 1 if setup.host_tier is not None else 0,
-    )  # fmt: skip
+    )
     if limits.num_state_slots:
         num_bytes = limits.num_state_slots * spec.state_bytes
         logger.info("recurrent states of %d requests take %d bytes", limits.num_state_slots, num_bytes)
@@ -403,10 +434,14 @@ def connect_prefill_engines(
     if model.spec.state_bytes and config.parallel.num_ranks > 1:
         raise ValueError(NO_STATES_OF_RANKS)
     prefills = PrefillEngines(
-        config.prefill, tier.pool_LBK2SH, fingerprint=kv_fingerprint(model.family.model, config),
-        state_bytes=model.spec.state_bytes, classes=[spec.name for spec in config.classes], parallel=config.parallel,
+        config.prefill,
+        tier.pool_LBK2SH,
+        fingerprint=kv_fingerprint(model.family.model, config),
+        state_bytes=model.spec.state_bytes,
+        classes=[spec.name for spec in config.classes],
+        parallel=config.parallel,
         clock=clock,
-    )  # fmt: skip
+    )
     if (of_ranks := _of_ranks(tier)) is not None:
         of_ranks.use_prefills(prefills)
     return prefills

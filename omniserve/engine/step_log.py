@@ -37,11 +37,16 @@ class StepLog:
             if self._latency is not None:
                 terms = dict(zip(self._latency.term_names, self._latency.terms(features), strict=True))
             self._tracer.record(
-                plan, started_s=step.started_s, seconds=step.seconds, features=dataclasses.asdict(features),
-                terms=terms, halted=step.result.halted, outputs=step.outputs,
+                plan,
+                started_s=step.started_s,
+                seconds=step.seconds,
+                features=dataclasses.asdict(features),
+                terms=terms,
+                halted=step.result.halted,
+                outputs=step.outputs,
                 slos={name: entry.slo for name, entry in step.requests.items()},
                 classes={name: entry.service_class for name, entry in step.requests.items()},
-            )  # fmt: skip
+            )
         if self._latency is not None and step.ran_alone and is_whole(step.plan, step.result.halted):
             self._latency.observe(features, step.seconds, step.started_s + step.seconds)
 

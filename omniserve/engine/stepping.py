@@ -250,9 +250,15 @@ class Stepper:
         if not plan.is_empty:
             had_others = self._side_by_side and any(not other.plan.is_empty for other in self._flights)
             step = FinishedStep(
-                plan=plan, result=result, outputs=outputs, host_works=flight.host_works, started_s=started_s,
-                seconds=ended_s - started_s, requests=flight.requests, ran_alone=flight.began_alone and not had_others,
-            )  # fmt: skip
+                plan=plan,
+                result=result,
+                outputs=outputs,
+                host_works=flight.host_works,
+                started_s=started_s,
+                seconds=ended_s - started_s,
+                requests=flight.requests,
+                ran_alone=flight.began_alone and not had_others,
+            )
             self._record(step)
         for output in outputs:
             if output.finished:

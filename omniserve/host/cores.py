@@ -112,9 +112,7 @@ class OtherUsers:
     """
 
     def __init__(
-        self,
-        read: Callable[[], tuple[float, float]] = read_competition,
-        clock: Callable[[], float] = time.monotonic,
+        self, read: Callable[[], tuple[float, float]] = read_competition, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._read, self._clock = read, clock
         self._looked_s = clock()

@@ -140,8 +140,9 @@ class DiskFile:
             if self.path is not None and path != self.path:
                 logger.warning(
                     "disk tier: %s has KV of other weights, or was made with other settings or another version: delete "
-                    "it if it is not used any more", path,
-                )  # fmt: skip
+                    "it if it is not used any more",
+                    path,
+                )
 
     def _check_room(self, folder: Path, num_bytes: int) -> None:
         status, room = os.fstat(self._descriptor), os.fstatvfs(self._descriptor)

@@ -181,9 +181,14 @@ class DirectMover(Mover):
         device_ids_M, pool_ids_M = ids_2M
         with torch.cuda.stream(self._stream):  # None, without CUDA: no stream
             self._copy_blocks(
-                device_k_LBKSH, device_v_LBKSH, self._pool_LBK2SH, device_ids_M, pool_ids_M,
-                to_host=to_host, is_reversed=move.is_reversed,
-            )  # fmt: skip
+                device_k_LBKSH,
+                device_v_LBKSH,
+                self._pool_LBK2SH,
+                device_ids_M,
+                pool_ids_M,
+                to_host=to_host,
+                is_reversed=move.is_reversed,
+            )
             return self._when_done()
 
 
@@ -286,9 +291,14 @@ class StagedMover(Mover):
         return True
 
     def _on_device(
-        self, caches: tuple[Tensor, Tensor], staging: list[Tensor], ids: Sequence[int], to_host: bool, *,
+        self,
+        caches: tuple[Tensor, Tensor],
+        staging: list[Tensor],
+        ids: Sequence[int],
+        to_host: bool,
+        *,
         is_reversed: bool,
-    ) -> Callable[[], bool]:  # fmt: skip
+    ) -> Callable[[], bool]:
         """Copy between blocks and staging buffer on the side stream; return a function that tells when it is done."""
         with torch.inference_mode(), torch.cuda.stream(self._stream):  # without CUDA the stream is None: no stream
             # From pinned memory: a blocking copy of the ids would wait for all that the side stream waits for.

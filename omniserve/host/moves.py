@@ -46,9 +46,13 @@ class HostMoves:
 
     def _staged(self, copy_id: int, *, pin_memory: bool) -> StagedMover:
         return StagedMover(
-            self._block_shape, self._dtype, self._num_pool_blocks, self._host_copy, copy_id=copy_id,
+            self._block_shape,
+            self._dtype,
+            self._num_pool_blocks,
+            self._host_copy,
+            copy_id=copy_id,
             pin_memory=pin_memory,
-        )  # fmt: skip
+        )
 
     def allow_network(self) -> None:
         """Make what moves between a GPU and hosts on the network need, before the first of them."""

@@ -89,5 +89,8 @@ class Progress:
             logger.error(
                 "the host tier is stalled: with %d tasks and %d moves in hand, its %d threads finished nothing for %g "
                 "s; it gets no more work until the engine is started again",
-                now.tasks_in_hand, now.moves_in_hand, now.threads_alive, self.patience_s,
-            )  # fmt: skip
+                now.tasks_in_hand,
+                now.moves_in_hand,
+                now.threads_alive,
+                self.patience_s,
+            )

@@ -96,9 +96,14 @@ class HostTier:
     """
 
     def __init__(
-        self, setup: HostTierSetup, *, spec: ModelSpec, dtype: torch.dtype, device: torch.device | None = None,
+        self,
+        setup: HostTierSetup,
+        *,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
         layers: range | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.setup = setup
         """The tier's sizes."""
         self.spec = spec if layers is None else spec.part(layers)
@@ -183,10 +188,20 @@ class HostTier:
         setup, spec = self.setup, self.spec
         kinds = [[layer.scale, layer.window, layer.softcap, layer.chunk] for layer in spec.attention]
         handle: int = _host.create(
-            self.pool_LBK2SH, self.scales_LBK2S, self.results_SMD, torch.tensor(kinds, dtype=torch.float64),
-            _per_head(spec), spec.num_heads, setup.num_threads, torch.tensor(setup.cores or (), dtype=torch.int64),
-            not setup.pin_memory, self.mailbox_SW, self._flags_3S, setup.mailbox_spin_s, setup.mailbox_sleep_s,
-        )  # fmt: skip
+            self.pool_LBK2SH,
+            self.scales_LBK2S,
+            self.results_SMD,
+            torch.tensor(kinds, dtype=torch.float64),
+            _per_head(spec),
+            spec.num_heads,
+            setup.num_threads,
+            torch.tensor(setup.cores or (), dtype=torch.int64),
+            not setup.pin_memory,
+            self.mailbox_SW,
+            self._flags_3S,
+            setup.mailbox_spin_s,
+            setup.mailbox_sleep_s,
+        )
         return handle
 
     def begin_token(self, slot: int, epoch: int, position: int, block_ids: Sequence[int], num_rows: int = 1) -> None:
@@ -333,9 +348,16 @@ class HostTier:
                 ok = kind == _ATTENTION_DONE
                 if kind == _ATTENTION_FAILED:
                     self._log_failure(message)
-                events.append(AttentionResult(
-                    slot=slot, epoch=epoch, layer=layer + self._first_layer, position=position, ok=ok, message=message
-                ))  # fmt: skip
+                events.append(
+                    AttentionResult(
+                        slot=slot,
+                        epoch=epoch,
+                        layer=layer + self._first_layer,
+                        position=position,
+                        ok=ok,
+                        message=message,
+                    )
+                )
         if moves.busy:
             events += moves.advance()
         for event in events:

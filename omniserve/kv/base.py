@@ -338,9 +338,7 @@ class KeepsPrefixesOnHost(Protocol):
     ``finish_move`` ends these copies, too.
     """
 
-    def start_move_to_host(
-        self, request_id: str, keys: Sequence[bytes], *, reserve_blocks: int = 0
-    ) -> KVMove | None:  # fmt: skip
+    def start_move_to_host(self, request_id: str, keys: Sequence[bytes], *, reserve_blocks: int = 0) -> KVMove | None:
         """Begin to move a request to the host, as ``CanMove.start_move`` does; its first blocks have these keys.
 
         Those that the host has are shared, not copied. The others can be shared once they are there.

@@ -148,9 +148,7 @@ class HostPrefixes:
     def begin_copy(self, move: KVMove, keys: Sequence[bytes]) -> None:
         """Note that ``move`` copies the device blocks of these keys; its target blocks are taken from the pool."""
         self._copies[move.move_id] = move
-        self._sources |= {
-            block: (move.move_id, key) for block, key in zip(move.src_block_ids, keys, strict=True)
-        }  # fmt: skip
+        self._sources |= {block: (move.move_id, key) for block, key in zip(move.src_block_ids, keys, strict=True)}
 
     def forget_source(self, device_block: int) -> None:
         """Note that a request takes a device block: the copy of it that is under way is of no use."""
@@ -235,9 +233,7 @@ class HostPrefixes:
             del self._unwritten[key]
         self._readers.update(keys)
         blocks = tuple(self._blocks[key] for key in keys)
-        copy = DiskCopy(
-            move_id=move_id, to_disk=True, host_block_ids=blocks, slots=tuple(slots), keys=tuple(keys)
-        )  # fmt: skip
+        copy = DiskCopy(move_id=move_id, to_disk=True, host_block_ids=blocks, slots=tuple(slots), keys=tuple(keys))
         self._disk_copies[move_id] = copy
         return copy
 
@@ -259,9 +255,7 @@ class HostPrefixes:
         blocks = self._pool.take(len(keys))
         assert blocks is not None
         slots = tuple(self.disk.begin_read(keys))
-        copy = DiskCopy(
-            move_id=move_id, to_disk=False, host_block_ids=tuple(blocks), slots=slots, keys=tuple(keys)
-        )  # fmt: skip
+        copy = DiskCopy(move_id=move_id, to_disk=False, host_block_ids=tuple(blocks), slots=slots, keys=tuple(keys))
         self._disk_copies[move_id] = copy
         self._reading |= dict.fromkeys(keys, move_id)
         return copy

@@ -14,9 +14,14 @@ class PagedKVManager(CachesPrefixes, KVManager):
     """Paged KV on the device; nothing ever moves. What does not fit is recomputed (vLLM's default)."""
 
     def __init__(
-        self, *, num_device_blocks: int, num_host_blocks: int, block_size: int, prefix_cache: bool = False,
+        self,
+        *,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        prefix_cache: bool = False,
         num_protected_blocks: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=0, block_size=block_size)
         self._cache: CachingPool | None = None
         if prefix_cache:

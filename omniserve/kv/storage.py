@@ -19,9 +19,15 @@ class DeviceKVStorage:
     """
 
     def __init__(
-        self, spec: ModelSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
+        self,
+        spec: ModelSpec,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
         layers: range | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         layers = range(spec.num_layers) if layers is None else layers
         shape = (len(layers), num_blocks, spec.num_kv_heads, block_size, spec.head_size)
         self.block_size = block_size

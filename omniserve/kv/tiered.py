@@ -61,9 +61,16 @@ class TieredKVManager(KeepsPrefixes, KVManager):
     """Paged KV on two tiers, and prefixes on a third, the disk."""
 
     def __init__(
-        self, *, num_device_blocks: int, num_host_blocks: int, block_size: int, prefix_cache: bool = False,
-        num_protected_blocks: int = 0, host_prefixes: bool = False, disk: DiskPrefixes | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        prefix_cache: bool = False,
+        num_protected_blocks: int = 0,
+        host_prefixes: bool = False,
+        disk: DiskPrefixes | None = None,
+    ) -> None:
         super().__init__(num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=block_size)
         self._cache: CachingPool | None = None
         self._host_pool = host_pool = PrefixPool(num_host_blocks, "host")
@@ -184,9 +191,7 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         self._moves[move.move_id] = move.request_id
         self._ends[move.move_id] = functools.partial(end, move, *args)
 
-    def start_move_to_host(
-        self, request_id: str, keys: Sequence[bytes], *, reserve_blocks: int = 0
-    ) -> KVMove | None:  # fmt: skip
+    def start_move_to_host(self, request_id: str, keys: Sequence[bytes], *, reserve_blocks: int = 0) -> KVMove | None:
         is_shared = self._keeps_prefixes and not self._checkpoints.num_held(request_id)
         if is_shared:
             # As if these had been copied for this request: the move copies what is behind them.
@@ -208,9 +213,13 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         assert target is not None
         table.going_to = pool
         table.move = KVMove(
-            request_id=request_id, move_id=next(self._move_ids), direction=MoveDirection.TO_HOST,
-            src_block_ids=tuple(table.blocks), dst_block_ids=tuple(target), is_reversed=self._is_reversed(request_id),
-        )  # fmt: skip
+            request_id=request_id,
+            move_id=next(self._move_ids),
+            direction=MoveDirection.TO_HOST,
+            src_block_ids=tuple(table.blocks),
+            dst_block_ids=tuple(target),
+            is_reversed=self._is_reversed(request_id),
+        )
         self._await_end(table.move, self._end_move)
         return table.move
 
@@ -278,9 +287,15 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         return MoveResult.ARRIVED
 
     def start_restoring_prefix(
-        self, request_id: str, keys: Sequence[bytes], host_keys: Sequence[bytes], num_tokens: int, *,
-        reserve_blocks: int = 0, marks: bool = False,
-    ) -> KVMove | None:  # fmt: skip
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        host_keys: Sequence[bytes],
+        num_tokens: int,
+        *,
+        reserve_blocks: int = 0,
+        marks: bool = False,
+    ) -> KVMove | None:
         assert self._cache is not None and request_id not in self._tables
         count, num_found = -(-num_tokens // self.block_size), len(keys)
         blocks = self._cache.begin(keys, count, reserve=reserve_blocks, marks=marks)
@@ -288,14 +303,16 @@ class TieredKVManager(KeepsPrefixes, KVManager):
             return None
         num_known = num_found + len(host_keys)
         move = KVMove(
-            request_id=request_id, move_id=next(self._move_ids), direction=MoveDirection.TO_DEVICE,
+            request_id=request_id,
+            move_id=next(self._move_ids),
+            direction=MoveDirection.TO_DEVICE,
             src_block_ids=tuple(self._prefixes.begin_reading(host_keys)),
             dst_block_ids=tuple(blocks[num_found:num_known]),
-        )  # fmt: skip
+        )
         # The host blocks are not the request's: its table has none there.
         self._tables[request_id] = Table(
             Tier.HOST, [], move=move, arrived=blocks[:num_found], behind=blocks[num_known:]
-        )  # fmt: skip
+        )
         self._await_end(move, self._end_restored_prefix, host_keys)
         return move
 
@@ -427,9 +444,10 @@ class TieredKVManager(KeepsPrefixes, KVManager):
     def usage(self) -> KVUsage:
         num_used = self.num_host_blocks - self._pools[Tier.HOST].num_free - self._prefixes.num_held
         return dataclasses.replace(
-            super().usage(), host_used=num_used + self._network.num_used,
+            super().usage(),
+            host_used=num_used + self._network.num_used,
             host_total=self.num_host_blocks + self._network.num_blocks,
-        )  # fmt: skip
+        )
 
     def num_blocks(self, request_id: str) -> int:
         table = self._tables.get(request_id)

@@ -238,5 +238,6 @@ class CorrectedModel(ScaledModel):
         logger.warning(
             "steps take %.2f times what the latency profile says, for the last %d steps: predictions follow, but less "
             "exactly; if nothing else uses the machine, make a new profile with `python -m omniserve.profile`",
-            self.drift, self.LASTING,
-        )  # fmt: skip
+            self.drift,
+            self.LASTING,
+        )

@@ -106,11 +106,15 @@ def _predictions(trace: Trace, top: int) -> Iterator[str]:
         terms = sorted(step.terms.items(), key=lambda term: -term[1])[:_NUM_TERMS]
         rows.append(
             (
-                str(step.step), _ms(p), _ms(step.measured_s), f"{step.measured_s / p:.2f}",
-                f"{(step.measured_s - p) * 1e3:+.1f}", ", ".join(f"{name} {_ms(s)}" for name, s in terms),
+                str(step.step),
+                _ms(p),
+                _ms(step.measured_s),
+                f"{step.measured_s / p:.2f}",
+                f"{(step.measured_s - p) * 1e3:+.1f}",
+                ", ".join(f"{name} {_ms(s)}" for name, s in terms),
                 " ".join(f"{name}={value:g}" for name, value in step.features.items() if value),
             )
-        )  # fmt: skip
+        )
     yield from _table(
         "Worst predictions (ms)",
         ("step", "predicted", "measured", "ratio", "off by", "largest terms", "features"),
@@ -130,11 +134,15 @@ def _attainment(trace: Trace) -> Iterator[str]:
             times = sorted(o.seconds for o in seen)
             rows.append(
                 (
-                    name, objective, str(len(seen)), f"{met} of {len(judged)}" if judged else "-",
-                    f"{met / len(judged):.1%}" if judged else "-", _ms(statistics.median(times)),
+                    name,
+                    objective,
+                    str(len(seen)),
+                    f"{met} of {len(judged)}" if judged else "-",
+                    f"{met / len(judged):.1%}" if judged else "-",
+                    _ms(statistics.median(times)),
                     _ms(times[min(len(times) - 1, int(0.99 * len(times)))]),
                 )
-            )  # fmt: skip
+            )
     header = ("class", "objective", "requests", "met", "share", "median ms", "P99 ms")
     yield from _table("Objectives", header, rows)
 

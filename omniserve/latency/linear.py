@@ -72,9 +72,14 @@ class BROSModel(LinearModel):
     """
 
     term_names = (
-        "prefill rows", "prefill attention", "prefill constant", "decode rows", "decode attention", "decode constant",
+        "prefill rows",
+        "prefill attention",
+        "prefill constant",
+        "decode rows",
+        "decode attention",
+        "decode constant",
         "swap wait",
-    )  # fmt: skip
+    )
     attention_terms = (1, 4)
 
     def __init__(self, coefficients: Sequence[float], num_layers: int, swap: AlphaBeta) -> None:

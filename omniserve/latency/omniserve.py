@@ -153,13 +153,25 @@ class OmniServeModel(LatencyModel):
     """
 
     term_names = (
-        "dense, few rows", "dense, more rows", "prefill attention", "decode attention",
-        "dense, few rows, shared cores", "dense, more rows, shared cores",
-        "prefill attention, shared cores", "decode attention, shared cores",
-        "piggyback", "piggyback layers", "tensor parallel",
-        "pipelined rows", "waiting for the host",
-        "pipeline parallel", "head", "step overhead", "request overhead", "row overhead",
-    )  # fmt: skip
+        "dense, few rows",
+        "dense, more rows",
+        "prefill attention",
+        "decode attention",
+        "dense, few rows, shared cores",
+        "dense, more rows, shared cores",
+        "prefill attention, shared cores",
+        "decode attention, shared cores",
+        "piggyback",
+        "piggyback layers",
+        "tensor parallel",
+        "pipelined rows",
+        "waiting for the host",
+        "pipeline parallel",
+        "head",
+        "step overhead",
+        "request overhead",
+        "row overhead",
+    )
     layer_terms = slice(0, 13)
     attention_terms = (2, 3, 6, 7)
     _PRIOR = (1.0,) * 9 + (0.0,) + (1.0,) * 5 + (0.0,) * 3
@@ -234,9 +246,12 @@ class OmniServeModel(LatencyModel):
             second_s = self._dense[shared](f.second_rows) if f.second_rows else 0.0
             second = f.pipelined_layers * second_s
             waiting = f.pipelined_layers * pipeline_wait_s(
-                f, self._host, dense_s=(few + more + piggyback) / layers, attention_s=(prefill + decode) / layers,
+                f,
+                self._host,
+                dense_s=(few + more + piggyback) / layers,
+                attention_s=(prefill + decode) / layers,
                 second_s=second_s,
-            )  # fmt: skip
+            )
         idle, collectives = (0.0, 0.0, 0.0, 0.0), self._profile.tensor_parallel
         modules = (*idle, few, more, prefill, decode) if shared else (few, more, prefill, decode, *idle)
         return (

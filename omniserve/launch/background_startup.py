@@ -49,9 +49,17 @@ class BackgroundStartup:
     """
 
     def __init__(
-        self, engine: Engine, model: PreTrainedModel, config: EngineConfig, *, compiling: BackgroundCompile | None,
-        refines: bool, time_limit_s: float, folder: Path | None = None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        model: PreTrainedModel,
+        config: EngineConfig,
+        *,
+        compiling: BackgroundCompile | None,
+        refines: bool,
+        time_limit_s: float,
+        folder: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._engine, self._model, self._config = engine, model, config
         self._patched = engine.model
         self._compiling = compiling
@@ -116,9 +124,12 @@ class BackgroundStartup:
     def _refine(self, others: Others) -> None:
         logger.info("refining the latency profile whenever there are no requests")
         profile = profile_model(
-            self._model, self._config, time_limit_s=self._time_limit_s, others=others,
+            self._model,
+            self._config,
+            time_limit_s=self._time_limit_s,
+            others=others,
             longest_s=longest_sample_s(self._config.classes),
-        )  # fmt: skip
+        )
         self._engine.use_profile(profile)
         keep_profile(profile, self._folder)
         logger.info("the latency profile is refined, after %.0f s of measuring", profile.seconds)

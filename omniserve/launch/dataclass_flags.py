@@ -89,9 +89,13 @@ def flag_of(field: str) -> str:
 
 
 def add_field_flags(
-    parser: argparse.ArgumentParser, kind: type, names: Sequence[str], *, notes: Mapping[str, str] = {},
+    parser: argparse.ArgumentParser,
+    kind: type,
+    names: Sequence[str],
+    *,
+    notes: Mapping[str, str] = {},
     prefix: str = "",
-) -> None:  # fmt: skip
+) -> None:
     """Add a flag for each of these fields of a dataclass, which have defaults; ``notes`` has more help by field.
 
     ``prefix`` stands before the names of flags and of the arguments that they set.

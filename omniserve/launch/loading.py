@@ -93,9 +93,8 @@ class EngineLoader:
         refines = profile is not None and profile.is_coarse
         if compiling is not None or refines:
             engine.upkeep = BackgroundStartup(
-                engine, model, self.config, compiling=compiling, refines=refines,
-                time_limit_s=self.profile_time_limit_s,
-            )  # fmt: skip
+                engine, model, self.config, compiling=compiling, refines=refines, time_limit_s=self.profile_time_limit_s
+            )
         return engine
 
     def _make_with_ranks(self, progress: Callable[[str], None]) -> Engine:
@@ -127,10 +126,13 @@ class EngineLoader:
         from omniserve.parallel.group import RankGroup
 
         group = RankGroup(
-            self.config, self.load_rank, progress=progress, keeps_ranks=True,
+            self.config,
+            self.load_rank,
+            progress=progress,
+            keeps_ranks=True,
             on_lost=_end_process if self.serves or self.config.prefill.is_prefill_engine else None,
             shares_cores=self._device_of_rank(0) == "cpu" and self.config.parallel.rank_listen is None,
-        )  # fmt: skip
+        )
         try:
             model = self.load_rank(group.place, progress)
             patched = patched_model(model, compile=self.config.execution.compile)
@@ -204,9 +206,8 @@ class EngineLoader:
         progress(f"loading {self.model}")
         dtype = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
         model = from_pretrained(
-            AutoModelForCausalLM, self.model, self.config.execution.trust_remote_code,
-            dtype=dtype, device_map=device,
-        )  # fmt: skip
+            AutoModelForCausalLM, self.model, self.config.execution.trust_remote_code, dtype=dtype, device_map=device
+        )
         model.eval()
         progress(f"{model.num_parameters() / 1e6:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, {device}")
         return model
@@ -220,9 +221,13 @@ class EngineLoader:
         return load_tokenizer(self.model, self.config.execution.trust_remote_code)
 
     def _find_profile(
-        self, model: PreTrainedModel, progress: Callable[[str], None], *, is_coarse: bool = False,
+        self,
+        model: PreTrainedModel,
+        progress: Callable[[str], None],
+        *,
+        is_coarse: bool = False,
         group: RankGroup | None = None,
-    ) -> Profile | None:  # fmt: skip
+    ) -> Profile | None:
         from omniserve.sched import SCHEDULERS
 
         predicts = SCHEDULERS.get(self.config.scheduler).predicts
@@ -241,9 +246,8 @@ class EngineLoader:
 
         limit_s = min(self.profile_start_s, self.profile_time_limit_s) if is_coarse else self.profile_time_limit_s
         return find_or_make_profile(
-            model, self.config, path=self.profile, time_limit_s=limit_s, progress=tell, is_coarse=is_coarse,
-            group=group,
-        )  # fmt: skip
+            model, self.config, path=self.profile, time_limit_s=limit_s, progress=tell, is_coarse=is_coarse, group=group
+        )
 
 
 def _end_process(why: str) -> None:

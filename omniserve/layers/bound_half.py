@@ -25,9 +25,15 @@ class Compilable(Protocol):
     def __call__(self, *arguments: nn.Module | Tensor | None) -> Any: ...
     def find(self, layers: Sequence[nn.Module], tensors: Sequence[Tensor | None]) -> tuple[CachedHalf, Half] | None: ...
     def store(
-        self, layers: Sequence[nn.Module], tensors: Sequence[Tensor | None], source: str, call: Half,
-        arguments: Sequence[Argument], *, is_single: bool,
-    ) -> None: ...  # fmt: skip
+        self,
+        layers: Sequence[nn.Module],
+        tensors: Sequence[Tensor | None],
+        source: str,
+        call: Half,
+        arguments: Sequence[Argument],
+        *,
+        is_single: bool,
+    ) -> None: ...
 
 
 class _GraphCall(NamedTuple):

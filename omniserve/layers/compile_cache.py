@@ -86,9 +86,17 @@ class CompileCache:
             return ""
         inputs = [None if tensor is None else (tensor.dtype, tensor.shape[1:]) for tensor in tensors]
         parts = [
-            name, _stable(structure), _stable(inputs), self._digest(), NUM_THREADS, platform.python_version(),
-            torch.__version__, transformers.__version__, _config_text(self._model.config), _code_digest(modules),
-        ]  # fmt: skip
+            name,
+            _stable(structure),
+            _stable(inputs),
+            self._digest(),
+            NUM_THREADS,
+            platform.python_version(),
+            torch.__version__,
+            transformers.__version__,
+            _config_text(self._model.config),
+            _code_digest(modules),
+        ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     def find(self, key: str) -> CachedHalf | None:

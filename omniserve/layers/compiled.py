@@ -163,9 +163,14 @@ class CompiledHalf:
     """
 
     def __init__(
-        self, half: Half, name: str, tracing: Callable[[], AbstractContextManager[None]], *,
-        structure: tuple[Any, ...] = (), cache: CompileCache | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        half: Half,
+        name: str,
+        tracing: Callable[[], AbstractContextManager[None]],
+        *,
+        structure: tuple[Any, ...] = (),
+        cache: CompileCache | None = None,
+    ) -> None:
         self.uncompiled = half
         self._name, self._tracing, self._structure = name, tracing, structure
         self.cache = cache
@@ -195,9 +200,15 @@ class CompiledHalf:
         return self._found
 
     def store(
-        self, layers: Sequence[nn.Module], tensors: Sequence[Tensor | None], source: str, call: Half,
-        arguments: Sequence[Argument], *, is_single: bool,
-    ) -> None:  # fmt: skip
+        self,
+        layers: Sequence[nn.Module],
+        tensors: Sequence[Tensor | None],
+        source: str,
+        call: Half,
+        arguments: Sequence[Argument],
+        *,
+        is_single: bool,
+    ) -> None:
         """Store the half for other processes, if it can be."""
         if self.cache is None or self._found is not None or not (key := self._key_of(layers, tensors)):
             return

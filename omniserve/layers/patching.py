@@ -43,10 +43,7 @@ BetweenHook = Callable[[int, Tensor], Tensor]
 output, which becomes logits."""
 
 _WARM_UP_ROWS = {"cuda": USUAL_TOKENS}
-_FORMS = (
-    HeldForm("packed", packable, pack, unpack),
-    HeldForm("merged", mergeable, merge, unmerge, takes_single=False),
-)
+_FORMS = (HeldForm("packed", packable, pack, unpack), HeldForm("merged", mergeable, merge, unmerge, takes_single=False))
 
 
 class PatchedModel:
@@ -134,9 +131,15 @@ class PatchedModel:
         return hidden_TD
 
     def run_layers(
-        self, layers: range, hidden_TD: Tensor, rotary: Iterable[Rotary], attend: AttentionHook, *,
-        between: BetweenHook | None = None, fused: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        layers: range,
+        hidden_TD: Tensor,
+        rotary: Iterable[Rotary],
+        attend: AttentionHook,
+        *,
+        between: BetweenHook | None = None,
+        fused: bool = False,
+    ) -> Tensor:
         """Pass rows, contiguous and T >= 1, through consecutive layers; return the last one's output ``[T, D]``.
 
         ``rotary`` has an entry for each layer; entries behind these are not taken. ``attend`` may write to the layer's

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 ROW_OPERATORS = {
-    "store_kv": "rows", "piggyback_concat": "rows", "residual_fetch": "rows", "piggyback_receive": "mailbox",
+    "store_kv": "rows",
+    "piggyback_concat": "rows",
+    "residual_fetch": "rows",
+    "piggyback_receive": "mailbox",
     "piggyback_send": "mailbox",
-}  # fmt: skip
+}
 """Operators that only move rows, and the modules of their kernels. `residual_store` has no CUDA form: on a GPU rows
 leave through the mailbox, with `piggyback_send`."""
 

@@ -27,9 +27,16 @@ class StageLink:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, before: int | None = None, behind: int | None = None,
-        width: int = 0, most_under_way: int = 2, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        before: int | None = None,
+        behind: int | None = None,
+        width: int = 0,
+        most_under_way: int = 2,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
         self._group, self._before, self._behind = group, before, behind
         self._width, self._dtype, self._device = width, dtype, device
         self._most_under_way = most_under_way

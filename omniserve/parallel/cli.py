@@ -76,9 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def join(
-    address: tuple[str, int], secret: bytes, *, rank: int | None = None, once: bool = False,
+    address: tuple[str, int],
+    secret: bytes,
+    *,
+    rank: int | None = None,
+    once: bool = False,
     share_cores: int | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Join an engine, and serve as its rank until it ends; wait for it first, unless ``once``.
 
     Raises:

@@ -202,9 +202,11 @@ class _Follower:
         host, port = message.address
         secret = read_secret(message.secret_file, PREFILL_SECRET_VARIABLE)
         self._sender = RankSender(
-            self._tier.pool_LBK2SH, fingerprint=self._kv_fingerprint(), secret=secret,
+            self._tier.pool_LBK2SH,
+            fingerprint=self._kv_fingerprint(),
+            secret=secret,
             address=(host if message.is_local else self._link.own_address, port),
-        )  # fmt: skip
+        )
         host, port = self._sender.address
         return "" if message.is_local else host, port
 
@@ -219,14 +221,18 @@ class _Follower:
                 self._network = NetworkHosts(setup.config.hosts, self._tier, user=user)
             if setup.config.prefill.prefill_engines:
                 self._receiver = RankReceiver(
-                    setup.config.prefill, self._place.rank, self._tier.pool_LBK2SH,
+                    setup.config.prefill,
+                    self._place.rank,
+                    self._tier.pool_LBK2SH,
                     fingerprint=self._kv_fingerprint(),
                     tell=lambda event: self._tell([event]),
-                )  # fmt: skip
+                )
         broadcast = FollowBroadcast(
-            self._link, timeout_s=self._assignment.timeout_s, shares_tokens=setup.overlaps,
+            self._link,
+            timeout_s=self._assignment.timeout_s,
+            shares_tokens=setup.overlaps,
             join_or_drop=self._join_or_drop,
-        )  # fmt: skip
+        )
         executors: dict[type[SideWork], Executor] = {}
         if self._receiver is not None:
             executors = {RemotePrefill: self._receiver.start, CancelPrefill: self._receiver.cancel}

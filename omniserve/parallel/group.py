@@ -93,9 +93,15 @@ class RankGroup:
     """
 
     def __init__(
-        self, config: EngineConfig, load: Callable[[Place], Any], *, progress: Callable[[str], None],
-        shares_cores: bool, keeps_ranks: bool = False, on_lost: Callable[[str], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: EngineConfig,
+        load: Callable[[Place], Any],
+        *,
+        progress: Callable[[str], None],
+        shares_cores: bool,
+        keeps_ranks: bool = False,
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
         self._config = config.parallel
         self._compile = config.execution.compile
         self.size = self._config.num_ranks

@@ -57,9 +57,13 @@ class EventMerge:
     """
 
     def __init__(
-        self, num_shards: int, num_stages: int = 1, *, drop: Callable[[_Lost], None] = lambda lost: None,
+        self,
+        num_shards: int,
+        num_stages: int = 1,
+        *,
+        drop: Callable[[_Lost], None] = lambda lost: None,
         allow: Callable[[_Lost], None] = lambda lost: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._drop, self._allow = drop, allow
         self._joining: dict[tuple[bool, int], _Joining] = {}
         """Hosts and prefill engines that ranks connect to, by (it is a prefill engine, its number)."""
@@ -107,10 +111,14 @@ class EventMerge:
         worst = next((each for each in told if not each.ok), event)
         prefilled = [each.prefilled for each in told if each.prefilled is not None]
         if worst.prefilled is not None:
-            worst = dataclasses.replace(worst, prefilled=dataclasses.replace(
-                worst.prefilled, at_s=max(each.at_s for each in prefilled),
-                num_blocks=min(each.num_blocks for each in prefilled),
-            ))  # fmt: skip
+            worst = dataclasses.replace(
+                worst,
+                prefilled=dataclasses.replace(
+                    worst.prefilled,
+                    at_s=max(each.at_s for each in prefilled),
+                    num_blocks=min(each.num_blocks for each in prefilled),
+                ),
+            )
         return [dataclasses.replace(worst, seconds=max(each.seconds for each in told))]
 
     def _cancel(self, event: AttentionResult) -> list[AttentionResult]:
@@ -138,9 +146,10 @@ class EventMerge:
         hosts = [each for each in state.joined if isinstance(each, HostJoined)]
         if isinstance(event, HostJoined):
             event = dataclasses.replace(
-                event, num_blocks=min(each.num_blocks for each in hosts),
+                event,
+                num_blocks=min(each.num_blocks for each in hosts),
                 num_threads=min(each.num_threads for each in hosts),
-            )  # fmt: skip
+            )
         return [event]
 
     def _lose(self, event: _Lost) -> list[_Lost]:
@@ -160,9 +169,12 @@ class GroupHostTier(HostTier):
     """The host tier of rank 0. ``follow`` must be called before its first task."""
 
     def follow(
-        self, place: Place, news: Callable[[], tuple[list[list[HostEvent]], bool, bool]], tell: Callable[[Any], None],
+        self,
+        place: Place,
+        news: Callable[[], tuple[list[list[HostEvent]], bool, bool]],
+        tell: Callable[[Any], None],
         tell_each: Callable[[Iterable[Any]], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Speak for the tiers of all ranks from now on.
 
         Args:

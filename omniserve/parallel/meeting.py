@@ -18,9 +18,13 @@ from omniserve.parallel.place import Place
 
 
 def connect_collectives(
-    device: torch.device, place: Place, files: Sequence[str] | None, store: tuple[str, int] | dist.Store | None,
-    address: str, timeout_s: float,
-) -> dist.ProcessGroup | None:  # fmt: skip
+    device: torch.device,
+    place: Place,
+    files: Sequence[str] | None,
+    store: tuple[str, int] | dist.Store | None,
+    address: str,
+    timeout_s: float,
+) -> dist.ProcessGroup | None:
     """Meet the other ranks, and connect the collectives of a stage's ranks; arguments as of ``messages.Connect``.
 
     The sockets of gloo, on a CPU, are on this rank's ``address``. On rank 0 ``store`` is the store itself.
@@ -56,9 +60,14 @@ def stage_link(model: PatchedModel, place: Place, group: dist.ProcessGroup | Non
         ids_T = torch.zeros(1, dtype=torch.int64, device=model.device)
         width = model.embed(ids_T, ids_T).shape[1]
     return StageLink(
-        group, before=place.before, behind=place.behind, width=width, most_under_way=place.num_stages,
-        dtype=model.dtype, device=model.device,
-    )  # fmt: skip
+        group,
+        before=place.before,
+        behind=place.behind,
+        width=width,
+        most_under_way=place.num_stages,
+        dtype=model.dtype,
+        device=model.device,
+    )
 
 
 def _process_group(

@@ -96,9 +96,14 @@ def run(
     model = model_from(args)
     profile, with_profile = profile_from(args)
     loader = EngineLoader(
-        model=model, dtype=args.dtype, device=args.device, config=config, profile=profile, with_profile=with_profile,
+        model=model,
+        dtype=args.dtype,
+        device=args.device,
+        config=config,
+        profile=profile,
+        with_profile=with_profile,
         profile_time_limit_s=args.profile_time_limit,
-    )  # fmt: skip
+    )
     engine = loader(lambda message: logging.getLogger("omniserve.prefill").info("%s", message))
     # These import torch, for which --help need not wait.
     from omniserve.layers.kv_fingerprint import kv_fingerprint

@@ -88,9 +88,14 @@ class PrefillServer:
     """
 
     def __init__(
-        self, engine: Engine, *, fingerprint: str, secret: bytes, secret_file: str = "",
+        self,
+        engine: Engine,
+        *,
+        fingerprint: str,
+        secret: bytes,
+        secret_file: str = "",
         address: tuple[str, int] = ("127.0.0.1", 0),
-    ) -> None:  # fmt: skip
+    ) -> None:
         if engine.spec.state_bytes and engine.group is not None:
             raise ValueError(NO_STATES_OF_RANKS)
         if engine.spec.state_bytes and engine.config.execution.async_steps is not False:
@@ -251,17 +256,24 @@ class PrefillServer:
         self._num_requests += 1
         request_id = f"prefill-{self._num_requests}"
         request = Request(
-            prompt_token_ids=list(prefill.token_ids), request_id=request_id, cache_salt=prefill.cache_salt,
+            prompt_token_ids=list(prefill.token_ids),
+            request_id=request_id,
+            cache_salt=prefill.cache_salt,
             sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-            service_class=prefill.service_class, slo=SLO(ttft_s=prefill.ttft_s),
-        )  # fmt: skip
+            service_class=prefill.service_class,
+            slo=SLO(ttft_s=prefill.ttft_s),
+        )
         block_size = self._engine.config.block_size
         keys = PrefixKeys(block_size, salt=prefill.cache_salt)
         count = len(prefill.token_ids) // block_size
         export = _Export(
-            session, prefill.move_id, request_id, keys.up_to(prefill.token_ids, count)[:count], prefill.first_block,
+            session,
+            prefill.move_id,
+            request_id,
+            keys.up_to(prefill.token_ids, count)[:count],
+            prefill.first_block,
             ServiceClass(self._engine.config.class_named(prefill.service_class).kind),
-        )  # fmt: skip
+        )
         try:
             self._engine.add(request)
         except (ValueError, RequestRejected) as error:

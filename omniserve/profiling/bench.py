@@ -124,9 +124,13 @@ class ModuleBench:
 
         def run() -> Tensor:
             return self.model.run_layers(
-                self.model.layers, embedded, repeat(rotary), lambda *_: attn_TD, between=between,
+                self.model.layers,
+                embedded,
+                repeat(rotary),
+                lambda *_: attn_TD,
+                between=between,
                 fused=self._served.is_constant(num_rows),
-            )  # fmt: skip
+            )
 
         return self._served.launched(run, num_rows=num_rows)
 
@@ -164,9 +168,11 @@ class ModuleBench:
         if decodes:
             more_blocks = self._served.max_blocks - metadata.block_table_RM.shape[1]
             metadata = dataclasses.replace(
-                metadata, block_table_RM=pad(metadata.block_table_RM, (0, more_blocks)), host_lengths=None,
+                metadata,
+                block_table_RM=pad(metadata.block_table_RM, (0, more_blocks)),
+                host_lengths=None,
                 one_query_each=True,
-            )  # fmt: skip
+            )
 
         def run() -> Tensor:
             out_TNH = q_TNH
@@ -186,9 +192,13 @@ def _chunk_with_state(slot: int, *, start: int, count: int) -> DeviceChunk:
 def zeroed_storage(model: PatchedModel, num_blocks: int, block_size: int) -> DeviceKVStorage:
     """Return device KV of a model, every page of which was written."""
     storage = DeviceKVStorage(
-        model.spec, num_blocks=num_blocks, block_size=block_size, dtype=model.dtype, device=model.device,
+        model.spec,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=model.dtype,
+        device=model.device,
         layers=model.layers,
-    )  # fmt: skip
+    )
     storage.k_LBKSH.zero_()
     storage.v_LBKSH.zero_()
     return storage

@@ -52,16 +52,24 @@ class _HostBench:
     """A host tier for measurements alone, with a mailbox if an engine's has one."""
 
     def __init__(
-        self, model: PatchedModel, config: EngineConfig, threads: int, *, pool_bytes: int = _MAX_POOL_BYTES,
+        self,
+        model: PatchedModel,
+        config: EngineConfig,
+        threads: int,
+        *,
+        pool_bytes: int = _MAX_POOL_BYTES,
         served: Served | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.config = model, config
         self._served = served or Served(model, config)
         self.spec = model.spec
         setup = HostTierSetup.of(
-            config, num_threads=threads, max_rows=1 if self.spec.state_bytes else 1 + _DRAFTS,
-            pin_memory=model.device.type == "cuda", mailbox=self._served.mailbox,
-        )  # fmt: skip
+            config,
+            num_threads=threads,
+            max_rows=1 if self.spec.state_bytes else 1 + _DRAFTS,
+            pin_memory=model.device.type == "cuda",
+            mailbox=self._served.mailbox,
+        )
         setup = dataclasses.replace(setup, kv_bytes=min(config.host_kv_bytes, pool_bytes))
         self.tier = HostTier(setup, spec=model.spec, dtype=model.dtype, device=model.device, layers=model.layers)
         self.tier.pool_LBK2SH.zero_()  # pages that were never written are all one page, in every cache

@@ -164,15 +164,25 @@ def settings_to_measure(config: EngineConfig) -> EngineConfig:
     if config.parallel.pipeline_parallel_size > 1:
         execution = dataclasses.replace(execution, async_steps=False)
     return dataclasses.replace(
-        config, execution=execution, hosts=HostsConfig(), prefill=PrefillConfig(), disk_kv=DiskKVConfig(),
+        config,
+        execution=execution,
+        hosts=HostsConfig(),
+        prefill=PrefillConfig(),
+        disk_kv=DiskKVConfig(),
         trace_steps=None,
-    )  # fmt: skip
+    )
 
 
 def measure_mixed_steps(
-    model: PreTrainedModel, config: EngineConfig, timer: Timer, progress: Progress, *, row_s: float,
-    is_coarse: bool = False, group: RankGroup | None = None,
-) -> tuple[StepSample, ...]:  # fmt: skip
+    model: PreTrainedModel,
+    config: EngineConfig,
+    timer: Timer,
+    progress: Progress,
+    *,
+    row_s: float,
+    is_coarse: bool = False,
+    group: RankGroup | None = None,
+) -> tuple[StepSample, ...]:
     """Measure whole steps of an engine in what is left of the time: first device only, then with the host tier.
 
     The pools are small, so that best-effort requests do move to the host. On a slow device prompts are short, so that
@@ -210,10 +220,12 @@ def measure_mixed_steps(
     for number, (device_bytes, host_bytes) in enumerate(pools):
         end = began + (1.0 - began) * (number + 1) / len(pools)
         small = dataclasses.replace(
-            config, device_kv_bytes=min(config.device_kv_bytes, pool_bytes(device_bytes, config, spec)),
-            host_kv_bytes=host_bytes, device_threads=device_threads,
+            config,
+            device_kv_bytes=min(config.device_kv_bytes, pool_bytes(device_bytes, config, spec)),
+            host_kv_bytes=host_bytes,
+            device_threads=device_threads,
             max_num_batched_tokens=min(config.max_num_batched_tokens, longest_step),
-        )  # fmt: skip
+        )
         if not host_bytes:  # a manager that keeps copies on the host cannot do without
             options = {name: value for name, value in config.scheduler_options.items() if name != "checkpoint_kv"}
             small = dataclasses.replace(small, kv="paged", scheduler_options=options)
@@ -228,16 +240,31 @@ def measure_mixed_steps(
         )
         progress("whole steps", timer.spent)
         samples += _measure_engine(
-            model, small, load, timer, progress, number=number, end=end, group=group,
+            model,
+            small,
+            load,
+            timer,
+            progress,
+            number=number,
+            end=end,
+            group=group,
             least=_LEAST_COARSE if is_coarse else _LEAST_SAMPLES,
-        )  # fmt: skip
+        )
     return tuple(samples)
 
 
 def _measure_engine(
-    model: PreTrainedModel, config: EngineConfig, load: Callable[[int], list[Arrival]], timer: Timer,
-    progress: Progress, *, number: int, end: float, least: int, group: RankGroup | None,
-) -> list[StepSample]:  # fmt: skip
+    model: PreTrainedModel,
+    config: EngineConfig,
+    load: Callable[[int], list[Arrival]],
+    timer: Timer,
+    progress: Progress,
+    *,
+    number: int,
+    end: float,
+    least: int,
+    group: RankGroup | None,
+) -> list[StepSample]:
     """Measure steps of an engine of its own until a share of the time limit is over."""
     with timer.preparing():
         engine = Engine(model, config, group=group)

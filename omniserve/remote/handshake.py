@@ -89,7 +89,5 @@ def _of_plain(data: Any) -> Hello | Welcome | Refused:
     return Welcome(data)
 
 
-JSON = link.Codec(
-    lambda message: link.JSON.dumps(_to_plain(message)), lambda data: _of_plain(link.JSON.loads(data))
-)  # fmt: skip
+JSON = link.Codec(lambda message: link.JSON.dumps(_to_plain(message)), lambda data: _of_plain(link.JSON.loads(data)))
 """The messages of a handshake as JSON, for an engine and a CPU host. A hello has its ``purpose`` among the caller's."""

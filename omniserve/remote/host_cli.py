@@ -59,9 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.threads is None and (note := quota_note()):
             logging.getLogger("omniserve.host").info("%s", note)
         server = HostServer(
-            secret=secret, kv_bytes=int(args.kv_gib * (1 << 30)), num_threads=num_threads,
-            cores=tuple(cores) if args.pin else None, address=address,
-        )  # fmt: skip
+            secret=secret,
+            kv_bytes=int(args.kv_gib * (1 << 30)),
+            num_threads=num_threads,
+            cores=tuple(cores) if args.pin else None,
+            address=address,
+        )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -95,9 +95,14 @@ class HostServer:
     """
 
     def __init__(
-        self, *, secret: bytes, kv_bytes: int, num_threads: int, cores: tuple[int, ...] | None = None,
+        self,
+        *,
+        secret: bytes,
+        kv_bytes: int,
+        num_threads: int,
+        cores: tuple[int, ...] | None = None,
         address: tuple[str, int] = ("127.0.0.1", 0),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._secret, self._kv_bytes, self._num_threads, self._cores = secret, kv_bytes, num_threads, cores
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._listener = socket.create_server(address, family=family)
@@ -189,10 +194,14 @@ class HostServer:
                 each.thread.join(_LAST_SESSION_S)
         num_threads = max(1, self._num_threads // num_ranks)
         setup = HostTierSetup(
-            block_size=caller["block_size"], kv_bytes=self._kv_bytes // num_ranks, kv_dtype=caller["kv_dtype"],
-            num_slots=caller["num_slots"], max_rows=caller["max_rows"], num_threads=num_threads,
+            block_size=caller["block_size"],
+            kv_bytes=self._kv_bytes // num_ranks,
+            kv_dtype=caller["kv_dtype"],
+            num_slots=caller["num_slots"],
+            max_rows=caller["max_rows"],
+            num_threads=num_threads,
             cores=self._cores_of(rank, num_ranks),
-        )  # fmt: skip
+        )
         tier = HostTier(setup, spec=spec_of_plain(caller["spec"]), dtype=_DTYPES[caller["dtype"]])
         session = _Session(caller["engine"], rank, secrets.token_hex(16), tier, float(caller["timeout_s"]))
         with self._lock:

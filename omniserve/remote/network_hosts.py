@@ -82,12 +82,18 @@ class NetworkHosts:
         self._secret = link.read_secret(config.cpu_host_secret_file, CPU_HOST_SECRET_VARIABLE)
         setup = tier.setup
         self._caller = {
-            "purpose": "rows", "engine": user.engine, "rank": user.rank, "num_ranks": user.num_ranks,
+            "purpose": "rows",
+            "engine": user.engine,
+            "rank": user.rank,
+            "num_ranks": user.num_ranks,
             "spec": spec_to_plain(tier.spec),
-            "dtype": str(tier.dtype).removeprefix("torch."), "block_size": setup.block_size,
-            "kv_dtype": setup.kv_dtype, "num_slots": setup.num_slots, "max_rows": setup.max_rows,
+            "dtype": str(tier.dtype).removeprefix("torch."),
+            "block_size": setup.block_size,
+            "kv_dtype": setup.kv_dtype,
+            "num_slots": setup.num_slots,
+            "max_rows": setup.max_rows,
             "timeout_s": config.cpu_host_timeout_s,
-        }  # fmt: skip
+        }
         self._lock = threading.Lock()
         self._new: list[HostEvent] = []  # what `poll` has not returned yet of joins and drops; needs the lock
         self._attempts = [0 for _ in self._addresses]
@@ -158,11 +164,14 @@ class NetworkHosts:
         """Return what is known of each host, by its address."""
         known = {
             told.host: CPUHostStats(
-                is_connected=not told.is_lost, times_lost=told.times_lost, tasks=told.tasks_sent,
-                row_bytes=told.bytes_sent + told.bytes_received, moved_bytes=told.bytes_moved,
+                is_connected=not told.is_lost,
+                times_lost=told.times_lost,
+                tasks=told.tasks_sent,
+                row_bytes=told.bytes_sent + told.bytes_received,
+                moved_bytes=told.bytes_moved,
             )
             for told in self._tier.hosts()
-        }  # fmt: skip
+        }
         return {
             "{}:{}".format(*address): known.get(host, CPUHostStats())
             for host, address in enumerate(self._addresses, start=1)

@@ -59,14 +59,24 @@ class PrefillEngines(PrefillReceiver):
     """
 
     def __init__(
-        self, config: PrefillConfig, pool_LBK2SH: Tensor, *, fingerprint: str, state_bytes: int,
-        classes: Sequence[str], parallel: ParallelConfig, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        config: PrefillConfig,
+        pool_LBK2SH: Tensor,
+        *,
+        fingerprint: str,
+        state_bytes: int,
+        classes: Sequence[str],
+        parallel: ParallelConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         assert config.prefill_secret_file is not None
         super().__init__(
-            [engine_name(address) for address in config.prefill_engines], pool_LBK2SH, state_bytes=state_bytes,
-            timeout_s=config.prefill_timeout_s, clock=clock,
-        )  # fmt: skip
+            [engine_name(address) for address in config.prefill_engines],
+            pool_LBK2SH,
+            state_bytes=state_bytes,
+            timeout_s=config.prefill_timeout_s,
+            clock=clock,
+        )
         self._secret = link.read_secret(config.prefill_secret_file, PREFILL_SECRET_VARIABLE)
         sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         self._is_led = parallel.num_ranks > 1
@@ -136,11 +146,13 @@ class PrefillEngines(PrefillReceiver):
         """Return what there is to tell of each engine, by its address."""
         return {
             "{}:{}".format(*address): PrefillEngineStats(
-                is_connected=each.link is not None, times_lost=each.times_lost, prompts=each.num_asked,
+                is_connected=each.link is not None,
+                times_lost=each.times_lost,
+                prompts=each.num_asked,
                 failed=each.num_failed,
             )
             for address, each in zip(self._addresses, self._senders, strict=True)
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         """End the connections. A second call does nothing."""

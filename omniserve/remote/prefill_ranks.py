@@ -49,13 +49,21 @@ class RankReceiver(PrefillReceiver):
     """
 
     def __init__(
-        self, config: PrefillConfig, rank: int, pool_LBK2SH: Tensor, *, fingerprint: str,
+        self,
+        config: PrefillConfig,
+        rank: int,
+        pool_LBK2SH: Tensor,
+        *,
+        fingerprint: str,
         tell: Callable[[HostEvent], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
-            [f"rank {rank} of {engine_name(address)}" for address in config.prefill_engines], pool_LBK2SH,
-            state_bytes=0, timeout_s=config.prefill_timeout_s, clock=lambda: 0.0,  # rank 0 takes the time
-        )  # fmt: skip
+            [f"rank {rank} of {engine_name(address)}" for address in config.prefill_engines],
+            pool_LBK2SH,
+            state_bytes=0,
+            timeout_s=config.prefill_timeout_s,
+            clock=lambda: 0.0,  # rank 0 takes the time
+        )
         assert config.prefill_secret_file is not None
         self._secret = link.read_secret(config.prefill_secret_file, PREFILL_SECRET_VARIABLE)
         self._tell_rank_0, self._fingerprint = tell, fingerprint
@@ -71,9 +79,11 @@ class RankReceiver(PrefillReceiver):
         """
         self._is_dropped[number - 1] = self._is_closed.is_set()
         self._threads[number] = threading.Thread(
-            target=self._serve, args=(self._senders[number - 1], session, address), name=f"prefill-{number}",
+            target=self._serve,
+            args=(self._senders[number - 1], session, address),
+            name=f"prefill-{number}",
             daemon=True,
-        )  # fmt: skip
+        )
         self._threads[number].start()
 
     def drop(self, number: int) -> None:

@@ -62,9 +62,14 @@ class PrefillReceiver:
     """
 
     def __init__(
-        self, names: Sequence[str], pool_LBK2SH: Tensor, *, state_bytes: int, timeout_s: float,
+        self,
+        names: Sequence[str],
+        pool_LBK2SH: Tensor,
+        *,
+        state_bytes: int,
+        timeout_s: float,
         clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._pool_LBK2SH, self._state_bytes, self._timeout_s = pool_LBK2SH, state_bytes, timeout_s
         self._clock = clock
         self._block_bytes = pool_LBK2SH[:, 0].nbytes
@@ -165,7 +170,7 @@ class PrefillReceiver:
 
     def _end(
         self, sender: Sender, order: Order, seconds: float, at_s: float, states: bytes | None = None, *, ok: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         sender.num_failed += not ok
         prefilled = PrefilledKV(num_blocks=order.num_blocks, at_s=at_s, states=states)
         self._tell(Done(move_id=order.prefill.move_id, ok=ok, seconds=seconds, prefilled=prefilled))

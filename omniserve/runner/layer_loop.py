@@ -155,9 +155,12 @@ class LayerLoop:
     def sampled_without_missed(self, run: StepRun) -> SampledRows:
         """Return the rows of a step that become logits, without those of joins that did not join."""
         return sampled_rows(
-            run.plan, num_layers=self.model.num_layers, first_seat=run.inputs.num_device_rows,
-            device=self.model.device, missed=run.missed,
-        )  # fmt: skip
+            run.plan,
+            num_layers=self.model.num_layers,
+            first_seat=run.inputs.num_device_rows,
+            device=self.model.device,
+            missed=run.missed,
+        )
 
     def _begin(self, plan: StepPlan) -> StepRun:
         """Return a step before the first of the layers here."""
@@ -170,17 +173,25 @@ class LayerLoop:
     def _step_run(self, plan: StepPlan, inputs: StepInputs, hidden_TD: Tensor, layer: int) -> StepRun:
         missed: set[str] = set()
         return StepRun(
-            plan=plan, inputs=inputs, hidden_TD=hidden_TD, missed=missed, joining=_planned,
-            rotary=islice(self._rotary(inputs), layer, None), between=self.states.of_plan(plan, missed),
+            plan=plan,
+            inputs=inputs,
+            hidden_TD=hidden_TD,
+            missed=missed,
+            joining=_planned,
+            rotary=islice(self._rotary(inputs), layer, None),
+            between=self.states.of_plan(plan, missed),
             attend=self._attend_with_seats if inputs.num_seats else self.attend_device,
-        )  # fmt: skip
+        )
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         block_size, num_layers = self.storage.block_size, self.model.num_layers
         return make_step_inputs(
-            plan, block_size=block_size, num_layers=num_layers, max_host_rows=self.rows.max_rows,
+            plan,
+            block_size=block_size,
+            num_layers=num_layers,
+            max_host_rows=self.rows.max_rows,
             device=self.model.device,
-        )  # fmt: skip
+        )
 
     def _rotary(self, inputs: StepInputs) -> Iterator[Rotary]:
         """Return (cos, sin) ``[T, H]`` of each layer's pre-attention; in the seats each layer has other tokens."""

@@ -120,9 +120,16 @@ class PiggybackRows:
         tier = self._tier
         assert tier is not None and tier.result_flags_S is not None and tier.skips_S is not None
         _piggyback_receive(
-            rows_P, wanted_P, as_one_1, self._step_1, tier.result_flags_S, self._host_results_SD, self.results_SD,
-            tier.skips_S, joined_P,
-        )  # fmt: skip
+            rows_P,
+            wanted_P,
+            as_one_1,
+            self._step_1,
+            tier.result_flags_S,
+            self._host_results_SD,
+            self.results_SD,
+            tier.skips_S,
+            joined_P,
+        )
 
     def post(self, rows_P: Tensor, hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
         """Do the same through the mailbox, for the rows of slots that ``announce`` has named."""

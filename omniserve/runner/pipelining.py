@@ -100,11 +100,19 @@ class Pipelining:
             return None
         awaited = AwaitedResults(self._tier, self._keep, self._broadcast)
         rows = tuple(row for row in plan.pipelined if row.request_id not in plan.hybrid)
-        second = SecondBatch(
-            rows, model=self._loop.model, awaited=awaited,
-            residuals_SD=self._loop.rows.residuals_SD[:: self._loop.rows.max_rows],  # those of tokens, without drafts
-            between=self._loop.states.of_decodes(rows),
-        ) if rows else None  # fmt: skip
+        second = (
+            SecondBatch(
+                rows,
+                model=self._loop.model,
+                awaited=awaited,
+                residuals_SD=self._loop.rows.residuals_SD[
+                    :: self._loop.rows.max_rows
+                ],  # those of tokens, without drafts
+                between=self._loop.states.of_decodes(rows),
+            )
+            if rows
+            else None
+        )
         if plan.hybrid:
             return HybridBatch(hybrid_entries(plan), self._loop, awaited, second)
         assert second is not None
@@ -181,12 +189,16 @@ def with_seats(plan: StepPlan, entries: tuple[PiggybackEntry, ...], num_layers: 
     """Return a plan whose hybrid rows are in seats: each enters at layer 0, and is at the attention of every layer."""
     joins = tuple(
         PiggybackJoin(
-            request_id=entry.request_id, position=entry.position, slot=entry.slot, epoch=entry.epoch, layer=layer,
+            request_id=entry.request_id,
+            position=entry.position,
+            slot=entry.slot,
+            epoch=entry.epoch,
+            layer=layer,
             state_slot=entry.state_slot,
         )
         for layer in range(num_layers)
         for entry in entries
-    )  # fmt: skip
+    )
     return dataclasses.replace(plan, entries=entries, joins=joins, num_piggyback_seats=len(entries))
 
 
@@ -211,9 +223,14 @@ class SecondBatch:
     """
 
     def __init__(
-        self, rows: tuple[PiggybackEntry | PiggybackJoin, ...], *, model: PatchedModel, awaited: AwaitedResults,
-        residuals_SD: Tensor, between: BetweenHook | None,
-    ) -> None:  # fmt: skip
+        self,
+        rows: tuple[PiggybackEntry | PiggybackJoin, ...],
+        *,
+        model: PatchedModel,
+        awaited: AwaitedResults,
+        residuals_SD: Tensor,
+        between: BetweenHook | None,
+    ) -> None:
         self._rows, self._model, self._awaited = rows, model, awaited
         self._between = between
         # The last layer whose attention each row has; -1 for entries.

@@ -100,13 +100,18 @@ class ModelRunner:
         self._model, self._sampler, self._tier, self._broadcast = model, parts.sampler, tier, parts.broadcast
         self._sources = parts.sources or ((tier,) if tier is not None else ())
         self._storage = DeviceKVStorage(
-            model.spec, num_blocks=setup.num_device_blocks, block_size=config.block_size, dtype=model.dtype,
-            device=model.device, layers=model.layers,
-        )  # fmt: skip
+            model.spec,
+            num_blocks=setup.num_device_blocks,
+            block_size=config.block_size,
+            dtype=model.dtype,
+            device=model.device,
+            layers=model.layers,
+        )
         self._cores = CoreSplit(
-            device=model.device, device_threads=config.device_threads,
+            device=model.device,
+            device_threads=config.device_threads,
             host_threads=setup.host_tier.num_threads if setup.host_tier is not None else 0,
-        )  # fmt: skip
+        )
         self.host_works = False
         """The host tier attended, or was given a task, when the last step began. Moves do not count: a copy takes a
         small part of a step, and the step would have half of the cores for all of its time."""
@@ -119,8 +124,10 @@ class ModelRunner:
         """The recurrent states of all requests, if the model has such."""
         # None of these may refer to the runner itself, or a closed engine would keep its KV.
         self._executors: dict[type[SideWork], Executor] = {
-            SlotCopy: self._storage.copy_slots, StateLoad: _load_into(self.states.pool), **parts.executors
-        }  # fmt: skip
+            SlotCopy: self._storage.copy_slots,
+            StateLoad: _load_into(self.states.pool),
+            **parts.executors,
+        }
         if tier is not None:
             self._executors |= {CancelTask: _cancel_in(tier), KVMove: _move_by(tier, self._storage)}
         attend = resolve_attention(
@@ -128,23 +135,36 @@ class ModelRunner:
         )
         self._rows = PiggybackRows(model, tier, config.max_host_requests if tier is not None else 0)
         self.loop = LayerLoop(
-            model=model, storage=self._storage, attend=attend, rows=self._rows, pending=self._pending,
-            states=self.states, stage=parts.stage,
-        )  # fmt: skip
+            model=model,
+            storage=self._storage,
+            attend=attend,
+            rows=self._rows,
+            pending=self._pending,
+            states=self.states,
+            stage=parts.stage,
+        )
         """Runs the steps that fit no captured shape."""
         self.strategies = make_strategies(
-            setup, self.loop, tier=tier, late_results=self._late_results, broadcast=parts.broadcast,
+            setup,
+            self.loop,
+            tier=tier,
+            late_results=self._late_results,
+            broadcast=parts.broadcast,
             safepoint=parts.safepoint,
-        )  # fmt: skip
+        )
         """The kinds of steps that need hooks."""
         self.graphs = make_graphs(setup, self.loop, parts.broadcast)
         """Runs the steps that fit a captured shape; None: nothing is captured."""
         if model.device.type == "cuda" and attend is attend_triton:  # others choose no kernel by shape
             warm_up_attention(
-                attend, self._storage, model.spec, max_rows=config.max_num_batched_tokens,
+                attend,
+                self._storage,
+                model.spec,
+                max_rows=config.max_num_batched_tokens,
                 max_requests=2 * config.max_num_seqs,  # best-effort ones come beside as many latency-sensitive ones
-                max_blocks=-(-setup.max_model_len // config.block_size), is_directed=setup.is_directed,
-            )  # fmt: skip
+                max_blocks=-(-setup.max_model_len // config.block_size),
+                is_directed=setup.is_directed,
+            )
         if self.graphs is not None:
             model.warm_up(fused=True)  # also the layers that no graph calls by themselves
             self.graphs.capture_all()

@@ -17,9 +17,14 @@ from omniserve.runner.rank_broadcast import RankBroadcast
 
 
 def make_strategies(
-    setup: RunnerSetup, loop: LayerLoop, *, tier: HostTier | None, late_results: LateResults, broadcast: RankBroadcast,
+    setup: RunnerSetup,
+    loop: LayerLoop,
+    *,
+    tier: HostTier | None,
+    late_results: LateResults,
+    broadcast: RankBroadcast,
     safepoint: Callable[[], Set[str]],
-) -> tuple[StepStrategy, ...]:  # fmt: skip
+) -> tuple[StepStrategy, ...]:
     """Return the strategies that an engine's steps may need, in the order in which their hooks are called.
 
     ``safepoint`` as in ``RunnerParts``, ``late_results`` takes the host events that come upon a step.

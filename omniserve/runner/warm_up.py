@@ -19,9 +19,15 @@ from omniserve.ops.streams import upload
 
 @torch.inference_mode()
 def warm_up_attention(
-    attend: DeviceAttention, storage: DeviceKVStorage, spec: ModelSpec, *,
-    max_rows: int, max_requests: int, max_blocks: int, is_directed: bool,
-) -> None:  # fmt: skip
+    attend: DeviceAttention,
+    storage: DeviceKVStorage,
+    spec: ModelSpec,
+    *,
+    max_rows: int,
+    max_requests: int,
+    max_blocks: int,
+    is_directed: bool,
+) -> None:
     """Attend to chunks of different lengths, once for each kind of layer; the KV stays as it is.
 
     The maxima are those of the device rows and requests of a step, and of a request's blocks. With ``is_directed``

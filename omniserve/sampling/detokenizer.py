@@ -60,7 +60,7 @@ class Detokenizer:
 
     def advance(
         self, token_ids: Sequence[int], finish_reason: FinishReason | None
-    ) -> tuple[str, FinishReason | None, int]:  # fmt: skip
+    ) -> tuple[str, FinishReason | None, int]:
         """Add a step's tokens; return the new text that is certain, why it ends, and after how many of them.
 
         It ends for ``STOP`` at a stop string, of which the tokens up to the one that completes it are counted. A

@@ -54,9 +54,7 @@ def kept_probs(logits_RV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     order). Of equal tokens, top-k and top-p keep as many as they need, the first ones (``sampling.order``); min-p keeps
     all or none, but a single one where it is 1.
     """
-    settings = [
-        (max(p.temperature, _GREEDY_BELOW), 1 if is_greedy(p) else p.top_k, p.top_p, p.min_p) for p in params
-    ]  # fmt: skip
+    settings = [(max(p.temperature, _GREEDY_BELOW), 1 if is_greedy(p) else p.top_k, p.top_p, p.min_p) for p in params]
     settings_R4 = upload(torch.tensor(settings, dtype=torch.float64), logits_RV.device)
     temperature_R1, top_k_R1, top_p_R1, min_p_R1 = settings_R4.split(1, dim=1)
     rows = [row for row, (_, top_k, _, _) in enumerate(settings) if 0 < top_k < logits_RV.shape[1]]
@@ -105,9 +103,7 @@ def _top_p(probs_RV: Tensor, logits_RV: Tensor, top_p_R1: Tensor) -> Tensor:
     return probs_RV.masked_fill(first_tokens(logits_RV, sorted_RC, num_kept_R1).logical_not_(), 0.0)
 
 
-def _likeliest(
-    probs_RV: Tensor, logits_RV: Tensor, top_p_R1: Tensor
-) -> tuple[tuple[Tensor, Tensor], Tensor | None]:  # fmt: skip
+def _likeliest(probs_RV: Tensor, logits_RV: Tensor, top_p_R1: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
     """Return enough of the largest logits for top-p, in descending order, with their ids, and how many each row needs.
 
     Which of the ids of equal ones is where depends on the device; their probabilities are the same.

@@ -24,8 +24,14 @@ _MAX_TRIED = 100
 
 _TYPES = frozenset({"null", "boolean", "number", "integer", "string", "array", "object"})
 _TYPE_OF = {
-    type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"
-}  # fmt: skip
+    type(None): "null",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
 _ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 
 _UNSUPPORTED = {

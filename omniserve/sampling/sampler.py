@@ -175,9 +175,7 @@ class Sampler:
     A request's tokens depend on its logits, parameters and seed alone, not on the other requests in the batch.
     """
 
-    def __init__(
-        self, *, vocab_size: int, device: torch.device, seed: int, eos_token_ids: Sequence[int] = ()
-    ) -> None:  # fmt: skip
+    def __init__(self, *, vocab_size: int, device: torch.device, seed: int, eos_token_ids: Sequence[int] = ()) -> None:
         self._vocab_size, self._device = vocab_size, device
         self._eos_token_ids = tuple(eos_token_ids)
         self._requests: dict[str, _RequestSampling] = {}
@@ -185,9 +183,12 @@ class Sampler:
         self._shifts = torch.arange(8, dtype=torch.uint8, device=device)
 
     def add(
-        self, request_id: str, params: SamplingParams, prompt_token_ids: Sequence[int],
+        self,
+        request_id: str,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
         grammar: GrammarState | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begin to sample for a request; ``grammar`` is the start state of the grammar in ``params``, if any."""
         random = None
         if not is_greedy(params):
@@ -214,7 +215,7 @@ class Sampler:
         is_plain = params.logprobs is None and random is None and not changes_logits
         self._requests[request_id] = _RequestSampling(
             params, random, penalised, bias, forced_V, grammar, ends, is_plain, changes_logits
-        )  # fmt: skip
+        )
 
     def remove(self, request_id: str) -> None:
         """Forget a request, if it is known."""

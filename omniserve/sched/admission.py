@@ -122,9 +122,15 @@ class Admission:
                 state.has_scaled_tpot = True
 
     def judge(
-        self, state: RequestState, prediction: TTFTPrediction, *, now_s: float, waited_s: float, is_idle: bool,
+        self,
+        state: RequestState,
+        prediction: TTFTPrediction,
+        *,
+        now_s: float,
+        waited_s: float,
+        is_idle: bool,
         elsewhere_s: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Let a request in, or refuse it.
 
         Args:
@@ -176,8 +182,9 @@ def _too_long(prediction: TTFTPrediction, required_s: float) -> RequestRejected:
         f"the request asks for its first token in {required_s:.3g} s, and its {prediction.num_prompt_tokens} prompt "
         f"tokens alone take {prediction.best_s:.3g} s here: shorten the prompt, relax slo.ttft_s or send it as best "
         "effort",
-        predicted_ttft_s=prediction.idle_s, required_ttft_s=required_s,
-    )  # fmt: skip
+        predicted_ttft_s=prediction.idle_s,
+        required_ttft_s=required_s,
+    )
 
 
 def _too_late(prediction: TTFTPrediction, waited_s: float, required_s: float, least_s: float) -> RequestRejected:
@@ -187,5 +194,7 @@ def _too_late(prediction: TTFTPrediction, waited_s: float, required_s: float, le
     return RequestRejected(
         f"with the requests before it the first token would take {predicted_s:.3g} s, and its objective is "
         f"{required_s:.3g} s; try again in {retry_after_s:.3g} s, relax slo.ttft_s or send it as best effort",
-        retry_after_s=retry_after_s, predicted_ttft_s=predicted_s, required_ttft_s=required_s,
-    )  # fmt: skip
+        retry_after_s=retry_after_s,
+        predicted_ttft_s=predicted_s,
+        required_ttft_s=required_s,
+    )

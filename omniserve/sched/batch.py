@@ -10,15 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from omniserve.core.plan import (
-    Bound,
-    Decision,
-    DeviceChunk,
-    LeftOut,
-    PiggybackEntry,
-    PiggybackJoin,
-    StepPlan,
-)
+from omniserve.core.plan import Bound, Decision, DeviceChunk, LeftOut, PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv.base import Tier
@@ -332,9 +324,15 @@ class Batch:
             from omniserve.sched.draft_rows import with_drafts
 
             self._chunks |= with_drafts(
-                self.chunks, states, self._kv, cost=self.cost, bound_s=bound_s, tokens_left=self.tokens_left,
-                max_model_len=self._limits.max_model_len, without=preemptible,
-            )  # fmt: skip
+                self.chunks,
+                states,
+                self._kv,
+                cost=self.cost,
+                bound_s=bound_s,
+                tokens_left=self.tokens_left,
+                max_model_len=self._limits.max_model_len,
+                without=preemptible,
+            )
         if self._limits.max_host_drafts and self._may_have_drafts(host_rows):
             host_rows = self._with_host_drafts(host_rows, bound_s)
         if self.cost is not None and decision is not None and decision.predicted_s is not None:
@@ -357,9 +355,17 @@ class Batch:
             most_drafts=self._limits.max_host_drafts,
         )
         entries, joins = with_host_drafts(
-            host_rows.entries, host_rows.joins, requests.states, self._kv, seats, cost=self.cost, bound_s=bound_s,
-            chunks=self.chunks, max_model_len=self._limits.max_model_len, reserve_blocks=requests.host_headroom,
-        )  # fmt: skip
+            host_rows.entries,
+            host_rows.joins,
+            requests.states,
+            self._kv,
+            seats,
+            cost=self.cost,
+            bound_s=bound_s,
+            chunks=self.chunks,
+            max_model_len=self._limits.max_model_len,
+            reserve_blocks=requests.host_headroom,
+        )
         return dataclasses.replace(host_rows, entries=entries, joins=joins)
 
     # -- the plan ------------------------------------------------------------------------------------------------

@@ -47,9 +47,16 @@ class _Offer:
 
 
 def with_drafts(
-    chunks: Sequence[DeviceChunk], states: Sequence[RequestState], kv: KVManager, *, cost: StepCost | None,
-    bound_s: float, tokens_left: int, max_model_len: int, without: Collection[str],
-) -> dict[str, DeviceChunk]:  # fmt: skip
+    chunks: Sequence[DeviceChunk],
+    states: Sequence[RequestState],
+    kv: KVManager,
+    *,
+    cost: StepCost | None,
+    bound_s: float,
+    tokens_left: int,
+    max_model_len: int,
+    without: Collection[str],
+) -> dict[str, DeviceChunk]:
     """Return the chunks of a step that get drafts, by request, and add them to the cost.
 
     Args:

@@ -98,10 +98,18 @@ class _Rates:
 
 
 def with_host_drafts(
-    entries: Sequence[PiggybackEntry], joins: Sequence[PiggybackJoin], states: Mapping[str, RequestState],
-    kv: KVManager, seats: HostSeats, *, cost: StepCost | None, bound_s: float, chunks: Sequence[DeviceChunk],
-    max_model_len: int, reserve_blocks: int,
-) -> tuple[list[PiggybackEntry], list[PiggybackJoin]]:  # fmt: skip
+    entries: Sequence[PiggybackEntry],
+    joins: Sequence[PiggybackJoin],
+    states: Mapping[str, RequestState],
+    kv: KVManager,
+    seats: HostSeats,
+    *,
+    cost: StepCost | None,
+    bound_s: float,
+    chunks: Sequence[DeviceChunk],
+    max_model_len: int,
+    reserve_blocks: int,
+) -> tuple[list[PiggybackEntry], list[PiggybackJoin]]:
     """Return a step's entries and joins with the drafts that they take along, and add these to the cost.
 
     A token that enters may get drafts; those that entered with it join with it, as long as they find seats. Certain

@@ -113,9 +113,13 @@ class OmniServePolicy(Policy):
         state.predicted_here_s = waited_s + prediction.expected_s
         self._ttft.note(state)
         self._admission.judge(
-            state, prediction, now_s=now_s, waited_s=waited_s, is_idle=self.requests.is_only_ls(state),
+            state,
+            prediction,
+            now_s=now_s,
+            waited_s=waited_s,
+            is_idle=self.requests.is_only_ls(state),
             elsewhere_s=elsewhere_s,
-        )  # fmt: skip
+        )
         if elsewhere_s is not None and elsewhere_s < prediction.expected_s:
             state.soonest_ttft_s = None  # the margin learns from what is computed here
             return waited_s + elsewhere_s
@@ -128,10 +132,13 @@ class OmniServePolicy(Policy):
         ahead = [s for s in in_line if not s.decodes and s.prefill_key < state.prefill_key]
         queue = self._ls_queue([other for other in device[LS] if other.decodes], ahead)
         return estimator.predict(
-            state, queue, now_s,
-            has_best_effort=bool(waiting[BE] or device[BE]), host_works=self.requests.residents.is_busy,
+            state,
+            queue,
+            now_s,
+            has_best_effort=bool(waiting[BE] or device[BE]),
+            host_works=self.requests.residents.is_busy,
             coming=self.requests.coming(state),
-        )  # fmt: skip
+        )
 
     def on_first_token(self, state: RequestState, now_s: float) -> None:
         if self._admission is not None and state.kind is LS:
@@ -236,7 +243,7 @@ class OmniServePolicy(Policy):
                 bound_s = min(bound_s, left_s)
         kept_out = [
             s for s in unfinished if s not in batch and s.request_id not in deferred and s.phase is not Phase.MOVING
-        ]  # fmt: skip
+        ]
         first_id = kept_out[0].request_id if kept_out else ""
         return unfinished, left_out("LS prefill", len(kept_out), last_refusal, first_id)
 
@@ -273,9 +280,13 @@ class OmniServePolicy(Policy):
     # -- bounds --------------------------------------------------------------------------------------------------
 
     def _best_effort_bound(
-        self, batch: Batch, s_be: TimeBound, decoding: Sequence[RequestState], unfinished: Sequence[RequestState],
+        self,
+        batch: Batch,
+        s_be: TimeBound,
+        decoding: Sequence[RequestState],
+        unfinished: Sequence[RequestState],
         begin_s: float,
-    ) -> TimeBound:  # fmt: skip
+    ) -> TimeBound:
         """Return what BE work may lengthen the step to: no TPOT or TTFT may suffer, nor a newcomer's (3.3.4)."""
         if batch.cost is None or self._ttft is None:
             return TimeBound()
@@ -462,10 +473,14 @@ class OmniServePolicy(Policy):
         """Return how many rows a step takes within the bound, and in how many seats."""
         assert batch.cost is not None
         return choose(
-            batch.cost, num_entries, joinable,
-            bound_s=bound_s, max_seats=self.limits.config.max_piggyback_seats, max_rows=self._max_rows,
+            batch.cost,
+            num_entries,
+            joinable,
+            bound_s=bound_s,
+            max_seats=self.limits.config.max_piggyback_seats,
+            max_rows=self._max_rows,
             be_work=self._be_work(batch),
-        )  # fmt: skip
+        )
 
     def put_piggyback(self, cost: StepCost, rows: HostRows) -> None:
         """Add the rows that were really taken: an entry without host blocks stays out."""

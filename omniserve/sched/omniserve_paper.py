@@ -76,9 +76,13 @@ class OmniServePaperPolicy(OmniServePolicy):
                 everything.add_chunk(other.num_computed_tokens, other.num_uncomputed_tokens, samples=True)
         step_s = everything.seconds()
         prediction = TTFTPrediction(
-            soonest_s=step_s, expected_s=step_s, idle_s=alone.seconds(), best_s=at_best.seconds(),
-            num_prompt_tokens=state.num_prompt_tokens, step_rows=everything.features.device_rows,
-        )  # fmt: skip
+            soonest_s=step_s,
+            expected_s=step_s,
+            idle_s=alone.seconds(),
+            best_s=at_best.seconds(),
+            num_prompt_tokens=state.num_prompt_tokens,
+            step_rows=everything.features.device_rows,
+        )
         waited_s = max(0.0, now_s - state.arrival_s) + (self.begin_s(now_s) - now_s)
         self._admission.scale(state, prediction)
         self._admission.judge(
@@ -87,9 +91,13 @@ class OmniServePaperPolicy(OmniServePolicy):
         return waited_s + step_s
 
     def _best_effort_bound(
-        self, batch: Batch, s_be: TimeBound, decoding: Sequence[RequestState], unfinished: Sequence[RequestState],
+        self,
+        batch: Batch,
+        s_be: TimeBound,
+        decoding: Sequence[RequestState],
+        unfinished: Sequence[RequestState],
         begin_s: float,
-    ) -> TimeBound:  # fmt: skip
+    ) -> TimeBound:
         """Return S_d, and no more than the prefill objective leaves LS prompts (3.3.4)."""
         if batch.cost is None:
             return TimeBound()

@@ -174,9 +174,16 @@ class SchedulerLimits:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, options: PolicyOptions, spec: ModelSpec, kv: KVManager, *, max_model_len: int,
-        late_layers: int, max_host_drafts: int = 0,
-    ) -> Self:  # fmt: skip
+        cls,
+        config: EngineConfig,
+        options: PolicyOptions,
+        spec: ModelSpec,
+        kv: KVManager,
+        *,
+        max_model_len: int,
+        late_layers: int,
+        max_host_drafts: int = 0,
+    ) -> Self:
         """Return the limits of an engine; ``options`` are its policy's, the others say what its device can."""
         has_checkpoints = options.checkpoint_kv or isinstance(kv, CanEvict)
         return cls(

@@ -62,9 +62,15 @@ class Prefixes:
     """
 
     def __init__(
-        self, kv: KVManager, side_work: SideWorkQueue, *, publishes_ahead: bool = True, max_saved_blocks: int = 0,
-        saves_early: bool = False, has_states: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        kv: KVManager,
+        side_work: SideWorkQueue,
+        *,
+        publishes_ahead: bool = True,
+        max_saved_blocks: int = 0,
+        saves_early: bool = False,
+        has_states: bool = False,
+    ) -> None:
         self._kv, self._side_work = kv, side_work
         self._mover = kv if isinstance(kv, CanMove) else None
         self._host = kv if isinstance(kv, KeepsPrefixesOnHost) else None
@@ -151,9 +157,8 @@ class Prefixes:
             return None
         prefix.num_shared = self._cache.num_used(keys)
         return self._cache.begin(
-            state.request_id, keys, state.num_tokens, reserve_blocks=reserve_blocks,
-            marks=state.kind is ServiceClass.LS,
-        )  # fmt: skip
+            state.request_id, keys, state.num_tokens, reserve_blocks=reserve_blocks, marks=state.kind is ServiceClass.LS
+        )
 
     def release(self, state: RequestState) -> None:
         """Free the KV of a DEVICE or HOST request that is preempted, so that as much of it as can be is found again."""
@@ -198,9 +203,13 @@ class Prefixes:
             return None
         host_keys = self._on_host(state)
         move = self._host.start_restoring_prefix(
-            state.request_id, keys, host_keys, state.num_tokens, reserve_blocks=reserve_blocks,
+            state.request_id,
+            keys,
+            host_keys,
+            state.num_tokens,
+            reserve_blocks=reserve_blocks,
             marks=state.kind is ServiceClass.LS,
-        )  # fmt: skip
+        )
         if move is None:
             return None
         prefix.num_found += len(host_keys)
@@ -232,7 +241,7 @@ class Prefixes:
             return
         move = self._host.start_saving_prefixes(
             num_ahead=self._num_ahead, max_blocks=max_blocks, reserve_blocks=reserve_blocks
-        )  # fmt: skip
+        )
         if move is not None:
             self._saving[move.move_id] = len(move.src_block_ids)
             self._side_work.expect(move.move_id, self._on_saved)

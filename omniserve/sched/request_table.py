@@ -59,9 +59,11 @@ class RequestTable:
         self.waiting: dict[ServiceClass, RequestQueue] = {LS: RequestQueue(self.hidden), BE: self.waiting_be}
         self.device = {c: RequestQueue(self.hidden) for c in ServiceClass}
         self.residents = HostResidents(
-            num_slots=limits.num_host_slots, num_layers=limits.num_layers, late_layers=limits.late_layers,
+            num_slots=limits.num_host_slots,
+            num_layers=limits.num_layers,
+            late_layers=limits.late_layers,
             hidden=self.hidden,
-        )  # fmt: skip
+        )
         self.moving: dict[int, tuple[RequestState, KVMove]] = {}
         self.abandoned_moves: set[int] = set()
         self.host_is_up = limits.num_host_slots > 0
@@ -77,10 +79,13 @@ class RequestTable:
         self.sharer = kv if isinstance(kv, CanShare) else None
         blocks_per_step = -(-limits.config.max_num_batched_tokens // kv.block_size)
         self.prefixes = Prefixes(
-            kv, self.side_work, publishes_ahead=not preempts,
-            max_saved_blocks=limits.num_host_slots and blocks_per_step, saves_early=limits.config.disk_kv.keep,
+            kv,
+            self.side_work,
+            publishes_ahead=not preempts,
+            max_saved_blocks=limits.num_host_slots and blocks_per_step,
+            saves_early=limits.config.disk_kv.keep,
             has_states=limits.num_state_slots > 0,
-        )  # fmt: skip
+        )
         # States stand where a request's last token left them: what is kept of its KV up to an earlier one is of no use.
         can_keep = isinstance(kv, CanEvict) and not limits.num_state_slots
         self._kept: KeptKV = PrefixesKept(self.prefixes)
@@ -89,9 +94,14 @@ class RequestTable:
         if isinstance(kv, CanEvict) and self.keeps_evicted:
             self._kept = EvictionsKept(kv)
         self.loads = KVLoads(
-            sources_of(limits.config, kv), kv, self.prefixes, self.side_work, limits.config, self.waiting,
+            sources_of(limits.config, kv),
+            kv,
+            self.prefixes,
+            self.side_work,
+            limits.config,
+            self.waiting,
             max_blocks=blocks_per_step,
-        )  # fmt: skip
+        )
         self._offloads = offloads
         self._draining: dict[int, RequestState] = {}
         wants_copies = (can_keep or offloads) and limits.num_host_slots > 0

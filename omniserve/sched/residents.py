@@ -326,9 +326,12 @@ class HostResidents:
 
     def _at_next_layer(self, away: AwayToken, draft_ids: tuple[int, ...]) -> AwayToken:
         return AwayToken(
-            position=away.position, layer=away.layer + 1, entered=away.entered, sent=self._num_steps,
+            position=away.position,
+            layer=away.layer + 1,
+            entered=away.entered,
+            sent=self._num_steps,
             draft_ids=draft_ids,
-        )  # fmt: skip
+        )
 
     def miss(self, state: RequestState, *, has_device_rows: bool) -> None:
         """Book that a token did not join at its layer: it stays away."""

@@ -17,14 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omniserve.core.errors import RequestRejected
-from omniserve.core.plan import (
-    PENDING_TOKEN,
-    DeviceChunk,
-    PiggybackEntry,
-    PiggybackJoin,
-    StepOutput,
-    StepPlan,
-)
+from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, PiggybackEntry, PiggybackJoin, StepOutput, StepPlan
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
 from omniserve.core.stats import SchedulerStats
 from omniserve.core.work import HostEvent
@@ -422,10 +415,15 @@ class Scheduler:
             self.policy.on_end(state)
             self.requests.end(state)
         return state.output(
-            tuple(token_ids), tuple(logprobs),
-            num_accepted_drafts=num_accepted, num_rejected_drafts=num_drafts - num_accepted,
-            prompt_logprobs=prompt_logprobs, reason=reason, stop_reason=stop_reason, now_s=now_s,
-        )  # fmt: skip
+            tuple(token_ids),
+            tuple(logprobs),
+            num_accepted_drafts=num_accepted,
+            num_rejected_drafts=num_drafts - num_accepted,
+            prompt_logprobs=prompt_logprobs,
+            reason=reason,
+            stop_reason=stop_reason,
+            now_s=now_s,
+        )
 
     def discount(self, output: RequestOutput, left: RequestOutput) -> None:
         """Do not count tokens of a step's output that a stop string has cut off: only ``left`` is of use."""

@@ -239,9 +239,15 @@ def fill(cost: StepCost, num_entries: int, ready: Sequence[int], *, seats: int, 
 
 
 def choose(
-    cost: StepCost, num_entries: int, ready: Sequence[int], *, bound_s: float, max_seats: int, max_rows: int,
+    cost: StepCost,
+    num_entries: int,
+    ready: Sequence[int],
+    *,
+    bound_s: float,
+    max_seats: int,
+    max_rows: int,
     be_work: float,
-) -> PiggybackPlan:  # fmt: skip
+) -> PiggybackPlan:
     """Return the piggyback rows that bring most best-effort work a second within the bound.
 
     Every seat costs a row of the dense halves in each layer, taken or not, so as many seats as the fullest layer wants

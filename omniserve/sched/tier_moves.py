@@ -53,9 +53,13 @@ class TierMoves:
     """
 
     def __init__(
-        self, requests: RequestTable, options: HostTierOptions, forecast: Forecast | None, *,
+        self,
+        requests: RequestTable,
+        options: HostTierOptions,
+        forecast: Forecast | None,
+        *,
         reserve: Callable[[RequestState], int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._requests = requests
         self._reserve = reserve if reserve is not None else requests.reserve_for_ls
         self._options = options

@@ -146,9 +146,12 @@ class TTFTPrediction:
     def later(self, seconds: float) -> TTFTPrediction:
         """Return the prediction if the request can only begin ``seconds`` later."""
         return dataclasses.replace(
-            self, soonest_s=self.soonest_s + seconds, expected_s=self.expected_s + seconds,
-            idle_s=self.idle_s + seconds, best_s=self.best_s + seconds,
-        )  # fmt: skip
+            self,
+            soonest_s=self.soonest_s + seconds,
+            expected_s=self.expected_s + seconds,
+            idle_s=self.idle_s + seconds,
+            best_s=self.best_s + seconds,
+        )
 
 
 class _Arrival(NamedTuple):
@@ -189,9 +192,15 @@ class TTFTEstimator:
             self._output_share += _OUTPUT_WEIGHT * (state.num_output_tokens / most - self._output_share)
 
     def predict(
-        self, new: RequestState, queue: LSQueue, now_s: float, *, has_best_effort: bool, host_works: bool,
+        self,
+        new: RequestState,
+        queue: LSQueue,
+        now_s: float,
+        *,
+        has_best_effort: bool,
+        host_works: bool,
         coming: Coming | None = None,
-    ) -> TTFTPrediction:  # fmt: skip
+    ) -> TTFTPrediction:
         """Predict for a request that arrives now, behind the prompts of the queue (3.3.3).
 
         ``coming``: KV that is copied to the device for it, unless it is there sooner by computing all.
@@ -199,18 +208,28 @@ class TTFTEstimator:
         if coming is not None:
             computed = self.predict(new, queue, now_s, has_best_effort=has_best_effort, host_works=host_works)
             copied = self._predict(
-                new, queue, now_s, new.num_ready_tokens + coming.num_tokens, has_best_effort=has_best_effort,
+                new,
+                queue,
+                now_s,
+                new.num_ready_tokens + coming.num_tokens,
+                has_best_effort=has_best_effort,
                 host_works=host_works,
-            ).later(coming.seconds)  # fmt: skip
+            ).later(coming.seconds)
             return min(computed, copied, key=lambda each: each.soonest_s)
         return self._predict(
             new, queue, now_s, new.num_ready_tokens, has_best_effort=has_best_effort, host_works=host_works
         )
 
     def _predict(
-        self, new: RequestState, queue: LSQueue, now_s: float, num_ready: int, *, has_best_effort: bool,
+        self,
+        new: RequestState,
+        queue: LSQueue,
+        now_s: float,
+        num_ready: int,
+        *,
+        has_best_effort: bool,
         host_works: bool,
-    ) -> TTFTPrediction:  # fmt: skip
+    ) -> TTFTPrediction:
         decodes = self._decodes(queue.decoding, host_works=host_works)
         bound_s = tpot_bound(queue.decoding, now_s, "step", LS_HEADROOM).seconds
         first_bound_s = max(bound_s, tpot_bound(queue.decoding, now_s, self._slack, LS_HEADROOM).seconds)

@@ -205,10 +205,7 @@ class ChatShape(AnswerShape):
         }
 
 
-ENDPOINTS: Mapping[str, type[AnswerShape]] = {
-    "/v1/completions": CompletionShape,
-    "/v1/chat/completions": ChatShape,
-}
+ENDPOINTS: Mapping[str, type[AnswerShape]] = {"/v1/completions": CompletionShape, "/v1/chat/completions": ChatShape}
 
 
 def _token_id_text(token_id: int) -> str:

@@ -61,9 +61,7 @@ def create_app(
         app.include_router(router)
     _answer_errors(app, service)
     document = openapi.document(
-        app.routes,
-        version=__version__,
-        is_guarded=lambda path: keys is not None and not is_free(path, guard_all),
+        app.routes, version=__version__, is_guarded=lambda path: keys is not None and not is_free(path, guard_all)
     )
 
     @app.get("/openapi.json", include_in_schema=False)
@@ -80,11 +78,7 @@ def create_app(
         app.add_middleware(Gate, ring=keys, guard_all=guard_all, on_refused=service.metrics.refused)
     if cors_origins:  # added last, so it is outermost: a browser asks without a key what it may send
         app.add_middleware(
-            CORSMiddleware,
-            allow_origins=cors_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["*"],
+            CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
         )
     if keys is None:
         app.add_middleware(

@@ -165,9 +165,12 @@ class ChatTemplate:
     ) -> str:
         self._compile()
         text: str = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tools=[dict(tool) for tool in tools] or None,
-            chat_template=self.source, tokenize=False, **options,
-        )  # fmt: skip
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            chat_template=self.source,
+            tokenize=False,
+            **options,
+        )
         return text
 
     def _compile(self) -> None:

@@ -121,9 +121,16 @@ class Choice:
     """
 
     def __init__(
-        self, index: int, request: Request, codec: TextCodec, *, slo: SLO, arrival_s: float, form: TextForm,
+        self,
+        index: int,
+        request: Request,
+        codec: TextCodec,
+        *,
+        slo: SLO,
+        arrival_s: float,
+        form: TextForm,
         echo: str | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.index = index
         self.request = request
         self.times = Times(arrival_s)

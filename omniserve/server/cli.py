@@ -40,9 +40,7 @@ ENVIRONMENT_PREFIX = "OMNISERVE_"
 _NO_SETTINGS = ("help", "config", "print_config")
 _FILE_OR_ENVIRONMENT = ("config_file", "environment_variables")
 _FLAGS_ALONE = ("--help", "--print-config")
-OTHER_VARIABLES = (
-    "OMNISERVE_ISA", "OMNISERVE_RANK_SECRET", "OMNISERVE_CPU_HOST_SECRET", "OMNISERVE_PREFILL_SECRET",
-)  # fmt: skip
+OTHER_VARIABLES = ("OMNISERVE_ISA", "OMNISERVE_RANK_SECRET", "OMNISERVE_CPU_HOST_SECRET", "OMNISERVE_PREFILL_SECRET")
 """Variables that are no settings of the server, but are read here or by the programs that it works with."""
 # Where a service is called omniserve, Kubernetes tells each container where that is.
 _OF_KUBERNETES = re.compile(r"OMNISERVE_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_\w+)")
@@ -99,9 +97,16 @@ class ServerOptions:
 
 
 _FIELDS = (
-    "chat_template", "generation_config", "host", "port", "guard_all", "unknown_fields", "otlp_endpoint", "log_level",
+    "chat_template",
+    "generation_config",
+    "host",
+    "port",
+    "guard_all",
+    "unknown_fields",
+    "otlp_endpoint",
+    "log_level",
     "log_format",
-)  # fmt: skip
+)
 _BATCH_FIELDS = ("data_dir", "database_url")
 
 

@@ -267,7 +267,9 @@ class RequestLog:
             )
         access_logger.info(
             "%s %s: %s",
-            method, path, status,
+            method,
+            path,
+            status,
             extra={
                 "method": method,
                 "path": path,
@@ -276,4 +278,4 @@ class RequestLog:
                 "key": None if caller is None else caller.name,
                 "call_id": None if outputs is None else outputs.job.call_id,
             },
-        )  # fmt: skip
+        )

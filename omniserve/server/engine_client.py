@@ -203,8 +203,9 @@ class EngineClient:
                 logger.error(
                     "the engine process %s did not end within %g s after it was killed: it hangs in a call of the "
                     "kernel, as a rule of the GPU's driver, and keeps its memory",
-                    self._process.pid, _KILL_S,
-                )  # fmt: skip
+                    self._process.pid,
+                    _KILL_S,
+                )
         if not self.stopped.is_set():
             await self._die("the server closed the engine")
         if self._asking is not None:

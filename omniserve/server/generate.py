@@ -62,9 +62,13 @@ async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -
     async with take_body(http, service.bodies) as body:
         default_tier = http.headers.get(_SERVICE_TIER_HEADER)
         read = functools.partial(
-            parse, endpoint.request_kind, body, service.unknown_fields, default_tier=default_tier,
+            parse,
+            endpoint.request_kind,
+            body,
+            service.unknown_fields,
+            default_tier=default_tier,
             defaults=service.defaults.fields,
-        )  # fmt: skip
+        )
         request = read() if len(body) <= _MAX_INLINE_BODY else await asyncio.to_thread(read)
         request = caller_of(http).limited(request, service.info.classes)
         service.check_model(request.model)
@@ -123,10 +127,7 @@ class ClientGone(Exception):
 
 
 async def or_disconnect(
-    receive: Receive,
-    work: Coroutine[Any, Any, T],
-    *,
-    patience_s: Callable[[], float | None] = lambda: None,
+    receive: Receive, work: Coroutine[Any, Any, T], *, patience_s: Callable[[], float | None] = lambda: None
 ) -> T:
     """Do ``work`` while the client is there.
 

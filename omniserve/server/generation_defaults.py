@@ -19,11 +19,25 @@ FILE_NAME = "generation_config.json"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that have the same names in the file and in requests."""
 _NOT_HONOURED = (
-    "bad_words_ids", "begin_suppress_tokens", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
-    "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
-    "guidance_scale", "min_length", "min_new_tokens", "no_repeat_ngram_size", "num_beams", "sequence_bias",
-    "suppress_tokens", "top_h", "typical_p",
-)  # fmt: skip
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "guidance_scale",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "sequence_bias",
+    "suppress_tokens",
+    "top_h",
+    "typical_p",
+)
 """Fields that would change answers, too, but that no request can ask for here."""
 
 
@@ -93,11 +107,7 @@ def _read(path: Path, *, with_ends: bool) -> GenerationDefaults:
     fields = {name: values[name] for name in _SAMPLING if name in values}
     max_tokens, stop = values.get("max_new_tokens"), values.get("stop_strings", [])
     eos = values.get("eos_token_id", []) if with_ends else []
-    ends = {
-        "max_tokens": max_tokens,
-        "stop": stop,
-        "stop_token_ids": [eos] if isinstance(eos, int) else eos,
-    }
+    ends = {"max_tokens": max_tokens, "stop": stop, "stop_token_ids": [eos] if isinstance(eos, int) else eos}
     try:
         request = validate(
             CompletionRequest,

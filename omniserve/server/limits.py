@@ -72,9 +72,12 @@ class Limits:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             may_be_0 = field.name in (
-                "shutdown_timeout_s", "engine_restarts", "profile_start_s", "best_effort_stream_interval_s",
+                "shutdown_timeout_s",
+                "engine_restarts",
+                "profile_start_s",
+                "best_effort_stream_interval_s",
                 "stream_comment_interval_s",
-            )  # fmt: skip
+            )
             if value is not None and not (math.isfinite(value) and (value > 0 or (may_be_0 and value == 0))):
                 raise ValueError(f"{field.name} must be a number {'>=' if may_be_0 else '>'} 0, got {value}")
 

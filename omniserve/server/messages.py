@@ -81,8 +81,7 @@ def _tool_choice(value: Any) -> Any:
 ToolChoice = Annotated[
     Any,
     BeforeValidator(
-        _tool_choice,
-        json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice,
+        _tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice
     ),
 ]
 """``none``, ``auto``, ``required``, a NamedTool or an AllowedToolChoice."""

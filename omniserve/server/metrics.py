@@ -20,13 +20,61 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=GaugeMetricFamily | CounterMetricFamily)
 
 _TTFT_BUCKETS_S = (
-    0.01, 0.015, 0.025, 0.035, 0.05, 0.07, 0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64
-)  # fmt: skip
+    0.01,
+    0.015,
+    0.025,
+    0.035,
+    0.05,
+    0.07,
+    0.1,
+    0.15,
+    0.25,
+    0.35,
+    0.5,
+    0.7,
+    1,
+    1.5,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    16,
+    32,
+    64,
+)
 _TTFT_ERROR_BUCKETS_S = (-4, -1, -0.5, -0.25, -0.1, -0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 4, 16)
 _TPOT_BUCKETS_S = (
-    0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.05, 0.06, 0.07, 0.08, 0.1,
-    0.12, 0.15, 0.2, 0.25, 0.3, 0.4, 0.6, 0.8, 1.6, 5,
-)  # fmt: skip
+    0.002,
+    0.003,
+    0.004,
+    0.005,
+    0.006,
+    0.008,
+    0.01,
+    0.015,
+    0.02,
+    0.025,
+    0.03,
+    0.035,
+    0.04,
+    0.05,
+    0.06,
+    0.07,
+    0.08,
+    0.1,
+    0.12,
+    0.15,
+    0.2,
+    0.25,
+    0.3,
+    0.4,
+    0.6,
+    0.8,
+    1.6,
+    5,
+)
 _ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.4, 0.8, 1.6, 5, 20)
 _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -50,10 +98,7 @@ class ServerMetrics:
         tpot_buckets = _with_bounds(_TPOT_BUCKETS_S, [slo.tpot_s for slo in objectives])
         self._ttft = _histogram(registry, "ttft", "HTTP request to first token", ttft_buckets)
         self._predicted_ttft = _histogram(
-            registry,
-            "ttft_predicted",
-            "What admission control predicted for HTTP request to first token",
-            ttft_buckets,
+            registry, "ttft_predicted", "What admission control predicted for HTTP request to first token", ttft_buckets
         )
         self._ttft_error = _histogram(
             registry, "ttft_prediction_error", "Time to first token minus its prediction", _TTFT_ERROR_BUCKETS_S
@@ -186,9 +231,7 @@ class _EngineCollector(Collector):
         yield _gauge("state_slots_used", "Requests that hold recurrent states", s.state_slots_used)
         yield _gauge("state_slots", "Requests that can hold recurrent states", s.state_slots_total)
         yield _gauge(
-            "host_healthy",
-            "1 while the host tier has a living thread and gets on with its work",
-            int(s.host_healthy),
+            "host_healthy", "1 while the host tier has a living thread and gets on with its work", int(s.host_healthy)
         )
         if s.cpu_hosts:
             of_host, hosts = ["cpu_host"], s.cpu_hosts.items()

@@ -227,7 +227,7 @@ class GenerationRequest(StrictModel):
                 Field(max_length=MAX_BIASED_TOKENS),
             ],
         ),
-    ] = Field([])  # fmt: skip
+    ] = Field([])
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
     service_tier: str = "auto"
@@ -349,11 +349,28 @@ class CompletionRequest(GenerationRequest):
         return self.n if self.best_of is None else self.best_of
 
 
-RESERVED_VARIABLES = frozenset({
-    "self", "conversation", "conversations", "messages", "tools", "documents", "chat_template",
-    "add_generation_prompt", "continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation",
-    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
-})  # fmt: skip
+RESERVED_VARIABLES = frozenset(
+    {
+        "self",
+        "conversation",
+        "conversations",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
 """Names that ``apply_chat_template`` of transformers has for arguments of its own, and those of other fields."""
 
 
@@ -452,9 +469,13 @@ _NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 
 
 def parse(
-    kind: type[R], body: bytes, unknown: UnknownFields, *, default_tier: str | None = None,
+    kind: type[R],
+    body: bytes,
+    unknown: UnknownFields,
+    *,
+    default_tier: str | None = None,
     defaults: Mapping[str, Any] = _NO_DEFAULTS,
-) -> R:  # fmt: skip
+) -> R:
     """Return what a request's body asks for.
 
     ``default_tier`` is the ``service_tier`` of one that brings none, ``defaults`` are values of other fields that it

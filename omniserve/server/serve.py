@@ -87,10 +87,15 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
     logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
     keys = options.keys.keys if options.keys is not None else ()
     return Service(
-        engine=engine, info=info, codec=codec, model_name=options.model_name, limits=options.limits,
+        engine=engine,
+        info=info,
+        codec=codec,
+        model_name=options.model_name,
+        limits=options.limits,
         private_callers=frozenset(key.name for key in keys if key.private_prefixes),
-        unknown_fields=UnknownFields(refuse=options.unknown_fields == "refuse"), defaults=defaults,
-    )  # fmt: skip
+        unknown_fields=UnknownFields(refuse=options.unknown_fields == "refuse"),
+        defaults=defaults,
+    )
 
 
 class _Main:

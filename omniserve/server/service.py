@@ -34,10 +34,17 @@ class Service:
     """A model behind the API; its engine has been started."""
 
     def __init__(
-        self, *, engine: EngineSupervisor, info: EngineInfo, codec: TextCodec, model_name: str, limits: Limits,
-        private_callers: frozenset[str] = frozenset(), unknown_fields: UnknownFields | None = None,
+        self,
+        *,
+        engine: EngineSupervisor,
+        info: EngineInfo,
+        codec: TextCodec,
+        model_name: str,
+        limits: Limits,
+        private_callers: frozenset[str] = frozenset(),
+        unknown_fields: UnknownFields | None = None,
         defaults: GenerationDefaults | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.engine = engine
         self.info = info
         self.codec = codec
@@ -121,9 +128,13 @@ class Service:
             messages = [message.for_template() for message in request.messages]
             tools = [tool.for_template() for tool in request.offered_tools]
             prompt = await self.codec.encode_chat(
-                messages, tools=tools, options=request.template_options,
-                add_special_tokens=request.add_special_tokens, is_urgent=is_urgent, most=most,
-            )  # fmt: skip
+                messages,
+                tools=tools,
+                options=request.template_options,
+                add_special_tokens=request.add_special_tokens,
+                is_urgent=is_urgent,
+                most=most,
+            )
             return [prompt]
         assert isinstance(request, CompletionRequest)
         _check_none_empty(request, request.prompt)

@@ -119,8 +119,11 @@ class EngineSupervisor:
                 num_starts += 1
                 logger.error(
                     "the engine has stopped: %s; start %d of %d in %g s",
-                    self.failure, num_starts, self._max_restarts, pause_s,
-                )  # fmt: skip
+                    self.failure,
+                    num_starts,
+                    self._max_restarts,
+                    pause_s,
+                )
                 self._expected_back_s = time.monotonic() + pause_s + self._start_s
                 await self._close_open()
                 if await self._is_kept_down_within(pause_s):

@@ -132,9 +132,15 @@ class TextCodec:
         return await self._lane(size, is_urgent).run(self._encode_all, texts, add_special_tokens, most)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (),
-        options: Mapping[str, Any], add_special_tokens: bool = False, is_urgent: bool = False, most: int | None = None,
-    ) -> list[int]:  # fmt: skip
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any],
+        add_special_tokens: bool = False,
+        is_urgent: bool = False,
+        most: int | None = None,
+    ) -> list[int]:
         """Return the token ids of a chat.
 
         Args:
@@ -182,14 +188,23 @@ class TextCodec:
         return await self._best_effort_lane.run(lambda: [self._token_text(i) for i in token_ids])
 
     def detokenizer(
-        self, stop: Sequence[str], *, skip_special_tokens: bool = True, min_tokens: int = 0, include_stop: bool = False,
+        self,
+        stop: Sequence[str],
+        *,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+        include_stop: bool = False,
         shown: Collection[int] = (),
-    ) -> Detokenizer:  # fmt: skip
+    ) -> Detokenizer:
         """Return a detokenizer for one output; see ``Detokenizer``."""
         return Detokenizer(
-            self._tokenizer, tuple(stop), skip_special_tokens, min_tokens=min_tokens, include_stop=include_stop,
+            self._tokenizer,
+            tuple(stop),
+            skip_special_tokens,
+            min_tokens=min_tokens,
+            include_stop=include_stop,
             shown=shown,
-        )  # fmt: skip
+        )
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:

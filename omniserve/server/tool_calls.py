@@ -48,7 +48,7 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 def calls_grammar(
     schemas: Mapping[str, Mapping[str, Any]], *, free_text: bool, several: bool, special: SpecialTokens
-) -> str:  # fmt: skip
+) -> str:
     """Return the grammar of an answer that calls tools, each with arguments of its schema.
 
     Args:

@@ -44,7 +44,11 @@ def open_traces(endpoint: str | None, *, model_name: str) -> OtlpTraces | None:
     try:
         from omniserve.server.otlp import OtlpTraces
     except ImportError as error:
-        logger.warning("%s asks for traces, but there will be none without %s (%s)",
-                       next(name for name in _ENDPOINT_VARIABLES if os.environ.get(name)), _INSTALL, error)  # fmt: skip
+        logger.warning(
+            "%s asks for traces, but there will be none without %s (%s)",
+            next(name for name in _ENDPOINT_VARIABLES if os.environ.get(name)),
+            _INSTALL,
+            error,
+        )
         return None
     return OtlpTraces(endpoint, model_name=model_name)

@@ -95,16 +95,30 @@ class AnalyticDevice(Predictor):
     """
 
     term_names = (
-        "dense", "prefill attention", "decode attention", "tensor parallel", "piggyback", "pipelined rows",
-        "waiting for the host", "pipeline parallel", "head", "step overhead", "request overhead",
-    )  # fmt: skip
+        "dense",
+        "prefill attention",
+        "decode attention",
+        "tensor parallel",
+        "piggyback",
+        "pipelined rows",
+        "waiting for the host",
+        "pipeline parallel",
+        "head",
+        "step overhead",
+        "request overhead",
+    )
     layer_terms = slice(0, 7)
     attention_terms = (1, 2)
 
     def __init__(
-        self, model: ModelDims, device: DeviceSpec, count: int = 1, *, num_stages: int = 1,
+        self,
+        model: ModelDims,
+        device: DeviceSpec,
+        count: int = 1,
+        *,
+        num_stages: int = 1,
         hosts: Sequence[HostNode] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         if model.num_heads % count:
             raise ValueError(f"{model.name} has {model.num_heads} heads, which {count} devices cannot share evenly")
         if not 1 <= num_stages <= model.num_layers:
@@ -117,9 +131,11 @@ class AnalyticDevice(Predictor):
         width, hidden, size = heads * model.head_size, model.hidden_size, model.head_size
         # (columns, rows) of each projection's weight on one device.
         self._products = (
-            ((heads + 2 * kv_heads) * size, hidden), (hidden, width), (model.up_size // count, hidden),
+            ((heads + 2 * kv_heads) * size, hidden),
+            (hidden, width),
+            (model.up_size // count, hidden),
             (hidden, model.intermediate_size // count),
-        )  # fmt: skip
+        )
         # Bytes that elementwise kernels read and write a row: two norms, two additions, rotary, activation.
         self._row_bytes = _BYTES * (
             7 * hidden + (model.up_size + model.intermediate_size) / count + 2 * (heads + kv_heads) * size
@@ -158,9 +174,12 @@ class AnalyticDevice(Predictor):
             second_s = self.dense_layer_s(behind) + 2 * self._reduce(behind) if behind else 0.0
             second = f.pipelined_layers * (second_s + eff.piggyback_layer_s + self._piggyback_row_s * n)
             waiting = f.pipelined_layers * pipeline_wait_s(
-                f, self._host, dense_s=(dense + reducing + piggyback) / layers, attention_s=(prefill + decode) / layers,
+                f,
+                self._host,
+                dense_s=(dense + reducing + piggyback) / layers,
+                attention_s=(prefill + decode) / layers,
                 second_s=second_s,
-            )  # fmt: skip
+            )
         return (
             dense,
             prefill,
@@ -196,9 +215,16 @@ class AnalyticDevice(Predictor):
 
 
 def analytic_machine(
-    model: ModelDims, device: DeviceSpec, count: int = 1, *, num_stages: int = 1, hosts: tuple[HostSpec, ...] = (),
-    host_share: float = HOST_SHARE, late_layers: int | None = None, num_prefill_engines: int = 0,
-) -> Machine:  # fmt: skip
+    model: ModelDims,
+    device: DeviceSpec,
+    count: int = 1,
+    *,
+    num_stages: int = 1,
+    hosts: tuple[HostSpec, ...] = (),
+    host_share: float = HOST_SHARE,
+    late_layers: int | None = None,
+    num_prefill_engines: int = 0,
+) -> Machine:
     """Return a machine of data sheets.
 
     Args:

@@ -60,9 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="stages, each of the devices of --device",
     )
     machine.add_argument(
-        "--prefill-engines", type=_whole(0), default=0, metavar="N",
+        "--prefill-engines",
+        type=_whole(0),
+        default=0,
+        metavar="N",
         help="more machines with the same devices and a host, which compute prompts",
-    )  # fmt: skip
+    )
     machine.add_argument("--profile", type=Path, metavar="FILE", help="a profile of python -m omniserve.profile")
     machine.add_argument(
         "--calibrate-from",
@@ -83,10 +86,12 @@ def build_parser() -> argparse.ArgumentParser:
     load = parser.add_argument_group("load")
     load.add_argument("--ls-rate", type=_rates, metavar="R,R", help="latency-sensitive requests a second")
     load.add_argument(
-        "--trace", type=Path, metavar="FILE",
+        "--trace",
+        type=Path,
+        metavar="FILE",
         help="LS requests: CSV with arrival_s,input_tokens,output_tokens, or a .jsonl of Mooncake's form; with "
         "hash_ids in it, prompts begin alike, and there is a prefix cache",
-    )  # fmt: skip
+    )
     load.add_argument("--hash-tokens", type=int, default=512, help="tokens of one of the hash_ids (default: 512)")
     load.add_argument("--ls-lengths", metavar="L", help="IN:OUT, lognormal:IN:OUT[:SIGMA] or CSV (default: 512:128)")
     load.add_argument("--arrivals", default="poisson", metavar="A", help="poisson, gamma:CV or square:RATIO:PERIOD_S")
@@ -110,9 +115,13 @@ def build_parser() -> argparse.ArgumentParser:
     engine.add_argument("--device-kv-gb", type=_positive, help="KV pool of all devices (default: what they have left)")
     engine.add_argument("--host-kv-gb", type=_not_negative, help="KV pool of all hosts (default: most of their memory)")
     engine.add_argument(
-        "--scheduler-option", action="append", type=named_value, default=[], metavar="NAME=VALUE",
+        "--scheduler-option",
+        action="append",
+        type=named_value,
+        default=[],
+        metavar="NAME=VALUE",
         help="an option of policies, such as slack=step, for those that have it; repeat it",
-    )  # fmt: skip
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--no-plan", action="store_true", help="the table only")
     output.add_argument(
@@ -162,9 +171,13 @@ class _Program:
         trace_rate = self._scenario.trace_rate
         self._rates: list[float] = args.ls_rate or [trace_rate if trace_rate is not None else 1.0]
         self._bar = tqdm(
-            total=0.0, unit="s", disable=None, leave=False, file=sys.stderr,
+            total=0.0,
+            unit="s",
+            disable=None,
+            leave=False,
+            file=sys.stderr,
             bar_format="{percentage:3.0f}% |{bar:30}| {elapsed} {desc}",
-        )  # fmt: skip
+        )
 
     def run(self) -> None:
         args = self._args
@@ -174,8 +187,10 @@ class _Program:
             for rate in self._rates:
                 rows.append(Row(scheduler=name, rate=rate, result=self._simulate(name, rate, minutes)))
         self._bar.close()
-        print(f"{args.model} on {self._machine.name}, {minutes:g} simulated minutes; TTFT {args.slo.ttft_s} s, "
-              f"TPOT {args.slo.tpot_s} s")  # fmt: skip
+        print(
+            f"{args.model} on {self._machine.name}, {minutes:g} simulated minutes; TTFT {args.slo.ttft_s} s, "
+            f"TPOT {args.slo.tpot_s} s"
+        )
         if self._calibration is not None:
             print(f"calibrated: {self._calibration}")
         print(table(rows))
@@ -212,9 +227,10 @@ class _Program:
             if self._scenario.has_best_effort:
                 alone = highest_rate(lambda rate: meets(rate, best_effort=False), max(best, start), least=least)
         print(f"\nplan for {name} ({minutes:g} minutes each, {args.target:.0%} of LS requests in their SLO):")
-        print(f"  highest LS rate: {best:.3g} requests/s" + (
-            f"; {alone:.3g} without best-effort work" if self._scenario.has_best_effort else ""
-        ))  # fmt: skip
+        print(
+            f"  highest LS rate: {best:.3g} requests/s"
+            + (f"; {alone:.3g} without best-effort work" if self._scenario.has_best_effort else "")
+        )
         if best == 0.0:
             print("  the objectives cannot be met at any rate: relax the SLO, or take faster devices")
             return []
@@ -240,9 +256,15 @@ class _Program:
         return rows
 
     def _simulate(
-        self, name: str, rate: float, minutes: float, *, best_effort: bool = True, machine: Machine | None = None,
+        self,
+        name: str,
+        rate: float,
+        minutes: float,
+        *,
+        best_effort: bool = True,
+        machine: Machine | None = None,
         slots: int | None = None,
-    ) -> Result:  # fmt: skip
+    ) -> Result:
         machine = machine or self._machine
         config = SimulationConfig(
             machine=machine if self._calibration is None else self._calibration.apply(machine),
@@ -277,9 +299,13 @@ class _Program:
         count, device = find_devices(args.device)
         num_hosts, host = find_hosts(args.hosts) if args.hosts is not None else (0, find_hosts(_PLAN_HOST)[1])
         return analytic_machine(
-            model, device, count, hosts=(host,) * (num_hosts + more_hosts), num_stages=args.pipeline_parallel_size,
+            model,
+            device,
+            count,
+            hosts=(host,) * (num_hosts + more_hosts),
+            num_stages=args.pipeline_parallel_size,
             num_prefill_engines=args.prefill_engines,
-        )  # fmt: skip
+        )
 
     def _config(self, name: str, machine: Machine, slots: int | None = None) -> EngineConfig:
         args = self._args

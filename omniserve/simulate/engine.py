@@ -41,11 +41,16 @@ class SimulatedEngine:
     """
 
     def __init__(
-        self, machine: Machine, config: EngineConfig, chances: Chances, *, caches_prefixes: bool,
+        self,
+        machine: Machine,
+        config: EngineConfig,
+        chances: Chances,
+        *,
+        caches_prefixes: bool,
         prefills: PrefillPeers | None = None,
         arrivals: Callable[[float, float], Iterable[Arrival]] = lambda after_s, now_s: (),
         on_step: Callable[[StepRecord], object] = lambda step: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         _check(machine, config)
         self._config, self._chances, self._on_step = config, chances, on_step
         policy, options = policy_of(config)
@@ -57,36 +62,50 @@ class SimulatedEngine:
         if caches_prefixes:
             caches = prefix_settings(config, spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks)
         self.kv: KVManager = KV_MANAGERS.get(config.kv)(
-            num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size,
-            **caches,
-        )  # fmt: skip
+            num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size, **caches
+        )
         self.tier = _host_tier(machine, config, self.kv, num_host_blocks)
         limits = SchedulerLimits.of(
-            config, options, spec, self.kv, max_model_len=max_model_len(config, spec),
+            config,
+            options,
+            spec,
+            self.kv,
+            max_model_len=max_model_len(config, spec),
             late_layers=machine.late_layers if num_stages == 1 else 0,
             max_host_drafts=MAX_DRAFTS if num_host_blocks and chances.drafts_right else 0,
-        )  # fmt: skip
+        )
         self._corrected = _corrected(machine, chances)
         forecast = Forecast(
-            self._corrected or machine.forecast, machine.shape, host_has_own_cores=machine.host_has_own_cores,
+            self._corrected or machine.forecast,
+            machine.shape,
+            host_has_own_cores=machine.host_has_own_cores,
             host=host_speed_of(machine.hosts),
-        )  # fmt: skip
+        )
         scheduler = Scheduler
         if num_stages > 1:
             from omniserve.sched.stages import StagedScheduler as scheduler
         self.scheduler = scheduler(
             policy, options, limits=limits, kv=self.kv, forecast=forecast, drafter_of=self._drafter
-        )  # fmt: skip
+        )
         self.runner = SimulatedRunner(
-            machine, self.tier, chances, prefills=prefills, num_stages=num_stages,
+            machine,
+            self.tier,
+            chances,
+            prefills=prefills,
+            num_stages=num_stages,
             must_leave=_must_leave(self.scheduler, config, arrivals) if options.preempts else None,
             keeps_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
-        )  # fmt: skip
+        )
         self._outputs = OutputCollector(tokenizer=None)
         self.stepper = Stepper(
-            scheduler=self.scheduler, runner=self.runner, outputs=self._outputs, record=self._record,
-            clock=lambda: self.runner.now_s, depth=num_stages, side_by_side=num_stages > 1,
-        )  # fmt: skip
+            scheduler=self.scheduler,
+            runner=self.runner,
+            outputs=self._outputs,
+            record=self._record,
+            clock=lambda: self.runner.now_s,
+            depth=num_stages,
+            side_by_side=num_stages > 1,
+        )
         self.num_steps = 0
         """Counter: steps that computed something."""
         self.max_model_len, self.pool_tokens = limits.max_model_len, num_device_blocks * config.block_size
@@ -176,6 +195,10 @@ def _host_tier(machine: Machine, config: EngineConfig, kv: KVManager, num_blocks
     if not num_blocks:
         return None
     return SimulatedHostTier(
-        machine.hosts, machine.copies, machine.spec, config.block_size, num_blocks=num_blocks,
+        machine.hosts,
+        machine.copies,
+        machine.spec,
+        config.block_size,
+        num_blocks=num_blocks,
         held=lambda request_id: kv.num_held(request_id, Tier.HOST),
-    )  # fmt: skip
+    )

@@ -93,9 +93,15 @@ class SimulatedHostTier:
     """
 
     def __init__(
-        self, nodes: Sequence[HostNode], copies: Copies, spec: ModelSpec, block_size: int, *, num_blocks: int,
+        self,
+        nodes: Sequence[HostNode],
+        copies: Copies,
+        spec: ModelSpec,
+        block_size: int,
+        *,
+        num_blocks: int,
         held: Callable[[str], int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not nodes:
             raise ValueError("a host tier needs at least one host")
         self._nodes = tuple(nodes)

@@ -117,10 +117,8 @@ def machine_of_profile(
         device=device,
         forecast=forecast,
         hosts=hosts,
-        copies=Copies(
-            to_host=profile.copy_to_host, to_device=profile.copy_to_device, by_host_threads=not own_cores
-        ),
+        copies=Copies(to_host=profile.copy_to_host, to_device=profile.copy_to_device, by_host_threads=not own_cores),
         host_has_own_cores=own_cores,
         num_stages=num_stages,
         late_layers=late_layers(spec.num_layers, device_looks=own_cores, has_between=spec.state_bytes > 0),
-    )  # fmt: skip
+    )

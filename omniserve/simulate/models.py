@@ -31,9 +31,15 @@ class ModelDims:
 
     def __post_init__(self) -> None:
         for name in (
-            "num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "vocab_size",
-            "max_model_len", "head_size",
-        ):  # fmt: skip
+            "num_layers",
+            "hidden_size",
+            "num_heads",
+            "num_kv_heads",
+            "intermediate_size",
+            "vocab_size",
+            "max_model_len",
+            "head_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} of model {self.name} must be >= 1, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
@@ -76,9 +82,16 @@ def _dims(
     name: str, layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: int, length: int, **more: Any
 ) -> ModelDims:
     return ModelDims(
-        name=name, num_layers=layers, hidden_size=hidden, num_heads=heads, num_kv_heads=kv_heads,
-        intermediate_size=mlp, vocab_size=vocab, max_model_len=length, **more,
-    )  # fmt: skip
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        intermediate_size=mlp,
+        vocab_size=vocab,
+        max_model_len=length,
+        **more,
+    )
 
 
 MODELS = {

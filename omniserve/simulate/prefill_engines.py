@@ -119,10 +119,13 @@ class _Engine:
     def _begin(self, prefill: RemotePrefill, sent_s: float, tell: _Tell) -> None:
         request_id = f"prefill-{prefill.move_id}"
         request = Request(
-            prompt_token_ids=prefill.token_ids, request_id=request_id, cache_salt=prefill.cache_salt,
-            sampling=SamplingParams(max_tokens=1, ignore_eos=True), service_class=prefill.service_class,
+            prompt_token_ids=prefill.token_ids,
+            request_id=request_id,
+            cache_salt=prefill.cache_salt,
+            sampling=SamplingParams(max_tokens=1, ignore_eos=True),
+            service_class=prefill.service_class,
             slo=SLO(ttft_s=prefill.ttft_s),
-        )  # fmt: skip
+        )
         count = len(prefill.token_ids) // self._block_size
         keys = PrefixKeys(self._block_size, salt=prefill.cache_salt).up_to(prefill.token_ids, count)[:count]
         kind = self._kinds[prefill.service_class]
@@ -196,11 +199,12 @@ class SimulatedPrefillEngines:
         for number, node in enumerate(machine.prefill_engines, 1):
             own = node.machine
             settings = node.config or dataclasses.replace(
-                config, parallel=ParallelConfig(pipeline_parallel_size=own.num_stages),
+                config,
+                parallel=ParallelConfig(pipeline_parallel_size=own.num_stages),
                 prefill=PrefillConfig(is_prefill_engine=True),
                 device_kv_bytes=own.device_kv_bytes or config.device_kv_bytes,
                 host_kv_bytes=own.host_kv_bytes or config.host_kv_bytes,
-            )  # fmt: skip
+            )
             if settings.block_size != config.block_size:
                 raise ValueError(
                     f"a prefill engine has block_size={settings.block_size}, and the engine that asks it "

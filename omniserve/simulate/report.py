@@ -34,16 +34,26 @@ def table(rows: Sequence[Row]) -> str:
     has_peers = any(each.prefilled_share for row in rows for each in row.result.classes.values())
     for row in rows:
         result, ls, be = row.result, row.result.classes["LS"], row.result.classes["BE"]
-        cells.append({
-            "scheduler": row.scheduler + (f", {row.variant}" if row.variant else ""), "LS/s": f"{row.rate:.3g}",
-            "SLO": _share(ls.attainment), "TTFT": _share(ls.ttft_attainment), "TPOT": _share(ls.tpot_attainment),
-            "TTFT p50": _number(ls.ttft_p50_s, 2), "p99 s": _number(ls.ttft_p99_s, 2),
-            "TPOT p50": _number(1e3 * ls.tpot_p50_s, 1), "p99 ms": _number(1e3 * ls.tpot_p99_s, 1),
-            "goodput/s": f"{ls.goodput:.2f}", "rejected": str(ls.num_rejected),
-            "BE out/s": f"{be.output_tokens_per_s:.0f}", "BE in/s": f"{be.prompt_tokens_per_s:.0f}",
-            "on host": f"{result.host_share:.0%}", "hosts busy": f"{result.host_tier_busy:.0%}",
-            "preempted": str(result.preemptions),
-        })  # fmt: skip
+        cells.append(
+            {
+                "scheduler": row.scheduler + (f", {row.variant}" if row.variant else ""),
+                "LS/s": f"{row.rate:.3g}",
+                "SLO": _share(ls.attainment),
+                "TTFT": _share(ls.ttft_attainment),
+                "TPOT": _share(ls.tpot_attainment),
+                "TTFT p50": _number(ls.ttft_p50_s, 2),
+                "p99 s": _number(ls.ttft_p99_s, 2),
+                "TPOT p50": _number(1e3 * ls.tpot_p50_s, 1),
+                "p99 ms": _number(1e3 * ls.tpot_p99_s, 1),
+                "goodput/s": f"{ls.goodput:.2f}",
+                "rejected": str(ls.num_rejected),
+                "BE out/s": f"{be.output_tokens_per_s:.0f}",
+                "BE in/s": f"{be.prompt_tokens_per_s:.0f}",
+                "on host": f"{result.host_share:.0%}",
+                "hosts busy": f"{result.host_tier_busy:.0%}",
+                "preempted": str(result.preemptions),
+            }
+        )
         if has_cache:
             cells[-1] |= {"LS found": f"{ls.cached_share:.0%}", "BE": f"{be.cached_share:.0%}"}
         if has_peers:

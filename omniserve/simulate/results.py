@@ -130,9 +130,15 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def summarise(
-    requests: Iterable[RequestResult], slo: SLO, *, duration_s: float, output_tokens: int, prompt_tokens: int,
-    cached_tokens: int = 0, prefilled_tokens: int = 0,
-) -> ClassResult:  # fmt: skip
+    requests: Iterable[RequestResult],
+    slo: SLO,
+    *,
+    duration_s: float,
+    output_tokens: int,
+    prompt_tokens: int,
+    cached_tokens: int = 0,
+    prefilled_tokens: int = 0,
+) -> ClassResult:
     """Return the figures of one class.
 
     Args:

@@ -122,10 +122,14 @@ class _Run:
             prefills = SimulatedPrefillEngines(config.machine, settings, seed=config.seed)
             settings = dataclasses.replace(settings, prefill=asking)
         self._engine = SimulatedEngine(
-            config.machine, settings, Chances(config.seed, config.noise, config.drafts_right), prefills=prefills,
+            config.machine,
+            settings,
+            Chances(config.seed, config.noise, config.drafts_right),
+            prefills=prefills,
             caches_prefixes=bool(settings.execution.prefix_cache or has_ids or prefills),
-            arrivals=self._come, on_step=on_step,
-        )  # fmt: skip
+            arrivals=self._come,
+            on_step=on_step,
+        )
         if prefills is not None:
             from omniserve.simulate.prefill_engines import require_shared_kv
 
@@ -155,9 +159,7 @@ class _Run:
         arrivals = [(row.arrival_s, request_id, request) for row, request_id, request in (*ls, *be)]
         self._upcoming = sorted(arrivals, key=lambda arrival: arrival[0], reverse=True)
 
-    def _arrivals(
-        self, wanted: Sequence[TraceRequest], default: ClassSpec
-    ) -> list[tuple[TraceRequest, str, Request]]:  # fmt: skip
+    def _arrivals(self, wanted: Sequence[TraceRequest], default: ClassSpec) -> list[tuple[TraceRequest, str, Request]]:
         """Return (row, id, request) of each request that the engine would take at all, of ``default``'s kind."""
         arrivals = []
         for number, row in enumerate(wanted):

@@ -97,16 +97,22 @@ class SimulatedRunner:
     """
 
     def __init__(
-        self, machine: Machine, tier: SimulatedHostTier | None, chances: Chances, *,
-        prefills: PrefillPeers | None = None, num_stages: int = 1, keeps_halted: bool,
+        self,
+        machine: Machine,
+        tier: SimulatedHostTier | None,
+        chances: Chances,
+        *,
+        prefills: PrefillPeers | None = None,
+        num_stages: int = 1,
+        keeps_halted: bool,
         must_leave: Callable[[float, float], Set[str]] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._machine = machine
         self._tier = tier
         self._prefills = prefills
         self._executors: dict[type[SideWork], Callable[[Any, float], None]] = {
             work: _takes_no_time for work in (CancelTask, SlotCopy, StateLoad)
-        }  # fmt: skip
+        }
         if tier is not None:
             self._executors[KVMove] = tier.start_move
         if prefills is not None:

@@ -317,9 +317,7 @@ def test_plots_are_drawn_from_rows(tmp_path: Path) -> None:
 
 
 def test_any_server_of_the_api_can_be_measured(
-    stub: ThreadingHTTPServer,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    stub: ThreadingHTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record, url = tmp_path / "stub.json", f"http://127.0.0.1:{stub.server_port}/v1"
     # A BE request takes 30 times the stub's sleep, at least: longer than LS requests come, however slow the machine is.

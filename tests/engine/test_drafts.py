@@ -86,10 +86,7 @@ def test_a_repeating_text_is_drafted_from_itself(make_engine: MakeEngine) -> Non
 @pytest.mark.parametrize("number", range(1, 12))
 def test_an_end_inside_a_run_drops_what_is_behind_it(make_engine: MakeEngine, number: int) -> None:
     tokens = hf_tokens(5, 24)
-    for asked in (
-        request(5, 24, stop_token_ids=(tokens[number],), logprobs=1),
-        request(5, number, logprobs=1),
-    ):
+    for asked in (request(5, 24, stop_token_ids=(tokens[number],), logprobs=1), request(5, number, logprobs=1)):
         (want,) = make_engine().generate([asked])
         engine = make_engine()
         (got,) = engine.generate([guessed(asked, tokens, share_wrong=0.0)])

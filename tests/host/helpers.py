@@ -30,11 +30,7 @@ TOLERANCE = {
     torch.float16: (2**-10, 2**-10),  # the output is rounded to 11 bits
 }
 BLOCK_SIZE = 16
-ATTENTION = (
-    AttentionSpec(scale=0.25),
-    AttentionSpec(scale=0.25, window=40),
-    AttentionSpec(scale=0.3, softcap=5.0),
-)
+ATTENTION = (AttentionSpec(scale=0.25), AttentionSpec(scale=0.25, window=40), AttentionSpec(scale=0.3, softcap=5.0))
 KINDS = (
     AttentionSpec(scale=0.25, sinks=(0.5, -3.0, 2.0, 6.0)),
     AttentionSpec(scale=0.25, alibi_slopes=(0.5, 0.0, 0.125, 0.03)),

@@ -70,13 +70,7 @@ class MailboxDriver(Driver):
                 if choose is not None and choose.random() < 0.5:
                     time.sleep(choose.choice((0.0, 0.0001, 0.001)))
                 torch.ops.omniserve.piggyback_send(
-                    hidden_TD,
-                    *rows,
-                    slots[part],
-                    self.residuals_SD,
-                    self.tier.mailbox_SW,
-                    self.tier.flags_S,
-                    step_1,
+                    hidden_TD, *rows, slots[part], self.residuals_SD, self.tier.mailbox_SW, self.tier.flags_S, step_1
                 )
 
     def check(self, event: HostEvent) -> None:

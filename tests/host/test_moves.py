@@ -224,10 +224,7 @@ def test_staged_moves_go_through_the_buffer_in_chunks(open_driver: Callable[...,
         expected[k_or_v][:, src] = device[k_or_v][:, src]
     staged.mover.start(make_move(1, TO_DEVICE, dst[:5], src[:5]), *back)  # two in the queue
     staged.mover.start(make_move(2, TO_DEVICE, dst[5:], src[5:]), *back)
-    assert [(kind_of(event), event.move_id) for event in collect(tier, 2)] == [
-        (WORK_DONE, 1),
-        (WORK_DONE, 2),
-    ]
+    assert [(kind_of(event), event.move_id) for event in collect(tier, 2)] == [(WORK_DONE, 1), (WORK_DONE, 2)]
     for side, wanted in zip(back, expected, strict=True):
         assert_same_bits(side, wanted)
     assert not tier.busy and tier.stats().moves_in_hand == 0

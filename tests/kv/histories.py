@@ -44,14 +44,7 @@ class PoisonedBlocks:
         self.reached: Counter[str] = Counter()
 
     def weights(self) -> dict[Callable[[], None], float]:
-        return {
-            self.grow: 8,
-            self.checkpoint: 8,
-            self.move: 3,
-            self.finish: 6,
-            self.abandon: 0.2,
-            self.free: 0.3,
-        }
+        return {self.grow: 8, self.checkpoint: 8, self.move: 3, self.finish: 6, self.abandon: 0.2, self.free: 0.3}
 
     def run(self, num_actions: int) -> None:
         weights = self.weights()

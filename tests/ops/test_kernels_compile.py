@@ -118,9 +118,7 @@ def test_there_are_tables_for_the_oldest_and_the_newest_torch() -> None:
 
 
 @pytest.mark.slow
-def test_every_quick_case_compiles_within_what_is_written(
-    kernels: dict[tuple[str, int], list[dict[str, Any]]],
-) -> None:
+def test_every_quick_case_compiles_within_what_is_written(kernels: dict[tuple[str, int], list[dict[str, Any]]]) -> None:
     assert set(kernels) == set(QUICK)
     for (name, capability), found in kernels.items():
         for kernel in found:

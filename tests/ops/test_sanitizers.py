@@ -19,10 +19,7 @@ import pytest
 from tests.ops.test_isa import ISAS
 
 CSRC = Path(__file__).parents[2] / "omniserve" / "ops" / "csrc"
-FLAGS = {
-    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-    "thread": ["-fsanitize=thread"],
-}
+FLAGS = {"address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], "thread": ["-fsanitize=thread"]}
 
 
 def build(sanitizer: str, folder: Path) -> Path:

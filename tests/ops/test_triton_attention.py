@@ -22,15 +22,7 @@ pytest.importorskip("triton")
 
 from omniserve.ops.kernels import attention
 from omniserve.ops.kernels.attention import paged_attention
-from omniserve.ops.kernels.attention_launch import (
-    NARROW,
-    WIDE,
-    Device,
-    Tile,
-    choose_launch,
-    shared_bytes,
-    tuning_for,
-)
+from omniserve.ops.kernels.attention_launch import NARROW, WIDE, Device, Tile, choose_launch, shared_bytes, tuning_for
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are not interpreted")
 

@@ -15,16 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from omniserve import (
-    SLO,
-    Engine,
-    EngineConfig,
-    FinishReason,
-    Request,
-    RequestRejected,
-    SamplingParams,
-    TokenLogprob,
-)
+from omniserve import SLO, Engine, EngineConfig, FinishReason, Request, RequestRejected, SamplingParams, TokenLogprob
 from omniserve.core.plan import PiggybackJoin, StepOutput, StepPlan
 from omniserve.core.request import Arrival
 from omniserve.core.work import HostEvent, KVMove, MoveDirection, SlotCopy

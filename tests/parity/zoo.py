@@ -285,7 +285,7 @@ _COUNT_FROM_PADDING = frozenset(
 _WHOLE_ALONE = frozenset({"gemma4_assistant", "gemma4_unified_assistant"})
 # Of the whole config that a type's text config is taken from.
 _WHOLE: Mapping[str, Mapping[str, Any]] = {
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}
 }
 
 COMPILED = (

@@ -357,14 +357,7 @@ class FakeDevice:
 
     def _send(self, entry: PiggybackEntry, layer: int) -> None:
         self.away[entry.slot] = layer
-        self.running.append(
-            AttentionResult(
-                slot=entry.slot,
-                epoch=entry.epoch,
-                layer=layer,
-                position=entry.position,
-            )
-        )
+        self.running.append(AttentionResult(slot=entry.slot, epoch=entry.epoch, layer=layer, position=entry.position))
 
     def _cancel(self, slot: int) -> None:
         """Let the slot's task end as one that has failed; also if its event is out already."""

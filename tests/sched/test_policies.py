@@ -161,12 +161,7 @@ def test_a_stale_result_is_dropped() -> None:
         bench.add(f"be{i}", prompt=7, output=40)
     bench.run_until(lambda: bench.device.running)
     event = bench.device.running[0]
-    stale = AttentionResult(
-        slot=event.slot,
-        epoch=event.epoch - 1,
-        layer=event.layer,
-        position=event.position,
-    )
+    stale = AttentionResult(slot=event.slot, epoch=event.epoch - 1, layer=event.layer, position=event.position)
     bench.scheduler.notify([stale])
     assert not any(state.away and state.away.ready for state in bench.requests.residents.queue)
 

@@ -21,10 +21,7 @@ from tests.sched.predictor import LinearPredictor
 LS, BE = ServiceClass.LS, ServiceClass.BE
 
 
-@given(
-    st.lists(st.floats(0.0, 5.0), min_size=1, max_size=60),
-    st.floats(0.0, 200.0),
-)
+@given(st.lists(st.floats(0.0, 5.0), min_size=1, max_size=60), st.floats(0.0, 200.0))
 def test_the_largest_count_within_a_bound(increments: list[float], bound: float) -> None:
     seconds = [sum(increments[: i + 1]) for i in range(len(increments))]
     found = largest(lambda n: seconds[n - 1], len(seconds), bound)

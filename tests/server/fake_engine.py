@@ -14,15 +14,7 @@ from typing import Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
-from omniserve.core.request import (
-    SLO,
-    FinishReason,
-    Request,
-    RequestLimits,
-    RequestOutput,
-    RequestTimes,
-    TokenLogprob,
-)
+from omniserve.core.request import SLO, FinishReason, Request, RequestLimits, RequestOutput, RequestTimes, TokenLogprob
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.core.stats import EngineStats
 

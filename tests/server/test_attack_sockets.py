@@ -47,11 +47,7 @@ def test_request_that_comes_byte_by_byte_is_answered(server):
     assert said.startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize(
-    "begin",
-    [b"", POST, POST + b"X: " + b"y" * 100],
-    ids=["nothing", "first-line", "header"],
-)
+@pytest.mark.parametrize("begin", [b"", POST, POST + b"X: " + b"y" * 100], ids=["nothing", "first-line", "header"])
 def test_head_that_does_not_come_is_not_waited_for(impatient, begin):
     with connect(impatient) as connection:
         connection.sendall(begin)

@@ -293,20 +293,8 @@ def test_text_that_is_held_back_is_not_left_unread():
 
 def test_calls_and_their_text_are_coalesced_in_order():
     deltas = [
-        Delta(
-            0,
-            "a",
-            [TokenLogprob(token_id=1, logprob=-1.0)],
-            None,
-            tool_calls=[ParsedCall(0, "i", "f", "{}")],
-        ),
-        Delta(
-            0,
-            "b",
-            [TokenLogprob(token_id=2, logprob=-2.0)],
-            "stop",
-            tool_calls=[ParsedCall(1, "j", "g", "{}")],
-        ),
+        Delta(0, "a", [TokenLogprob(token_id=1, logprob=-1.0)], None, tool_calls=[ParsedCall(0, "i", "f", "{}")]),
+        Delta(0, "b", [TokenLogprob(token_id=2, logprob=-2.0)], "stop", tool_calls=[ParsedCall(1, "j", "g", "{}")]),
     ]
     whole = merge(deltas)
     assert (whole.text, whole.finish_reason) == ("ab", "stop")

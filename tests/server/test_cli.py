@@ -95,10 +95,7 @@ def test_every_flag_arrives():
         host_threads=3,
         scheduler_options={"checkpoint_kv": True, "latency_model": "bros"},
         trace_steps="steps.jsonl",
-        classes=(
-            ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=0.25, tpot_s=0.05)),
-            ClassSpec(name="BE", kind="BE"),
-        ),
+        classes=(ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=0.25, tpot_s=0.05)), ClassSpec(name="BE", kind="BE")),
     )
     assert (loader.dtype, loader.device) == ("bfloat16", "cpu")
     assert (loader.profile, loader.profile_time_limit_s, loader.with_profile) == (Path("p.json"), 5, True)

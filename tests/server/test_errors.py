@@ -241,10 +241,7 @@ def test_unknown_paths_methods_and_models(server, client):
         assert response.status_code == 404 and "/v1/nothing" in error_of(response)["message"]
         response = http.get(COMPLETIONS)
         assert response.status_code == 405 and "method not allowed" in error_of(response)["message"]
-    for call in (
-        lambda: client.models.retrieve("gpt-9"),
-        lambda: client.completions.create(model="gpt-9", prompt="a"),
-    ):
+    for call in (lambda: client.models.retrieve("gpt-9"), lambda: client.completions.create(model="gpt-9", prompt="a")):
         with pytest.raises(openai.NotFoundError, match="this server has 'fake'") as caught:
             call()
         assert caught.value.code == "model_not_found"

@@ -32,8 +32,7 @@ def test_auto_reads_the_models_own_file(tmp_path: Path) -> None:
     assert find_generation_defaults("auto", str(tmp_path)) == GenerationDefaults(), "there is none"
     defaults = find_generation_defaults("auto", str(write(tmp_path, **SAID)))
     assert defaults == GenerationDefaults(
-        fields={"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05},
-        max_tokens=7,
+        fields={"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05}, max_tokens=7
     )
     assert find_generation_defaults("none", str(tmp_path)) == GenerationDefaults()
 

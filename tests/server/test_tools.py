@@ -208,11 +208,7 @@ def test_tools_that_are_not_to_be_called_are_not_told(client):
 def test_calls_and_their_answers_go_back_to_the_model(client):
     first = say(client, CALL, tools=[{"type": "function", "function": {"name": "weather"}}]).choices[0].message
     [call] = first.tool_calls
-    messages = [
-        {"role": "user", "content": "hi"},
-        first,
-        {"role": "tool", "tool_call_id": call.id, "content": "rain"},
-    ]
+    messages = [{"role": "user", "content": "hi"}, first, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
     answer = client.chat.completions.create(model="fake", messages=messages, max_tokens=1)
     written = '<tool_call>\n{"name": "weather", "arguments": {"city": "K\\u00f6ln"}}\n</tool_call>'
     chat = f"<|user|>hi<|end|><|assistant|>{first.content}{written}<|end|><|user|>rain<|end|><|assistant|>"

@@ -32,12 +32,7 @@ class Order:
         return f"main {self.main}, side {self.side}, seed {self.seed}"
 
 
-EXTREMES = (
-    Order("late", "late"),
-    Order("eager", "eager"),
-    Order("eager", "late"),
-    Order("late", "eager"),
-)
+EXTREMES = (Order("late", "late"), Order("eager", "eager"), Order("eager", "late"), Order("late", "eager"))
 
 
 @dataclass(slots=True, eq=False)

@@ -30,10 +30,18 @@ from omniserve.layers.tracing.placeholders import Carried, Place, Table, TableFo
 # Arguments of an attention function that change nothing of its result, or that AttentionSpec has.
 _KNOWN_ARGUMENTS = frozenset(
     {
-        "dropout", "scaling", "sliding_window", "softcap", "s_aux", "alibi_slopes", "is_causal", "position_ids",
-        "window", "logits_to_keep",
+        "dropout",
+        "scaling",
+        "sliding_window",
+        "softcap",
+        "s_aux",
+        "alibi_slopes",
+        "is_causal",
+        "position_ids",
+        "window",
+        "logits_to_keep",
     }
-)  # fmt: skip
+)
 
 
 class LayerArguments:

@@ -25,10 +25,16 @@ from omniserve.ops.collectives import shard_range
 _all_reduce = torch.ops.omniserve.all_reduce.default
 _all_gather = torch.ops.omniserve.all_gather.default
 
-_KEEPS_ALL = frozenset((
-    "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "embedding_rowwise",
-    "embedding_colwise",
-))  # fmt: skip
+_KEEPS_ALL = frozenset(
+    (
+        "replicate",
+        "replicated_with_grad_allreduce",
+        "mla_kv_a_proj",
+        "local_params",
+        "embedding_rowwise",
+        "embedding_colwise",
+    )
+)
 """Styles that change nothing at inference, or nothing but where an embedding lies."""
 _LINEARS = ("colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep")
 _KV_PROJECTIONS = ("k_proj", "v_proj")

@@ -131,9 +131,11 @@ def resolve_attention(
 def why_not_xformers(spec: AttentionSpec) -> str:
     """Say which part of a layer's attention xformers does not have; empty if it has all of it."""
     kinds = (
-        (spec.softcap, "soft-capped attention"), (spec.sinks, "attention sinks"), (spec.alibi_slopes, "ALiBi here"),
+        (spec.softcap, "soft-capped attention"),
+        (spec.sinks, "attention sinks"),
+        (spec.alibi_slopes, "ALiBi here"),
         (spec.chunk, "attention within chunks"),
-    )  # fmt: skip
+    )
     missing = next((kind for is_wanted, kind in kinds if is_wanted), None)
     return f"xformers has no {missing}; give attention='triton' or 'sdpa' for this model" if missing else ""
 

@@ -67,11 +67,21 @@ def attend_flex(
     q_E1LH = q_RLKGH.transpose(1, 2).reshape(num_requests * kv_heads, 1, longest * group, head_size)
     attend = _compiled() if q_TNH.is_cuda else _attend_pages
     out_E1LH = attend(
-        q_E1LH, k_cache_BKSH, v_cache_BKSH,
-        metadata.block_table_RM, query_start_loc_R1.diff(), metadata.seq_lens_R, metadata.reversed_RM,
-        per_head(spec.sinks, q_TNH.device), per_head(spec.alibi_slopes, q_TNH.device),
-        group=group, scale=spec.scale, window=spec.window, softcap=spec.softcap, chunk=spec.chunk,
-    )  # fmt: skip
+        q_E1LH,
+        k_cache_BKSH,
+        v_cache_BKSH,
+        metadata.block_table_RM,
+        query_start_loc_R1.diff(),
+        metadata.seq_lens_R,
+        metadata.reversed_RM,
+        per_head(spec.sinks, q_TNH.device),
+        per_head(spec.alibi_slopes, q_TNH.device),
+        group=group,
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+        chunk=spec.chunk,
+    )
     out_RLKGH = out_E1LH.view(num_requests, kv_heads, longest, group, head_size).transpose(1, 2)
     out = out_RLKGH.reshape(num_requests * longest, num_heads, head_size)
     return out if place_T is None else out[place_T]
@@ -91,10 +101,22 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def _attend_pages(
-    q_E1LH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, block_table_RM: Tensor, query_lens_R: Tensor,
-    seq_lens_R: Tensor, reversed_RM: Tensor | None, sinks_N: Tensor | None, slopes_N: Tensor | None, *,
-    group: int, scale: float, window: int, softcap: float, chunk: int,
-) -> Tensor:  # fmt: skip
+    q_E1LH: Tensor,
+    k_cache_BKSH: Tensor,
+    v_cache_BKSH: Tensor,
+    block_table_RM: Tensor,
+    query_lens_R: Tensor,
+    seq_lens_R: Tensor,
+    reversed_RM: Tensor | None,
+    sinks_N: Tensor | None,
+    slopes_N: Tensor | None,
+    *,
+    group: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    chunk: int,
+) -> Tensor:
     """Return ``[E, 1, L, H]``."""
     num_blocks, kv_heads, block_size, head_size = k_cache_BKSH.shape
     (num_requests, width), num_rows, device = block_table_RM.shape, q_E1LH.shape[2], q_E1LH.device

@@ -20,10 +20,20 @@ def attend_cpu(
         is_padding_R = seq_lens_R == 0
         block_table_RM, seq_lens_R = block_table_RM.clamp(min=0), seq_lens_R.clamp(min=1)
     out_TNH: Tensor = torch.ops.omniserve.paged_attention.default(
-        q_TNH, k_cache_BKSH, v_cache_BKSH, block_table_RM, metadata.query_start_loc_R1, seq_lens_R,
-        spec.scale, spec.window, spec.softcap, metadata.reversed_RM, spec.chunk,
-        per_head(spec.sinks, q_TNH.device), per_head(spec.alibi_slopes, q_TNH.device),
-    )  # fmt: skip
+        q_TNH,
+        k_cache_BKSH,
+        v_cache_BKSH,
+        block_table_RM,
+        metadata.query_start_loc_R1,
+        seq_lens_R,
+        spec.scale,
+        spec.window,
+        spec.softcap,
+        metadata.reversed_RM,
+        spec.chunk,
+        per_head(spec.sinks, q_TNH.device),
+        per_head(spec.alibi_slopes, q_TNH.device),
+    )
     return out_TNH if is_padding_R is None else out_TNH.masked_fill_(is_padding_R[:, None, None], 0)
 
 
@@ -43,9 +53,18 @@ def attend_triton(
     from omniserve.ops.kernels.attention import paged_attention  # needs triton
 
     return paged_attention(
-        q_TNH, k_cache_BKSH, v_cache_BKSH,
-        metadata.block_table_RM, metadata.query_start_loc_R1, metadata.seq_lens_R,
-        scale=spec.scale, window=spec.window, softcap=spec.softcap, chunk=spec.chunk,
-        sinks_N=per_head(spec.sinks, q_TNH.device), alibi_slopes_N=per_head(spec.alibi_slopes, q_TNH.device),
-        reversed_RM=metadata.reversed_RM, one_query_each=metadata.one_query_each,
-    )  # fmt: skip
+        q_TNH,
+        k_cache_BKSH,
+        v_cache_BKSH,
+        metadata.block_table_RM,
+        metadata.query_start_loc_R1,
+        metadata.seq_lens_R,
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+        chunk=spec.chunk,
+        sinks_N=per_head(spec.sinks, q_TNH.device),
+        alibi_slopes_N=per_head(spec.alibi_slopes, q_TNH.device),
+        reversed_RM=metadata.reversed_RM,
+        one_query_each=metadata.one_query_each,
+    )

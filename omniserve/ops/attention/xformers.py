@@ -84,17 +84,19 @@ def attend_xformers(
         query_lens = [lengths.query_lens[r] for r in active]
         firsts = [spec.first_key(lengths.seq_lens[r] - lengths.query_lens[r]) for r in active]
         bias = BlockDiagonalCausalFromBottomRightMask.from_seqlens(
-            query_lens, [lengths.seq_lens[r] - first for r, first in zip(active, firsts, strict=True)],
+            query_lens,
+            [lengths.seq_lens[r] - first for r, first in zip(active, firsts, strict=True)],
             device=q_TNH.device,
-        )  # fmt: skip
+        )
         if spec.window:
             bias = bias.make_local_attention_from_bottomright(spec.window)
         ranges = [(block_table_RM[r], first, lengths.seq_lens[r]) for r, first in zip(active, firsts, strict=True)]
         k, v = (
-            torch.cat([gather_keys(cache, *keys) for keys in ranges])[None, :, :, None]
-            .expand(-1, -1, -1, num_heads // kv_heads, -1)
+            torch.cat([gather_keys(cache, *keys) for keys in ranges])[None, :, :, None].expand(
+                -1, -1, -1, num_heads // kv_heads, -1
+            )
             for cache in (k_cache_BKSH, v_cache_BKSH)
-        )  # fmt: skip
+        )
         q = q_TNH.reshape(1, -1, kv_heads, num_heads // kv_heads, head_size)
     with torch.cuda.device_of(q_TNH):  # Triton launches on the current device
         out = fmha.memory_efficient_attention_forward(q, k, v, attn_bias=bias, scale=spec.scale, op=operator)

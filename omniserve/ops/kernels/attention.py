@@ -89,10 +89,18 @@ def paged_attention(
     if not num_tokens:
         return out_TNH
     launch = choose_launch(
-        num_tokens=num_tokens, num_requests=num_requests, num_heads=num_heads, kv_heads=kv_heads, head_size=head_size,
-        block_size=block_size, table_width=table_width, itemsize=q_TNH.element_size(), one_query_each=one_query_each,
-        device=device or describe(q_TNH.device), tuning=tuning,
-    )  # fmt: skip
+        num_tokens=num_tokens,
+        num_requests=num_requests,
+        num_heads=num_heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        block_size=block_size,
+        table_width=table_width,
+        itemsize=q_TNH.element_size(),
+        one_query_each=one_query_each,
+        device=device or describe(q_TNH.device),
+        tuning=tuning,
+    )
     full_splits = num_splits or launch.full_splits
     num_splits = num_splits or launch.num_splits
     partial = lse = out_TNH
@@ -108,23 +116,59 @@ def paged_attention(
     padded_head = max(16, triton.next_power_of_2(head_size))
     with torch.cuda.device_of(q_TNH):
         _attend[(*launch.grid[:2], num_splits)](
-            q_TNH, k_cache_BKSH, v_cache_BKSH, partial, lse, table, directions, query_start_R1, seq_lens_R,
-            sinks, slopes, num_requests, k_cache_BKSH.shape[0], full_splits, launch.max_split_keys, scale,
-            *q_TNH.stride()[:2], *k_cache_BKSH.stride()[:3], table.stride(0), directions.stride(0),
-            H=head_size, H_PAD=padded_head, S=block_size, GROUP=num_heads // kv_heads,
-            BLOCK_M=launch.tile.block_m, BLOCK_N=launch.block_n, NUM_SPLITS=num_splits,
-            WINDOW=window, SOFTCAP=softcap, CHUNK=chunk, HAS_SINKS=sinks_N is not None and num_splits == 1,
-            HAS_SLOPES=alibi_slopes_N is not None, IS_DIRECTED=reversed_RM is not None, ONE_QUERY_EACH=one_query_each,
+            q_TNH,
+            k_cache_BKSH,
+            v_cache_BKSH,
+            partial,
+            lse,
+            table,
+            directions,
+            query_start_R1,
+            seq_lens_R,
+            sinks,
+            slopes,
+            num_requests,
+            k_cache_BKSH.shape[0],
+            full_splits,
+            launch.max_split_keys,
+            scale,
+            *q_TNH.stride()[:2],
+            *k_cache_BKSH.stride()[:3],
+            table.stride(0),
+            directions.stride(0),
+            H=head_size,
+            H_PAD=padded_head,
+            S=block_size,
+            GROUP=num_heads // kv_heads,
+            BLOCK_M=launch.tile.block_m,
+            BLOCK_N=launch.block_n,
+            NUM_SPLITS=num_splits,
+            WINDOW=window,
+            SOFTCAP=softcap,
+            CHUNK=chunk,
+            HAS_SINKS=sinks_N is not None and num_splits == 1,
+            HAS_SLOPES=alibi_slopes_N is not None,
+            IS_DIRECTED=reversed_RM is not None,
+            ONE_QUERY_EACH=one_query_each,
             # The interpreter keeps bf16 as integers, and would multiply those.
             DOT_IN_FP32=q_TNH.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
-            num_warps=launch.tile.num_warps, num_stages=launch.tile.num_stages, maxnreg=MAX_REGISTERS,
-        )  # fmt: skip
+            num_warps=launch.tile.num_warps,
+            num_stages=launch.tile.num_stages,
+            maxnreg=MAX_REGISTERS,
+        )
         if num_splits > 1:
             _combine[(num_tokens * num_heads,)](
-                partial, lse, sinks, out_TNH, num_heads, H=head_size, H_PAD=padded_head, NUM_SPLITS=num_splits,
+                partial,
+                lse,
+                sinks,
+                out_TNH,
+                num_heads,
+                H=head_size,
+                H_PAD=padded_head,
+                NUM_SPLITS=num_splits,
                 HAS_SINKS=sinks_N is not None,
                 num_warps=1 if num_splits * padded_head <= 2048 else 4,
-            )  # fmt: skip
+            )
     return out_TNH
 
 

@@ -168,7 +168,7 @@ def choose_launch(
     mean_rows = -(-num_tokens // max(1, num_requests)) * group
     tiles, wide = (
         (tuning.tiles, tuning.wide_head_tile) if itemsize < 4 else (tuning.fp32_tiles, tuning.wide_fp32_head_tile)
-    )  # fmt: skip
+    )
     tiles = tuple(tile for tile in tiles if tile.max_head_size >= padded_head) or (wide,)
     tile = _tile(tiles, mean_rows, group)
     block_n = max(16, min(tuning.max_block_n, tile.key_tile_bytes // (padded_head * itemsize)))
@@ -183,16 +183,17 @@ def choose_launch(
     if num_tokens == num_requests:
         splits = max(splits, min(tuning.max_skew_splits, max_keys // tuning.max_split_keys))
     part_bytes = num_tokens * num_heads * head_size * 4
-    splits = min(
-        splits, tuning.max_splits, max_keys // block_n, tuning.max_partial_bytes // max(1, part_bytes)
-    )  # fmt: skip
+    splits = min(splits, tuning.max_splits, max_keys // block_n, tuning.max_partial_bytes // max(1, part_bytes))
     num_splits = 1 << max(0, splits.bit_length() - 1)
     if not one_query_each:
         num_splits = next((n for n in tuning.chunk_splits if n <= num_splits), 1)
     return Launch(
-        grid=(num_tiles, kv_heads, num_splits), tile=tile, block_n=block_n,
-        full_splits=max(1, min(full_splits, num_splits)), max_split_keys=tuning.max_split_keys,
-    )  # fmt: skip
+        grid=(num_tiles, kv_heads, num_splits),
+        tile=tile,
+        block_n=block_n,
+        full_splits=max(1, min(full_splits, num_splits)),
+        max_split_keys=tuning.max_split_keys,
+    )
 
 
 def _tile(tiles: tuple[Tile, ...], mean_rows: int, group: int) -> Tile:

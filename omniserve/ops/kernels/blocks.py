@@ -97,9 +97,16 @@ def _copy_blocks_kernel(
 
 
 def copy_blocks(
-    k_LBKSH: Tensor, v_LBKSH: Tensor, pool_LBK2SH: Tensor, device_ids_M: Tensor, pool_ids_M: Tensor, *,
-    to_host: bool, is_reversed: bool, num_programs: int = NUM_PROGRAMS,
-) -> None:  # fmt: skip
+    k_LBKSH: Tensor,
+    v_LBKSH: Tensor,
+    pool_LBK2SH: Tensor,
+    device_ids_M: Tensor,
+    pool_ids_M: Tensor,
+    *,
+    to_host: bool,
+    is_reversed: bool,
+    num_programs: int = NUM_PROGRAMS,
+) -> None:
     """Copy blocks exactly, K and V of all layers, in one launch on the current stream, for which this does not wait.
 
     The pool is in pinned memory and has the cache's dtype; all tensors are contiguous. The ids are int64 on the device;
@@ -135,7 +142,23 @@ def copy_blocks(
     k, v, pool = (tensor.view(-1).view(bits) for tensor in (k_LBKSH, v_LBKSH, pool_LBK2SH))
     with torch.cuda.device_of(k_LBKSH):
         _copy_blocks_kernel[(min(num_programs, num_units),)](
-            k, v, pool, pool.view(torch.int32) if is_paired else pool, device_ids_M, pool_ids_M,
-            num_units, num_copied, device_blocks, pool_blocks, K=kv_heads, S=block_size, H=head_size, TILE=tile,
-            TO_HOST=to_host, REVERSED=is_reversed, PAIRED=is_paired, num_warps=_NUM_WARPS, sanitize_overflow=False,
-        )  # fmt: skip
+            k,
+            v,
+            pool,
+            pool.view(torch.int32) if is_paired else pool,
+            device_ids_M,
+            pool_ids_M,
+            num_units,
+            num_copied,
+            device_blocks,
+            pool_blocks,
+            K=kv_heads,
+            S=block_size,
+            H=head_size,
+            TILE=tile,
+            TO_HOST=to_host,
+            REVERSED=is_reversed,
+            PAIRED=is_paired,
+            num_warps=_NUM_WARPS,
+            sanitize_overflow=False,
+        )

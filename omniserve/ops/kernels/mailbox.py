@@ -162,9 +162,16 @@ def _piggyback_send_kernel(
 
 
 def piggyback_receive(
-    slots_P: Tensor, wanted_P: Tensor, as_one_1: Tensor, step_1: Tensor, result_flags_S: Tensor,
-    host_results_SD: Tensor, results_SD: Tensor, skips_S: Tensor, joined_P: Tensor,
-) -> None:  # fmt: skip
+    slots_P: Tensor,
+    wanted_P: Tensor,
+    as_one_1: Tensor,
+    step_1: Tensor,
+    result_flags_S: Tensor,
+    host_results_SD: Tensor,
+    results_SD: Tensor,
+    skips_S: Tensor,
+    joined_P: Tensor,
+) -> None:
     """Find out which late joins of a layer have their results by now, and fetch these.
 
     A seat with ``wanted`` > 0 is a late join: its result is there if ``result_flags[slot] == wanted``. It is then
@@ -179,26 +186,48 @@ def piggyback_receive(
     check_rows("host_results", host_results_SD, (num_slots, width), results_SD.dtype)
     check_rows("results", results_SD, (num_slots, width), results_SD.dtype)
     for name, index, size in (
-        ("slots", slots_P, num_seats), ("wanted", wanted_P, num_seats), ("joined", joined_P, num_seats),
-        ("as_one", as_one_1, 1), ("step", step_1, 1), ("result_flags", result_flags_S, num_slots),
+        ("slots", slots_P, num_seats),
+        ("wanted", wanted_P, num_seats),
+        ("joined", joined_P, num_seats),
+        ("as_one", as_one_1, 1),
+        ("step", step_1, 1),
+        ("result_flags", result_flags_S, num_slots),
         ("skips", skips_S, num_slots),
-    ):  # fmt: skip
+    ):
         check_rows(name, index, (size,), torch.int64)
     if not num_seats:
         return
     tile = max(32, triton.next_power_of_2(num_seats))  # a warp, so that no two threads have the same seat
     with torch.cuda.device_of(results_SD):
         _receive_kernel[(1,)](
-            slots_P, wanted_P, as_one_1, step_1, result_flags_S, skips_S, joined_P, num_seats, num_slots, TILE=tile,
-            INTERPRETED=triton.knobs.runtime.interpret, num_warps=1, sanitize_overflow=False,
-        )  # fmt: skip
+            slots_P,
+            wanted_P,
+            as_one_1,
+            step_1,
+            result_flags_S,
+            skips_S,
+            joined_P,
+            num_seats,
+            num_slots,
+            TILE=tile,
+            INTERPRETED=triton.knobs.runtime.interpret,
+            num_warps=1,
+            sanitize_overflow=False,
+        )
     gather_meant(host_results_SD, joined_P, wanted_P, results_SD)
 
 
 def piggyback_send(
-    hidden_TD: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, slots_P: Tensor, residuals_SD: Tensor,
-    mailbox_SW: Tensor, flags_S: Tensor, step_1: Tensor,
-) -> None:  # fmt: skip
+    hidden_TD: Tensor,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    slots_P: Tensor,
+    residuals_SD: Tensor,
+    mailbox_SW: Tensor,
+    flags_S: Tensor,
+    step_1: Tensor,
+) -> None:
     """Send the last P rows to the host tier: residuals to the store, q|k|v to the mailbox, then the step to the flags.
 
     ``flags[slots] = step`` is written with release order at system scope, so a CPU thread that reads the step with
@@ -225,9 +254,30 @@ def piggyback_send(
     q_PNH, k_PKH, v_PKH = (rows[num_tokens - num_seats :] for rows in (q_TNH, k_TKH, v_TKH))
     with torch.cuda.device_of(hidden_TD):
         _piggyback_send_kernel[(num_seats,)](
-            rows_PD, q_PNH, k_PKH, v_PKH, slots_P, residuals_SD, mailbox_SW, flags_S, step_1, num_slots,
-            rows_PD.stride(0), *q_PNH.stride()[:2], *k_PKH.stride()[:2], *v_PKH.stride()[:2], residuals_SD.stride(0),
-            mailbox_SW.stride(0), D=width, N=num_heads, K=kv_heads, H=head_size,
-            D_TILE=tiles[0], Q_TILE=tiles[1], KV_TILE=tiles[2], INTERPRETED=triton.knobs.runtime.interpret,
-            num_warps=num_warps_of(max(tiles), dtype), sanitize_overflow=False,
-        )  # fmt: skip
+            rows_PD,
+            q_PNH,
+            k_PKH,
+            v_PKH,
+            slots_P,
+            residuals_SD,
+            mailbox_SW,
+            flags_S,
+            step_1,
+            num_slots,
+            rows_PD.stride(0),
+            *q_PNH.stride()[:2],
+            *k_PKH.stride()[:2],
+            *v_PKH.stride()[:2],
+            residuals_SD.stride(0),
+            mailbox_SW.stride(0),
+            D=width,
+            N=num_heads,
+            K=kv_heads,
+            H=head_size,
+            D_TILE=tiles[0],
+            Q_TILE=tiles[1],
+            KV_TILE=tiles[2],
+            INTERPRETED=triton.knobs.runtime.interpret,
+            num_warps=num_warps_of(max(tiles), dtype),
+            sanitize_overflow=False,
+        )

@@ -122,10 +122,21 @@ def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: T
     tile, num_tiles, num_warps = _tiling(width, k_TKH)
     with torch.cuda.device_of(k_TKH):
         _store_kv_kernel[num_tokens, num_tiles](
-            k_TKH, v_TKH, k_cache_BKSH, v_cache_BKSH, slot_mapping_T, num_blocks * block_size,
-            *k_TKH.stride()[:2], *v_TKH.stride()[:2], K=kv_heads, S=block_size, H=head_size, TILE=tile,
-            num_warps=num_warps, sanitize_overflow=False,
-        )  # fmt: skip
+            k_TKH,
+            v_TKH,
+            k_cache_BKSH,
+            v_cache_BKSH,
+            slot_mapping_T,
+            num_blocks * block_size,
+            *k_TKH.stride()[:2],
+            *v_TKH.stride()[:2],
+            K=kv_heads,
+            S=block_size,
+            H=head_size,
+            TILE=tile,
+            num_warps=num_warps,
+            sanitize_overflow=False,
+        )
 
 
 def piggyback_concat(attn_TD: Tensor, results_RD: Tensor, rows_P: Tensor) -> Tensor:
@@ -168,10 +179,19 @@ def gather_meant(source_SD: Tensor, slots_R: Tensor, wanted_R: Tensor | None, de
         tile, num_tiles, num_warps = _tiling(width, destination_SD)
         with torch.cuda.device_of(destination_SD):
             _gather_kernel[num_rows, num_tiles](
-                source_SD, destination_SD, slots_R, slots_R if wanted_R is None else wanted_R, num_slots,
-                source_SD.stride(0), destination_SD.stride(0), D=width, TILE=tile, IS_SOME=wanted_R is not None,
-                num_warps=num_warps, sanitize_overflow=False,
-            )  # fmt: skip
+                source_SD,
+                destination_SD,
+                slots_R,
+                slots_R if wanted_R is None else wanted_R,
+                num_slots,
+                source_SD.stride(0),
+                destination_SD.stride(0),
+                D=width,
+                TILE=tile,
+                IS_SOME=wanted_R is not None,
+                num_warps=num_warps,
+                sanitize_overflow=False,
+            )
 
 
 def _concat(
@@ -185,10 +205,20 @@ def _concat(
         tile, num_tiles, num_warps = _tiling(width, out_TD)
         with torch.cuda.device_of(out_TD):
             _concat_kernel[num_out, num_tiles](
-                rows_TD, source_SD, slots_P, out_TD, num_rows, num_sources,
-                rows_TD.stride(0), source_SD.stride(0), out_TD.stride(0),
-                D=width, TILE=tile, num_warps=num_warps, sanitize_overflow=False,
-            )  # fmt: skip
+                rows_TD,
+                source_SD,
+                slots_P,
+                out_TD,
+                num_rows,
+                num_sources,
+                rows_TD.stride(0),
+                source_SD.stride(0),
+                out_TD.stride(0),
+                D=width,
+                TILE=tile,
+                num_warps=num_warps,
+                sanitize_overflow=False,
+            )
 
 
 def last_rows(hidden_TD: Tensor, slots_P: Tensor) -> Tensor:

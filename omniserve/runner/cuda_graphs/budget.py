@@ -15,9 +15,13 @@ class Budget:
     """
 
     def __init__(
-        self, *, limit_s: float, limit_bytes: int, used_bytes: Callable[[], int],
+        self,
+        *,
+        limit_s: float,
+        limit_bytes: int,
+        used_bytes: Callable[[], int],
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._limit_s, self._limit_bytes = limit_s, limit_bytes
         self._used_bytes, self._clock = used_bytes, clock
         self._began_s, self._bytes_before = clock(), used_bytes()

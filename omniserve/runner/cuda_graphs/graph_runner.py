@@ -71,11 +71,14 @@ class CudaGraphRunner:
         self._loop, self._broadcast = loop, broadcast
         self._layers = PaddedLayers(model, loop.storage, loop.attend, loop.rows)
         self._memory = InputMemory(
-            StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats), num_layers=spec.num_layers,
-            max_blocks=-(-setup.max_model_len // config.block_size), device=device, is_directed=setup.is_directed,
+            StepShape(max(decodes.rows[-1], chunks.rows[-1]), seats),
+            num_layers=spec.num_layers,
+            max_blocks=-(-setup.max_model_len // config.block_size),
+            device=device,
+            is_directed=setup.is_directed,
             layer_input=(spec.hidden_size, model.dtype) if self.keeps_layer_input else None,
             max_host_rows=loop.rows.max_rows,
-        )  # fmt: skip
+        )
         self._capture = Capture()
         if device.type == "cuda":
             self._capture = CudaGraphCapture((chunks.rows[-1], spec.num_heads, spec.head_size), model.dtype, device)
@@ -116,8 +119,10 @@ class CudaGraphRunner:
             logger.warning(
                 "%d step shapes are not captured: such steps are padded further or run without graphs; for more, raise "
                 "step_graphs_limit_s (%g) or step_graphs_gib (%g)",
-                num_shapes - num_captured, limit_s, limit_gib,
-            )  # fmt: skip
+                num_shapes - num_captured,
+                limit_s,
+                limit_gib,
+            )
 
     def _capture_shape(self, shape: StepShape, *, is_decode: bool) -> None:
         inputs = StaticInputs(shape, self._memory)
@@ -163,9 +168,13 @@ class CudaGraphRunner:
         return all(len(chunk.token_ids) == 1 for chunk in plan.chunks)
 
     def _run_pieces(
-        self, plan: StepPlan, hooks: Sequence[StepHooks], inputs: StaticInputs, replay_with: PiecewiseStep,
+        self,
+        plan: StepPlan,
+        hooks: Sequence[StepHooks],
+        inputs: StaticInputs,
+        replay_with: PiecewiseStep,
         attend: Attend,
-    ) -> LayersOutput:  # fmt: skip
+    ) -> LayersOutput:
         """Run a PIECEWISE step, whose attention is ``attend``."""
         return self._output(plan, inputs, replay_with(attend))
 

@@ -25,9 +25,16 @@ class InputMemory:
     """
 
     def __init__(
-        self, largest: StepShape, *, num_layers: int, max_blocks: int, device: torch.device, is_directed: bool = False,
-        layer_input: tuple[int, torch.dtype] | None = None, max_host_rows: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        largest: StepShape,
+        *,
+        num_layers: int,
+        max_blocks: int,
+        device: torch.device,
+        is_directed: bool = False,
+        layer_input: tuple[int, torch.dtype] | None = None,
+        max_host_rows: int = 1,
+    ) -> None:
         self.num_layers, self.device = num_layers, device
         self.max_host_rows = max_host_rows
         """Rows that the host tier has of each slot."""

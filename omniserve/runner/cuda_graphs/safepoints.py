@@ -39,9 +39,13 @@ class LeavableGraphRunner(CudaGraphRunner):
         return not plan.preemptible and super()._is_one_graph(plan)
 
     def _run_pieces(
-        self, plan: StepPlan, hooks: Sequence[StepHooks], inputs: StaticInputs, replay_with: PiecewiseStep,
+        self,
+        plan: StepPlan,
+        hooks: Sequence[StepHooks],
+        inputs: StaticInputs,
+        replay_with: PiecewiseStep,
         attend: Attend,
-    ) -> LayersOutput:  # fmt: skip
+    ) -> LayersOutput:
         safepoints = next((each for each in hooks if isinstance(each, Safepoints)), None)
         if safepoints is None:
             return super()._run_pieces(plan, hooks, inputs, replay_with, attend)
@@ -58,9 +62,8 @@ class LeavableGraphRunner(CudaGraphRunner):
         return self._output(plan, inputs, hidden_TD)
 
     def _go_on(
-        self, plan: StepPlan, hooks: Sequence[StepHooks], inputs: StaticInputs, safepoints: Safepoints,
-        stop: _RowsLeave,
-    ) -> LayersOutput:  # fmt: skip
+        self, plan: StepPlan, hooks: Sequence[StepHooks], inputs: StaticInputs, safepoints: Safepoints, stop: _RowsLeave
+    ) -> LayersOutput:
         """Run the layers that are left of a step, without padding and without the rows that leave.
 
         No row of the step begins behind its first layer. Rows of the host tier that leave the device at the layer have

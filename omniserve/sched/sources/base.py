@@ -107,9 +107,16 @@ class KVLoads:
     """Takes requests out of their queues while KV for them comes (LOADING), and puts them back in their places."""
 
     def __init__(
-        self, kinds: Iterable[type[KVSource]], kv: KVManager, prefixes: Prefixes, side_work: SideWorkQueue,
-        config: EngineConfig, waiting: Mapping[ServiceClass, RequestQueue], *, max_blocks: int,
-    ) -> None:  # fmt: skip
+        self,
+        kinds: Iterable[type[KVSource]],
+        kv: KVManager,
+        prefixes: Prefixes,
+        side_work: SideWorkQueue,
+        config: EngineConfig,
+        waiting: Mapping[ServiceClass, RequestQueue],
+        *,
+        max_blocks: int,
+    ) -> None:
         context = SourceContext(
             kv=kv, prefixes=prefixes, side_work=side_work, config=config, end_loading=self._end, max_blocks=max_blocks
         )
@@ -127,7 +134,7 @@ class KVLoads:
 
     def start(
         self, forecast: Forecast | None, now_s: float, *, running_ls: Iterable[RequestState], reserve_blocks: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take requests from their queues whose KV is to come from a source.
 
         Args:

@@ -121,11 +121,9 @@ class PrefillSource(KVSource):
         local_s = self._local_s(state, first * self._block_size, outlook)
         left_s = ttft_left_s(state, now_s) if state.slo.ttft_s is not None else None
         chosen = self._placement.choose(
-            Prompt(
-                kind=state.kind, num_tokens=num_tokens, local_s=local_s, left_s=left_s, rest_s=self._rest_s or 0.0
-            ),
+            Prompt(kind=state.kind, num_tokens=num_tokens, local_s=local_s, left_s=left_s, rest_s=self._rest_s or 0.0),
             [*map(self._view, self._token_s)],
-        )  # fmt: skip
+        )
         if chosen is None:
             if state.kind is LS:
                 asked.num_times = _MOST_TRIES  # it is not asked about again
@@ -144,11 +142,18 @@ class PrefillSource(KVSource):
         if state.slo.ttft_s is not None:
             ttft_s = state.arrival_s + state.slo.ttft_s - now_s - self._after_s  # the engine leaves headroom itself
         self._side_work.expect(move_id, self._on_done)
-        self._side_work.begin(RemotePrefill(
-            move_id=move_id, engine=chosen.number, token_ids=tuple(state.token_ids[: len(keys) * self._block_size]),
-            first_block=first, host_block_ids=blocks, service_class=state.service_class,
-            ttft_s=ttft_s if ttft_s is not None and ttft_s > 0 else None, cache_salt=state.request.cache_salt,
-        ))  # fmt: skip
+        self._side_work.begin(
+            RemotePrefill(
+                move_id=move_id,
+                engine=chosen.number,
+                token_ids=tuple(state.token_ids[: len(keys) * self._block_size]),
+                first_block=first,
+                host_block_ids=blocks,
+                service_class=state.service_class,
+                ttft_s=ttft_s if ttft_s is not None and ttft_s > 0 else None,
+                cache_salt=state.request.cache_salt,
+            )
+        )
         self._orders[move_id] = _Order(chosen.number, state, state.kind, state.service_class, num_tokens)
         asked.expected_s = now_s + chosen.seconds(num_tokens) if chosen.token_s is not None else None
         asked.num_times += 1
@@ -169,9 +174,11 @@ class PrefillSource(KVSource):
     def _view(self, number: int) -> PrefillEngine:
         orders = [order for order in self._orders.values() if order.engine == number]
         return PrefillEngine(
-            number=number, tokens=sum(order.num_tokens for order in orders), token_s=self._token_s[number],
+            number=number,
+            tokens=sum(order.num_tokens for order in orders),
+            token_s=self._token_s[number],
             ls_tokens=sum(order.num_tokens for order in orders if order.kind is LS),
-        )  # fmt: skip
+        )
 
     def _local_s(self, state: RequestState, start: int, outlook: Outlook) -> float | None:
         """Return in how many seconds a request's first token comes if its prompt is computed here."""

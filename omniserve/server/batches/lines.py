@@ -119,11 +119,7 @@ class RunAgain:
 
 
 def check_file(
-    file: BinaryIO,
-    endpoint: str,
-    check_model: Callable[[str | None], None],
-    max_lines: int,
-    unknown: UnknownFields,
+    file: BinaryIO, endpoint: str, check_model: Callable[[str | None], None], max_lines: int, unknown: UnknownFields
 ) -> CheckedFile:
     """Check an input file.
 
@@ -191,9 +187,7 @@ def _fault(message: str, code: str, param: str | None = None) -> ApiError:
     return ApiError(message, code=code, param=param)
 
 
-def _check_line(
-    raw: bytes, endpoint: str, check_model: Callable[[str | None], None], unknown: UnknownFields
-) -> str:  # fmt: skip
+def _check_line(raw: bytes, endpoint: str, check_model: Callable[[str | None], None], unknown: UnknownFields) -> str:
     """Return the line's custom_id."""
     try:
         line = read_json(raw)  # as the body of an HTTP request is read, so that what is good here is good there

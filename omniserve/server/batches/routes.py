@@ -193,9 +193,7 @@ def _router(store: Store, runner: BatchRunner, service: Service) -> APIRouter:
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     @api.post(
-        "/batches",
-        openapi_extra=takes(CreateBatch),
-        responses=answers(openapi.Batch, 408, 413, 429, *STORAGE_ERRORS),
+        "/batches", openapi_extra=takes(CreateBatch), responses=answers(openapi.Batch, 408, 413, 429, *STORAGE_ERRORS)
     )
     async def create(request: Request) -> Response:
         async with take_body(request, service.bodies) as body:
