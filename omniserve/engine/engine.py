@@ -74,9 +74,8 @@ class Engine:
     ) -> None:
         this: Callable[[], Any] = weakref.ref(self)  # or a closed engine would keep its KV until a garbage collection
         self._clock, self._ids, self._outputs = clock, itertools.count(), OutputCollector(tokenizer)
-        parts = EngineParts.of(
-            config or EngineConfig(), model, profile=profile, tokenizer=tokenizer, clock=clock, group=group
-        )
+        config = config or EngineConfig()
+        parts = EngineParts.of(config, model, profile=profile, tokenizer=tokenizer, clock=clock, group=group)
         setup, spec = parts.setup, parts.spec
         self.config, self.spec, self.max_model_len = setup.config, spec, setup.max_model_len
         self.model = parts.model
@@ -85,8 +84,9 @@ class Engine:
         """The other ranks, if there are any."""
         self.kv, self.scheduler, self.runner = parts.kv, parts.scheduler, parts.runner
         self.host_tier, self.disk = parts.host_tier, parts.disk
-        self.hosts, self.prefill_engines = parts.hosts, parts.prefills
-        """The CPU hosts on the network and the prefill engines, if the settings ask for any."""
+        self.hosts, self.prefill_engines, self.preemption = parts.hosts, parts.prefills, parts.preemption
+        """CPU hosts, prefill engines, and what polls requests for which rows may have to leave the running step; None:
+        there are none, or rows never leave."""
         self._sampler, self._log, self._latency, self._profile = parts.sampler, parts.log, parts.latency, profile
         self._grammars = GrammarCompiler(tokenizer, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
         self.limits = RequestLimits(
@@ -112,8 +112,6 @@ class Engine:
         with ``async_steps`` they are those of the step launched meanwhile."""
         self.upkeep: Upkeep | None = None
         """Work that is still to be done on the engine beside requests; the process that steps the engine does it."""
-        self.preemption = parts.preemption
-        """Polls requests that come while a step runs, for which rows may have to leave it; None: rows never leave."""
 
     # -- requests ------------------------------------------------------------------------------------------------
 

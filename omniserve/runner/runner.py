@@ -26,7 +26,7 @@ from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import PatchedModel
 from omniserve.layers.tracing.layer_states import StatePool
-from omniserve.ops.attention import resolve_attention
+from omniserve.ops.attention import DeviceAttention, resolve_attention
 from omniserve.ops.attention.native import attend_triton
 from omniserve.ops.stage_link import StageLink
 from omniserve.ops.streams import StreamEvent
@@ -107,11 +107,8 @@ class ModelRunner:
             device=model.device,
             layers=model.layers,
         )
-        self._cores = CoreSplit(
-            device=model.device,
-            device_threads=config.device_threads,
-            host_threads=setup.host_tier.num_threads if setup.host_tier is not None else 0,
-        )
+        threads = setup.host_tier.num_threads if setup.host_tier is not None else 0
+        self._cores = CoreSplit(device=model.device, device_threads=config.device_threads, host_threads=threads)
         self.host_works = False
         """The host tier attended, or was given a task, when the last step began. Moves do not count: a copy takes a
         small part of a step, and the step would have half of the cores for all of its time."""
@@ -122,17 +119,9 @@ class ModelRunner:
         self._pending = PendingTokens(model.device)
         self.states = StepStates(model, num_slots=setup.num_state_slots)
         """The recurrent states of all requests, if the model has such."""
-        # None of these may refer to the runner itself, or a closed engine would keep its KV.
-        self._executors: dict[type[SideWork], Executor] = {
-            SlotCopy: self._storage.copy_slots,
-            StateLoad: _load_into(self.states.pool),
-            **parts.executors,
-        }
-        if tier is not None:
-            self._executors |= {CancelTask: _cancel_in(tier), KVMove: _move_by(tier, self._storage)}
-        attend = resolve_attention(
-            config.execution.attention, model.device, model.spec.attention, is_directed=setup.is_directed
-        )
+        self._executors = _executors(parts, self._storage, self.states)
+        name = config.execution.attention
+        attend = resolve_attention(name, model.device, model.spec.attention, is_directed=setup.is_directed)
         self._rows = PiggybackRows(model, tier, config.max_host_requests if tier is not None else 0)
         self.loop = LayerLoop(
             model=model,
@@ -155,6 +144,11 @@ class ModelRunner:
         """The kinds of steps that need hooks."""
         self.graphs = make_graphs(setup, self.loop, parts.broadcast)
         """Runs the steps that fit a captured shape; None: nothing is captured."""
+        self._warm_up(setup, attend)
+
+    def _warm_up(self, setup: RunnerSetup, attend: DeviceAttention) -> None:
+        """Compile kernels, and capture steps if the settings ask for that."""
+        config, model = setup.config, self._model
         if model.device.type == "cuda" and attend is attend_triton:  # others choose no kernel by shape
             warm_up_attention(
                 attend,
@@ -283,6 +277,18 @@ class ModelRunner:
         pipelined = (row for row in plan.pipelined if isinstance(row, PiggybackEntry))
         for entry in (*plan.entries, *pipelined):
             self._tier.begin_token(entry.slot, entry.epoch, entry.position, entry.block_ids, entry.num_rows)
+
+
+def _executors(parts: RunnerParts, storage: DeviceKVStorage, states: StepStates) -> dict[type[SideWork], Executor]:
+    """Return what starts each type of side work. None of it refers to the runner, which would keep its KV if closed."""
+    executors: dict[type[SideWork], Executor] = {
+        SlotCopy: storage.copy_slots,
+        StateLoad: _load_into(states.pool),
+        **parts.executors,
+    }
+    if parts.tier is not None:
+        executors |= {CancelTask: _cancel_in(parts.tier), KVMove: _move_by(parts.tier, storage)}
+    return executors
 
 
 def _cancel_in(tier: HostTier) -> Executor:

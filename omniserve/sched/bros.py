@@ -141,9 +141,10 @@ class BROSPolicy(Policy):
         return plan
 
     def on_step_end(self, plan: StepPlan, now_s: float) -> None:
-        # One that was planned while another ran begins when that ends.
-        seconds = now_s - max(self._begins_s.pop(plan.step_id), self._ended_s)
-        if not plan.is_empty:
+        begins_s = self._begins_s.pop(plan.step_id, None)
+        if begins_s is not None and not plan.is_empty:  # else it only began copies, maybe not by this policy
+            # One that was planned while another ran begins when that ends.
+            seconds = now_s - max(begins_s, self._ended_s)
             self._ended_s = now_s
             average_s = self._average_s if self._average_s is not None else seconds
             self._average_s = average_s + (seconds - average_s) / _AVERAGE_OVER

@@ -29,7 +29,7 @@ from omniserve.sched.residents import HostResidents
 from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.sources import sources_of
 from omniserve.sched.sources.base import KVLoads
-from omniserve.sched.sources.kept import EvictionsKept, KeptKV, PrefixesKept
+from omniserve.sched.sources.kept import kept_of
 from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
 from omniserve.sched.state_slots import StateSlots
 from omniserve.sched.step_cost import Forecast
@@ -58,15 +58,11 @@ class RequestTable:
         self.waiting_be = PrefixQueue(self.hidden)
         self.waiting: dict[ServiceClass, RequestQueue] = {LS: RequestQueue(self.hidden), BE: self.waiting_be}
         self.device = {c: RequestQueue(self.hidden) for c in ServiceClass}
-        self.residents = HostResidents(
-            num_slots=limits.num_host_slots,
-            num_layers=limits.num_layers,
-            late_layers=limits.late_layers,
-            hidden=self.hidden,
-        )
+        num_slots, layers = limits.num_host_slots, {"num_layers": limits.num_layers, "late_layers": limits.late_layers}
+        self.residents = HostResidents(num_slots=num_slots, **layers, hidden=self.hidden)
         self.moving: dict[int, tuple[RequestState, KVMove]] = {}
         self.abandoned_moves: set[int] = set()
-        self.host_is_up = limits.num_host_slots > 0
+        self.host_is_up = num_slots > 0
         self.counters: Counter[str] = Counter()
         """Fields of SchedulerStats that are not by class."""
         self.step_ids = itertools.count()
@@ -82,32 +78,24 @@ class RequestTable:
             kv,
             self.side_work,
             publishes_ahead=not preempts,
-            max_saved_blocks=limits.num_host_slots and blocks_per_step,
+            max_saved_blocks=num_slots and blocks_per_step,
             saves_early=limits.config.disk_kv.keep,
             has_states=limits.num_state_slots > 0,
         )
         # States stand where a request's last token left them: what is kept of its KV up to an earlier one is of no use.
         can_keep = isinstance(kv, CanEvict) and not limits.num_state_slots
-        self._kept: KeptKV = PrefixesKept(self.prefixes)
         self.keeps_evicted = can_keep and not self.prefixes.is_on
         """A preempted request keeps what is left of its blocks."""
-        if isinstance(kv, CanEvict) and self.keeps_evicted:
-            self._kept = EvictionsKept(kv)
+        self._kept = kept_of(kv, self.prefixes, keeps_evicted=self.keeps_evicted)
+        kinds = sources_of(limits.config, kv)
         self.loads = KVLoads(
-            sources_of(limits.config, kv),
-            kv,
-            self.prefixes,
-            self.side_work,
-            limits.config,
-            self.waiting,
-            max_blocks=blocks_per_step,
+            kinds, kv, self.prefixes, self.side_work, limits.config, self.waiting, max_blocks=blocks_per_step
         )
         self._offloads = offloads
         self._draining: dict[int, RequestState] = {}
-        wants_copies = (can_keep or offloads) and limits.num_host_slots > 0
-        self.checkpoints = Checkpoints(
-            kv, self.side_work, max_blocks_per_step=limits.checkpoint_blocks if wants_copies else 0
-        )
+        wants_copies = (can_keep or offloads) and num_slots > 0
+        num_copied = limits.checkpoint_blocks if wants_copies else 0
+        self.checkpoints = Checkpoints(kv, self.side_work, max_blocks_per_step=num_copied)
 
     # -- arrivals and ends ---------------------------------------------------------------------------------------
 

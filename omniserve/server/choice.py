@@ -168,7 +168,6 @@ class Choice:
         self._echo = echo
         self._parser = ToolCallParser(form.tools, several=form.several_calls) if form.tools else None
         self._total_logprob, self._num_logprobs = 0.0, 0
-        # What ends the text has to be found when it is there.
         self._in_large_parts = form.at_once and not form.stop and form.several_calls
         self._token_ids: list[int] = []
 

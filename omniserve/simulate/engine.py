@@ -53,40 +53,16 @@ class SimulatedEngine:
     ) -> None:
         _check(machine, config)
         self._config, self._chances, self._on_step = config, chances, on_step
-        policy, options = policy_of(config)
+        _, options = policy_of(config)
         spec, num_stages = machine.spec, config.parallel.pipeline_parallel_size
-        num_device_blocks, num_host_blocks = num_blocks(
-            config, largest_part(config, spec), has_hosts=bool(machine.hosts)
-        )
-        caches: dict[str, Any] = {}
-        if caches_prefixes:
-            caches = prefix_settings(config, spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks)
-        self.kv: KVManager = KV_MANAGERS.get(config.kv)(
-            num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size, **caches
-        )
+        part, has_hosts = largest_part(config, spec), bool(machine.hosts)
+        num_device_blocks, num_host_blocks = num_blocks(config, part, has_hosts=has_hosts)
+        sizes = {"num_device_blocks": num_device_blocks, "num_host_blocks": num_host_blocks}
+        caches: dict[str, Any] = prefix_settings(config, spec, **sizes) if caches_prefixes else {}
+        self.kv: KVManager = KV_MANAGERS.get(config.kv)(**sizes, block_size=config.block_size, **caches)
         self.tier = _host_tier(machine, config, self.kv, num_host_blocks)
-        limits = SchedulerLimits.of(
-            config,
-            options,
-            spec,
-            self.kv,
-            max_model_len=max_model_len(config, spec),
-            late_layers=machine.late_layers if num_stages == 1 else 0,
-            max_host_drafts=MAX_DRAFTS if num_host_blocks and chances.drafts_right else 0,
-        )
         self._corrected = _corrected(machine, chances)
-        forecast = Forecast(
-            self._corrected or machine.forecast,
-            machine.shape,
-            host_has_own_cores=machine.host_has_own_cores,
-            host=host_speed_of(machine.hosts),
-        )
-        scheduler = Scheduler
-        if num_stages > 1:
-            from omniserve.sched.stages import StagedScheduler as scheduler
-        self.scheduler = scheduler(
-            policy, options, limits=limits, kv=self.kv, forecast=forecast, drafter_of=self._drafter
-        )
+        self.scheduler = self._make_scheduler(machine)
         self.runner = SimulatedRunner(
             machine,
             self.tier,
@@ -108,10 +84,34 @@ class SimulatedEngine:
         )
         self.num_steps = 0
         """Counter: steps that computed something."""
-        self.max_model_len, self.pool_tokens = limits.max_model_len, num_device_blocks * config.block_size
+        self.max_model_len, self.pool_tokens = max_model_len(config, spec), num_device_blocks * config.block_size
         """Most tokens of a request, and those that the device pool holds."""
         self.caches_prefixes = bool(caches)
         """The engine has a prefix cache."""
+
+    def _make_scheduler(self, machine: Machine) -> Scheduler:
+        policy, options = policy_of(self._config)
+        num_stages = self._config.parallel.pipeline_parallel_size
+        has_drafts = self.kv.num_host_blocks and self._chances.drafts_right
+        limits = SchedulerLimits.of(
+            self._config,
+            options,
+            machine.spec,
+            self.kv,
+            max_model_len=max_model_len(self._config, machine.spec),
+            late_layers=machine.late_layers if num_stages == 1 else 0,
+            max_host_drafts=MAX_DRAFTS if has_drafts else 0,
+        )
+        forecast = Forecast(
+            self._corrected or machine.forecast,
+            machine.shape,
+            host_has_own_cores=machine.host_has_own_cores,
+            host=host_speed_of(machine.hosts),
+        )
+        scheduler = Scheduler
+        if num_stages > 1:
+            from omniserve.sched.stages import StagedScheduler as scheduler
+        return scheduler(policy, options, limits=limits, kv=self.kv, forecast=forecast, drafter_of=self._drafter)
 
     @property
     def now_s(self) -> float:

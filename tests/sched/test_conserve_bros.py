@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 
-from omniserve.core.plan import DeviceChunk, StepPlan
+from omniserve.core.plan import DeviceChunk, StepOutput, StepPlan
 from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv import Tier
-from omniserve.sched import bros
+from omniserve.sched import SCHEDULERS, bros
 from tests.sched.benches import Bench, Clock, names
 
 
@@ -404,3 +404,13 @@ def test_bros_averages_what_steps_took() -> None:
         if not bench.scheduler.has_unfinished:
             bench.add("be")
     assert bench.scheduler.policy._average_s == pytest.approx(0.02, rel=0.01)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("policy", SCHEDULERS.names())
+def test_a_step_that_only_begins_copies_needs_no_plan_of_the_policy(policy: str) -> None:
+    bench = Bench(policy, host_blocks=8)
+    bench.add("be", prompt=4, output=3)
+    bench.step()
+    plan = bench.scheduler.schedule_moves(bench.now_s)
+    assert plan.is_empty and bench.scheduler.update(plan, StepOutput(), bench.now_s) == []
+    bench.run_until(lambda: "be" in bench.finished)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from omniserve.core.work import KVMove
-from omniserve.kv.base import CanEvict, Tier
+from omniserve.kv.base import CanEvict, KVManager, Tier
 from omniserve.sched.prefixes import Prefixes
 from omniserve.sched.state import RequestState
 
@@ -77,3 +77,8 @@ class EvictionsKept:
         num_tokens = self.num_tokens(state, Tier.HOST)
         move = self._kv.start_restore(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
         return None if move is None else (move, num_tokens)
+
+
+def kept_of(kv: KVManager, prefixes: Prefixes, *, keeps_evicted: bool) -> KeptKV:
+    """Return what is kept of requests: what is left of their blocks (``keeps_evicted``), or their prefixes."""
+    return EvictionsKept(kv) if keeps_evicted and isinstance(kv, CanEvict) else PrefixesKept(prefixes)
