@@ -26,6 +26,10 @@ PENDING_TOKEN = -1
 and it never leaves the device on its way into this one."""
 
 
+MAX_DRAFTS = 8
+"""Most drafts of a request in a step."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptScores:
     """Rows of a chunk: the log-probabilities of the prompt tokens that follow them are returned."""

@@ -7,9 +7,9 @@ import logging
 from typing import Any
 
 from omniserve.core.config import EngineConfig
+from omniserve.core.plan import MAX_DRAFTS
 from omniserve.core.spec import ModelSpec
 from omniserve.kv import KV_MANAGERS, CanCache, CanEvict, CanMove, CanShare
-from omniserve.sched.options import MAX_DRAFTS
 from omniserve.sched.state_slots import num_state_slots
 
 logger = logging.getLogger(__name__)

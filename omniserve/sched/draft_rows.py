@@ -25,9 +25,8 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from omniserve.core.plan import PENDING_TOKEN, DeviceChunk
+from omniserve.core.plan import MAX_DRAFTS, PENDING_TOKEN, DeviceChunk
 from omniserve.kv.base import KVManager
-from omniserve.sched.options import MAX_DRAFTS
 from omniserve.sched.speculation import Speculation
 from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import StepCost

@@ -15,9 +15,6 @@ from omniserve.core.spec import ModelSpec
 from omniserve.kv.base import CanEvict, KVManager
 from omniserve.sched.state_slots import num_state_slots
 
-MAX_DRAFTS = 8
-"""Most drafts of a request in a step."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions:

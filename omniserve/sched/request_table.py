@@ -54,7 +54,7 @@ class RequestTable:
         self.hidden: set[RequestState] = set()
         """Requests that the step which is planned cannot have: the queues count them and do not yield them."""
         self.pinned: set[RequestState] = set()
-        """Those of them that cannot give way, either."""
+        """Hidden requests that cannot give way, either."""
         self.waiting_be = PrefixQueue(self.hidden)
         self.waiting: dict[ServiceClass, RequestQueue] = {LS: RequestQueue(self.hidden), BE: self.waiting_be}
         self.device = {c: RequestQueue(self.hidden) for c in ServiceClass}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from omniserve.core.plan import MAX_DRAFTS
 from omniserve.sched.drafter import Drafter
-from omniserve.sched.options import MAX_DRAFTS
 
 _LEAST_CHANCE = 0.3
 """Least chance of a guess with which drafts are computed: rows may cost more than predicted."""

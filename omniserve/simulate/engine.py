@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from omniserve.core.config import EngineConfig
-from omniserve.core.plan import is_whole
+from omniserve.core.plan import MAX_DRAFTS, is_whole
 from omniserve.core.request import Arrival, Request, RequestOutput
 from omniserve.engine.capacity import largest_part, max_model_len, num_blocks, prefix_settings
 from omniserve.engine.outputs import OutputCollector
@@ -14,7 +14,7 @@ from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
 from omniserve.kv import KV_MANAGERS, KVManager, Tier
 from omniserve.latency import CorrectedModel
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
-from omniserve.sched.options import MAX_DRAFTS, LayerPreemptionOptions
+from omniserve.sched.options import LayerPreemptionOptions
 from omniserve.simulate.host_tier import SimulatedHostTier
 from omniserve.simulate.machine import Machine, host_speed_of
 from omniserve.simulate.runner import Chances, PrefillPeers, SimulatedRunner, StepRecord
