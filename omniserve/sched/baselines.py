@@ -255,6 +255,6 @@ class LlumnixPolicy(Policy):
 
     def _reserve(self, state: RequestState) -> int:
         """Return the device blocks that a BE request leaves free: the LS reserve, and the headroom that is unused."""
-        reserve = self.requests.reserve_for_ls(state)
+        reserve = self.requests.memory.reserve_for_ls(state)
         has_others = bool(self.requests.moving) or any(other is not state for other in self.requests.device[BE])
         return max(reserve, self._headroom_left) if has_others else reserve

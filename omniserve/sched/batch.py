@@ -147,7 +147,7 @@ class Batch:
         One that has to be restored first takes its blocks and nothing of the batch: it is MOVING then, and on the
         device when the copy is done.
         """
-        if self._requests.is_full(state.kind):
+        if self._requests.memory.is_full(state.kind):
             return Bound.REQUESTS
         if self._requests.needs_restore(state) and not self._is_computed_sooner(state, bound_s):
             return None if self._restore(state, reserve_blocks) else Bound.MEMORY
@@ -242,7 +242,7 @@ class Batch:
         """
         for state in self._requests.waiting[kind]:
             refused_by = self.admit(state)
-            if refused_by is Bound.MEMORY and self.make_room(self._requests.blocks_for(state), victims):
+            if refused_by is Bound.MEMORY and self.make_room(self._requests.memory.blocks_for(state), victims):
                 refused_by = self.admit(state)
             if refused_by is not None:
                 return refused_by
@@ -306,10 +306,10 @@ class Batch:
         """Restore the first BE request in line while it waits for its turn, if memory is left. Paper: conserve 4.4."""
         requests = self._requests
         first = next(iter(requests.waiting[BE]), None)
-        if first is None or requests.waiting[LS] or requests.is_full(BE) or not requests.needs_restore(first):
+        if first is None or requests.waiting[LS] or requests.memory.is_full(BE) or not requests.needs_restore(first):
             return
         # Each device request may need one more block soon.
-        self._restore(first, requests.ls_reserve + sum(map(len, requests.device.values())))
+        self._restore(first, requests.memory.ls_reserve + sum(map(len, requests.device.values())))
 
     def _add_drafts(
         self, host_rows: HostRows, preemptible: frozenset[str], decision: Decision | None
@@ -364,7 +364,7 @@ class Batch:
             bound_s=bound_s,
             chunks=self.chunks,
             max_model_len=self._limits.max_model_len,
-            reserve_blocks=requests.host_headroom,
+            reserve_blocks=requests.memory.host_headroom,
         )
         return dataclasses.replace(host_rows, entries=entries, joins=joins)
 

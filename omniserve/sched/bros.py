@@ -187,7 +187,7 @@ class BROSPolicy(Policy):
             if step.tokens_left == 0:
                 break
             if state.phase is Phase.WAITING:
-                needed = self.requests.blocks_for(state)
+                needed = self.requests.memory.blocks_for(state)
                 if num_open == 0 or needed > blocks:
                     lacks_memory |= num_open > 0
                     continue
@@ -249,14 +249,14 @@ class BROSPolicy(Policy):
         """Yield BE requests that have KV, then those that find room and blocks beside the chosen LS requests."""
         requests = self.requests
         new_ls = sum(one.state.phase is Phase.WAITING for one in chosen)
-        needed = sum(requests.blocks_for(one.state) - self.kv.num_blocks(one.state.request_id) for one in chosen)
+        needed = sum(requests.memory.blocks_for(one.state) - self.kv.num_blocks(one.state.request_id) for one in chosen)
         yield from requests.device[BE]
         if not admits or requests.residents.queue:  # a parked request comes back before a new one enters
             return
         free = self.kv.num_free(Tier.DEVICE) - needed
         num_open = self.limits.config.max_num_seqs - sum(map(len, requests.device.values())) - new_ls
         for state in itertools.islice(self._by_missing_tokens(), max(0, num_open)):
-            free -= requests.blocks_for(state)
+            free -= requests.memory.blocks_for(state)
             if free < 0:
                 return
             yield state

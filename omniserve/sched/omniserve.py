@@ -196,7 +196,7 @@ class OmniServePolicy(Policy):
         """Take the place of the last LS request for the first in line, if that is of a higher class and all places are
         taken."""
         first = self.requests.waiting[LS].first
-        if first is None or not self.requests.is_full(LS):
+        if first is None or not self.requests.memory.is_full(LS):
             return
         last = next((s for s in reversed(self.requests.device[LS]) if s.phase is Phase.DEVICE), None)
         if last is not None and last.priority_key[0] > first.priority_key[0]:
@@ -271,11 +271,13 @@ class OmniServePolicy(Policy):
         held = {state.request_id: self.kv.num_blocks(state.request_id) for state in requests.device[LS]}
         of_ls = sum(held.values()) - sum(map(requests.prefixes.num_shared_at_begin, requests.device[LS]))
         of_be = sum(self.kv.num_blocks(state.request_id) for state in requests.device[BE])
-        of_be += sum(len(move.src_block_ids) for move in requests.moves_to_host)
+        of_be += sum(len(move.src_block_ids) for move in requests.memory.moves_to_host)
         free = self.kv.num_free(Tier.DEVICE)
         # Blocks that several requests share count for each, so those of BE requests are no more than all others.
         num_free = free + min(of_be, max(0, self.kv.num_device_blocks - free - of_ls))
-        return LSQueue(decoding, prompts, held, num_free, self.limits.config.max_num_seqs - requests.num_admitted(LS))
+        return LSQueue(
+            decoding, prompts, held, num_free, self.limits.config.max_num_seqs - requests.memory.num_admitted(LS)
+        )
 
     # -- bounds --------------------------------------------------------------------------------------------------
 
@@ -362,7 +364,7 @@ class OmniServePolicy(Policy):
         if waiting[LS]:
             return (), None  # a BE prompt must not take the memory that an LS one waits for
         for state in waiting_be.by_prefix() if self.options.be_prefix_order else waiting_be:
-            reserve = self.requests.reserve_for_ls(state)
+            reserve = self.requests.memory.reserve_for_ls(state)
             refused_by = batch.admit(
                 state, bound_s=bound_s, min_tokens=self._min_be_tokens(batch), reserve_blocks=reserve
             )

@@ -169,6 +169,10 @@ class SchedulerLimits:
     max_host_drafts: int = 0
     """Most drafts that a token takes with it through the host tier."""
 
+    def blocks_per_step(self, block_size: int) -> int:
+        """Return how many blocks the tokens of the largest step fill."""
+        return -(-self.config.max_num_batched_tokens // block_size)
+
     @classmethod
     def of(
         cls,

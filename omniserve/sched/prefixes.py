@@ -8,7 +8,7 @@ other: a layer writes the KV of all device rows before any of them attends (not 
 step between layers).
 
 A preempted request gives its blocks back; those that are still there when it returns are not recomputed.
-``RequestTable.ls_reserve`` keeps BE requests that come to the device out of the blocks that are protected for LS
+``MemoryRules.ls_reserve`` keeps BE requests that come to the device out of the blocks that are protected for LS
 prefixes, while LS requests are seen to come back to what the pool has, or had. BE requests that run may still grow into
 them. Blocks that were found, or that are marked, are copied to the host when the device's pool runs short, and back
 before the first step of a request that begins with them: it is restored like an evicted one, and has a table of its own
@@ -26,6 +26,7 @@ from omniserve.core.request import ServiceClass
 from omniserve.core.work import Done, KVMove
 from omniserve.kv.base import CanCache, CanMove, KeepsPrefixesOnHost, KVManager
 from omniserve.kv.prefix_cache import PrefixKeys
+from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.state import PrefixUse, RequestState
 
@@ -50,34 +51,27 @@ class Coming(NamedTuple):
 class Prefixes:
     """Looks up requests that wait, and publishes what running ones have computed. Without a cache it does nothing.
 
+    With ``disk_kv.keep``, blocks that are worth a copy (``CachingPool.take_unsaved``) are copied to the host at once,
+    else when the device's memory is short. If the model has recurrent states, which no block holds, a request finds no
+    KV of others, only that of its own prompt in host memory, with the states that a prefill engine has sent.
+
     Args:
         publishes_ahead: Chunks of prompts are published as they are planned, for others in the same step: at every
             layer a step writes the KV of all its device rows before any of them attends. Not if rows may leave a step
             between two layers: what they have not written must not be read.
-        max_saved_blocks: Most blocks of prefixes that are being copied to the host at a time.
-        saves_early: Blocks that are worth a copy (``CachingPool.take_unsaved``) are copied at once. Otherwise they are
-            copied when the device's memory is short.
-        has_states: The model has recurrent states, which no block holds. Then a request finds no KV of others, only
-            that of its own prompt in host memory, with the states that a prefill engine has sent.
     """
 
     def __init__(
-        self,
-        kv: KVManager,
-        side_work: SideWorkQueue,
-        *,
-        publishes_ahead: bool = True,
-        max_saved_blocks: int = 0,
-        saves_early: bool = False,
-        has_states: bool = False,
+        self, kv: KVManager, side_work: SideWorkQueue, limits: SchedulerLimits, *, publishes_ahead: bool = True
     ) -> None:
         self._kv, self._side_work = kv, side_work
         self._mover = kv if isinstance(kv, CanMove) else None
         self._host = kv if isinstance(kv, KeepsPrefixesOnHost) else None
-        self._max_saved_blocks = max_saved_blocks
-        self._num_ahead = kv.num_device_blocks if saves_early else 2 * max_saved_blocks
+        self._max_saved_blocks = limits.blocks_per_step(kv.block_size) if limits.num_host_slots else 0
+        """Most blocks of prefixes that are being copied to the host at a time."""
+        self._num_ahead = kv.num_device_blocks if limits.config.disk_kv.keep else 2 * self._max_saved_blocks
         self._saves_all = False
-        self._has_states = has_states
+        self._has_states = limits.num_state_slots > 0
         self._saving: dict[int, int] = {}
         """Move id -> blocks, of the copies to the host under way."""
         self.num_restored_tokens: Counter[str] = Counter()

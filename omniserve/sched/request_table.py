@@ -22,6 +22,7 @@ from omniserve.core.work import (
 )
 from omniserve.kv.base import CanEvict, CanMove, CanShare, CanSpread, KVManager, MoveResult, Tier
 from omniserve.sched.checkpoints import Checkpoints
+from omniserve.sched.memory import MemoryRules
 from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.prefix_queue import PrefixQueue
 from omniserve.sched.prefixes import Coming, Prefixes
@@ -73,28 +74,28 @@ class RequestTable:
         self._has_lost_hosts = False  # a request may have KV on one
         self.state_slots = StateSlots(limits.num_state_slots, self.side_work)
         self.sharer = kv if isinstance(kv, CanShare) else None
-        blocks_per_step = -(-limits.config.max_num_batched_tokens // kv.block_size)
-        self.prefixes = Prefixes(
-            kv,
-            self.side_work,
-            publishes_ahead=not preempts,
-            max_saved_blocks=num_slots and blocks_per_step,
-            saves_early=limits.config.disk_kv.keep,
-            has_states=limits.num_state_slots > 0,
-        )
+        self.prefixes = Prefixes(kv, self.side_work, limits, publishes_ahead=not preempts)
         # States stand where a request's last token left them: what is kept of its KV up to an earlier one is of no use.
         can_keep = isinstance(kv, CanEvict) and not limits.num_state_slots
         self.keeps_evicted = can_keep and not self.prefixes.is_on
         """A preempted request keeps what is left of its blocks."""
         self._kept = kept_of(kv, self.prefixes, keeps_evicted=self.keeps_evicted)
         kinds = sources_of(limits.config, kv)
-        self.loads = KVLoads(
-            kinds, kv, self.prefixes, self.side_work, limits.config, self.waiting, max_blocks=blocks_per_step
-        )
+        self.loads = KVLoads(kinds, kv, self.prefixes, self.side_work, limits, self.waiting)
         self._offloads = offloads
+        self.memory = MemoryRules(
+            limits,
+            kv,
+            self.prefixes,
+            residents=self.residents,
+            waiting=self.waiting,
+            device=self.device,
+            moving=self.moving,
+            offloads=offloads,
+        )
+        """How much memory requests may take."""
         self._draining: dict[int, RequestState] = {}
-        wants_copies = (can_keep or offloads) and num_slots > 0
-        num_copied = limits.checkpoint_blocks if wants_copies else 0
+        num_copied = limits.checkpoint_blocks if (can_keep or offloads) and num_slots > 0 else 0
         self.checkpoints = Checkpoints(kv, self.side_work, max_blocks_per_step=num_copied)
 
     # -- arrivals and ends ---------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class RequestTable:
         They come back when it is there.
         """
         if self.host_is_up:
-            self.loads.start(forecast, now_s, running_ls=self.device[LS], reserve_blocks=self.host_headroom)
+            self.loads.start(forecast, now_s, running_ls=self.device[LS], reserve_blocks=self.memory.host_headroom)
 
     def give_up_prefixes(self) -> None:
         """Find, publish, copy and write no prefixes any more; to be called when a step has failed."""
@@ -294,8 +295,8 @@ class RequestTable:
             self.side_work.begin(move)
         if self.host_is_up:
             known = (state for state in self.device[BE] if state.request_id not in unseen)
-            self.checkpoints.begin(known, reserve_blocks=self.host_headroom)
-            self.prefixes.save(reserve_blocks=self.host_headroom)
+            self.checkpoints.begin(known, reserve_blocks=self.memory.host_headroom)
+            self.prefixes.save(reserve_blocks=self.memory.host_headroom)
         self.loads.write()
         # Copies on the device come first: the others may read what they have written.
         relocations = self.sharer.take_relocations() if self.sharer is not None else ()
@@ -427,56 +428,12 @@ class RequestTable:
     # -- what policies ask ---------------------------------------------------------------------------------------
 
     @property
-    def moves_to_host(self) -> list[KVMove]:
-        """Moves of requests to the host that are under way, the first begun first."""
-        return [move for _, move in self.moving.values() if move.direction is MoveDirection.TO_HOST]
-
-    @property
-    def blocks_moving_out(self) -> int:
-        """Device blocks that these moves will free."""
-        return sum(map(self.prefixes.freed_by(), self.moves_to_host))
-
-    @property
     def num_preemptions(self) -> int:
         return self.counters["preemptions"]
-
-    @property
-    def host_headroom(self) -> int:
-        """Host blocks for residents to grow into, so that a full host tier does not drop what it just received."""
-        return 2 * (self.residents.num_slots_used + 1) if self._offloads else 0
-
-    def num_admitted(self, kind: ServiceClass) -> int:
-        """Return how many requests take a place of ``max_num_seqs`` that one of this kind could have.
-
-        Requests on their way to the device count, those on their way to the host do not; one that fails to get there
-        comes on top.
-        """
-        kinds = (LS,) if kind is LS else (LS, BE)  # BE requests never use up the room of LS ones
-        incoming = (state for state, move in self.moving.values() if move.direction is MoveDirection.TO_DEVICE)
-        return sum(state.kind in kinds for state in incoming) + sum(len(self.device[kind]) for kind in kinds)
-
-    def is_full(self, kind: ServiceClass) -> bool:
-        """Return whether ``max_num_seqs`` keeps out another request of this kind."""
-        return self.num_admitted(kind) >= self.limits.config.max_num_seqs
 
     def is_only_ls(self, state: RequestState) -> bool:
         """Return whether there is no other LS request."""
         return not any(other.kind is LS and other is not state for other in self.states.values())
-
-    def blocks_for(self, state: RequestState) -> int:
-        """Return how many blocks all known tokens of a request need; of a WAITING one, less those that it shares."""
-        num_blocks = -(-state.num_tokens // self.kv.block_size)
-        return num_blocks - self.prefixes.num_shared(state) if state.phase is Phase.WAITING else num_blocks
-
-    @property
-    def ls_reserve(self) -> int:
-        """Free device blocks that BE work leaves to LS requests: the reserve, and the protected prefixes of these."""
-        return self.limits.ls_reserve_blocks + self.prefixes.num_kept_for_ls
-
-    def reserve_for_ls(self, state: RequestState) -> int:
-        """Return what a BE request leaves free: no block if it has the device to itself, or it might never run."""
-        others = len(self.device[LS]) + len(self.waiting[LS]) + sum(s is not state for s in self.device[BE])
-        return self.ls_reserve if others else 0
 
     def host_blocks_for(self, state: RequestState) -> tuple[int, ...] | None:
         """Return blocks for a resident's newest token; if its host is full, the youngest one there is recomputed."""

@@ -173,7 +173,9 @@ class Scheduler:
         return self._ask_policy(now_s)
 
     def _ask_policy(self, now_s: float) -> StepPlan:
-        return self.policy.schedule(now_s)
+        plan = self.policy.schedule(now_s)
+        assert self.policy.awaits_host or not plan.pipelined, "the policy has a second sub-batch: set its awaits_host"
+        return plan
 
     def _tell_time(self, now_s: float) -> None:
         if self.policy.forecast is not None:

@@ -55,7 +55,7 @@ class StateSlots:
 def num_state_slots(config: EngineConfig, spec: ModelSpec, *, has_host_tier: bool) -> int:
     """Return the most requests that can have computed tokens at a time; 0 if the model keeps no states of them.
 
-    That is as many on the device for each kind as for all (see ``RequestTable.is_full``), and those of the host tier.
+    That is as many on the device for each kind as for all (see ``MemoryRules.is_full``), and those of the host tier.
     """
     if not spec.state_bytes:
         return 0

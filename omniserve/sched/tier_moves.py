@@ -49,7 +49,7 @@ LS_PATIENCE_S = 0.02
 class TierMoves:
     """Starts moves of BE requests, and remembers what is needed to choose them.
 
-    ``reserve`` returns the device blocks that a BE request leaves free; None: ``RequestTable.reserve_for_ls``.
+    ``reserve`` returns the device blocks that a BE request leaves free; None: ``MemoryRules.reserve_for_ls``.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TierMoves:
         reserve: Callable[[RequestState], int] | None = None,
     ) -> None:
         self._requests = requests
-        self._reserve = reserve if reserve is not None else requests.reserve_for_ls
+        self._reserve = reserve if reserve is not None else requests.memory.reserve_for_ls
         self._options = options
         self._limits = requests.limits
         self._kv = requests.kv
@@ -75,7 +75,7 @@ class TierMoves:
 
         ``reserve_blocks`` are host blocks that it leaves free beside what residents grow into.
         """
-        reserve_blocks += self._requests.host_headroom
+        reserve_blocks += self._requests.memory.host_headroom
         return batch.start_move(state, MoveDirection.TO_HOST, reserve_blocks=reserve_blocks)
 
     def offload_until(self, batch: Batch, shortage: int, *, reserve_blocks: int = 0) -> int:
@@ -116,19 +116,19 @@ class TierMoves:
     def make_room_for_ls(self, batch: Batch, state: RequestState) -> None:
         """Free device memory for an LS prompt: by moving BE KV to the host while that is quick, else by dropping it."""
         requests = self._requests
-        needed = requests.blocks_for(state)
+        needed = requests.memory.blocks_for(state)
         shortage = needed - self._kv.num_free(Tier.DEVICE)
         if shortage <= 0:
             return
         if state.blocked_since_s is None:
             state.blocked_since_s = batch.now_s
-        still_missing = self.offload_until(batch, shortage - requests.blocks_moving_out)
+        still_missing = self.offload_until(batch, shortage - requests.memory.blocks_moving_out)
         out_of_patience = batch.now_s - state.blocked_since_s >= LS_PATIENCE_S
         if still_missing <= 0 and not out_of_patience:
             return
         if not batch.make_room(needed, (BE,)) and out_of_patience:
             # The host tier is too slow or stuck: what is on its way there must not hold up an LS request.
-            for move in reversed(requests.moves_to_host):
+            for move in reversed(requests.memory.moves_to_host):
                 if move not in batch.moves:
                     requests.abandon_move(move.move_id)
                     if batch.make_room(needed, (BE,)):
@@ -137,8 +137,8 @@ class TierMoves:
     def make_room_for_be(self, batch: Batch, state: RequestState) -> None:
         """Offload decodes for a BE prompt that a step has time but no memory for (3.3.5)."""
         requests = self._requests
-        shortage = requests.blocks_for(state) + self._reserve(state) - self._kv.num_free(Tier.DEVICE)
-        shortage -= requests.blocks_moving_out
+        shortage = requests.memory.blocks_for(state) + self._reserve(state) - self._kv.num_free(Tier.DEVICE)
+        shortage -= requests.memory.blocks_moving_out
         if shortage > 0:
             self.offload_until(batch, shortage, reserve_blocks=requests.loads.blocks_wanted())
 
@@ -174,14 +174,14 @@ class TierMoves:
         ls_blocks = sum(self._kv.num_blocks(state.request_id) for state in requests.device[LS])
         ls_may_take = self._ls_peak.push(batch.now_s, ls_blocks) - ls_blocks
         # Each device request may need one more block soon; twice that keeps the next step from undoing the move.
-        margin = max(requests.ls_reserve, ls_may_take) + 2 * sum(map(len, requests.device.values()))
+        margin = max(requests.memory.ls_reserve, ls_may_take) + 2 * sum(map(len, requests.device.values()))
         nothing_waits = nothing_left_out and not any(requests.waiting.values())
         if not nothing_waits or batch.moves or self._kv.num_free(Tier.DEVICE) <= margin:
             self._light_since_s = None
             return
         if self._light_since_s is None:
             self._light_since_s = batch.now_s
-        if batch.now_s - self._light_since_s < self._options.swap_in_delay_s or requests.is_full(BE):
+        if batch.now_s - self._light_since_s < self._options.swap_in_delay_s or requests.memory.is_full(BE):
             return
         for state in requests.residents.queue:
             if state.away is not None or not self._has_stayed(batch, state):
@@ -222,10 +222,10 @@ class Parking:
         if requests.waiting[LS]:
             return
         for state in parked:
-            if requests.is_full(BE):
+            if requests.memory.is_full(BE):
                 return
             others = sum(map(len, requests.device.values())) + len(requests.moving)
-            reserve = requests.ls_reserve + others + 1 if others else 0
+            reserve = requests.memory.ls_reserve + others + 1 if others else 0
             if not batch.start_move(state, MoveDirection.TO_DEVICE, reserve_blocks=reserve):
                 return
 
@@ -240,14 +240,14 @@ class Parking:
         refused_by = batch.admit(state)
         if refused_by is not Bound.MEMORY:
             return refused_by
-        self._make_room(batch, self._requests.blocks_for(state))
+        self._make_room(batch, self._requests.memory.blocks_for(state))
         return batch.admit(state)
 
     @property
     def num_obtainable(self) -> int:
         """Device blocks that LS requests can have: free ones, those of BE requests, and those on their way out."""
         freed_by = self._requests.prefixes.freed_by()
-        freed = sum(map(freed_by, (*self._requests.device[BE], *self._requests.moves_to_host)))
+        freed = sum(map(freed_by, (*self._requests.device[BE], *self._requests.memory.moves_to_host)))
         return self._kv.num_free(Tier.DEVICE) + freed
 
     def _make_room(self, batch: Batch, num_blocks: int) -> None:
@@ -259,7 +259,7 @@ class Parking:
                 return
             assert victim not in batch, "LS requests are admitted before BE ones run"
             self._let_go(batch, victim)
-        for move in self._requests.moves_to_host:
+        for move in self._requests.memory.moves_to_host:
             # A step ago these were the last blocks of a parked request: the host is too slow to wait for them longer.
             if self._kv.num_free(Tier.DEVICE) >= num_blocks:
                 return

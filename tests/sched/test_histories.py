@@ -257,7 +257,7 @@ def run_history(
                 check_stays(output, stays[output.request_id], overlaps=overlaps)
         sched.check_integrity()
         for state in sched.requests.states.values():
-            held, needed = sched.requests.kv.num_blocks(state.request_id), sched.requests.blocks_for(state)
+            held, needed = sched.requests.kv.num_blocks(state.request_id), sched.requests.memory.blocks_for(state)
             if state.away is not None:  # drafts that are dropped on the way keep their blocks
                 needed = -(-(state.num_tokens + sched.requests.limits.max_host_drafts) // BLOCK)
             assert held <= needed, f"{state.request_id} holds {held} blocks, {needed} would do"

@@ -21,7 +21,7 @@ def test_a_best_effort_request_is_admitted_beside_protected_prefixes_or_not_at_a
     bench = Bench(policy, device_blocks=10, num_protected=num_protected, ls_reserve_fraction=0.0)
     bench.add("ls", prompt=31, output=1)
     bench.run_until(lambda: "ls" in bench.finished)
-    assert bench.requests.ls_reserve == num_protected and bench.kv.num_free(Tier.DEVICE) == 10
+    assert bench.requests.memory.ls_reserve == num_protected and bench.kv.num_free(Tier.DEVICE) == 10
     bench.add("be1", prompt=4, output=30)
     bench.step()
     bench.add("be2", prompt=15)
@@ -51,7 +51,7 @@ def test_prefixes_are_protected_while_latency_sensitive_requests_come_back_to_so
     def serve(name: str, salt: str) -> int:
         bench.add(name, prompt=31, output=1, salt=salt)
         bench.run_until(lambda: name in bench.finished)
-        return bench.requests.ls_reserve
+        return bench.requests.memory.ls_reserve
 
     kept = [serve(f"ls{number}", f"salt {number}") for number in range(60)]
     assert kept[0] == 7 and kept[-1] == 0 and sorted(kept, reverse=True) == kept, "none comes back"
@@ -73,7 +73,7 @@ def test_a_best_effort_request_does_not_come_back_into_protected_prefixes(num_pr
     bench.run_until(lambda: "ls" in bench.finished and bench.requests.residents.queue)
     places = [len(bench.requests.residents.queue) for _ in range(30) if bench.step()]
     if num_protected:
-        assert places == [1] * 30 and bench.requests.ls_reserve == 7, "it decodes on the host tier"
+        assert places == [1] * 30 and bench.requests.memory.ls_reserve == 7, "it decodes on the host tier"
     else:
         assert 0 in places
 

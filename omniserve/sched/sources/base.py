@@ -17,6 +17,7 @@ from omniserve.core.request import ServiceClass
 from omniserve.core.work import HostEvent
 from omniserve.kv.base import KVManager
 from omniserve.sched import prefixes as prefixes_module
+from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.prefixes import Coming, Prefixes
 from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.state import LS, Phase, RequestQueue, RequestState
@@ -112,13 +113,16 @@ class KVLoads:
         kv: KVManager,
         prefixes: Prefixes,
         side_work: SideWorkQueue,
-        config: EngineConfig,
+        limits: SchedulerLimits,
         waiting: Mapping[ServiceClass, RequestQueue],
-        *,
-        max_blocks: int,
     ) -> None:
         context = SourceContext(
-            kv=kv, prefixes=prefixes, side_work=side_work, config=config, end_loading=self._end, max_blocks=max_blocks
+            kv=kv,
+            prefixes=prefixes,
+            side_work=side_work,
+            config=limits.config,
+            end_loading=self._end,
+            max_blocks=limits.blocks_per_step(kv.block_size),
         )
         self.sources = [kind(context) for kind in kinds]
         self._loading: dict[RequestState, KVSource] = {}
