@@ -62,6 +62,9 @@ class DeviceChunk:
     """The blocks run from the right: offset i of a block is its slot ``block_size - 1 - i``."""
     from_layer: int = 0
     """Above 0: these very tokens left an earlier step before this layer, and go on there (``StepOutput.halted``)."""
+    is_preemptible: bool = False
+    """The rows may be asked to leave the step between two layers (conserve 4.3, omniserve 6), by policies whose options
+    have ``preempts``."""
     scores: PromptScores | None = None
     """Scores of the prompt that the rows tell; None unless the request asked for log-probabilities of its prompt and
     these rows are the first to tell them."""
@@ -97,6 +100,9 @@ class PiggybackEntry:
     """Slot of the request's recurrent states, as in ``DeviceChunk``."""
     draft_ids: tuple[int, ...] = ()
     """Drafts of the tokens behind it. They pass the layers with it, a row each, and are verified after the last one."""
+    is_hybrid: bool = False
+    """In ``StepPlan.pipelined``: its row is in the first sub-batch, which then is a hybrid one, and runs the dense halves
+    with the device rows (apex figure 2). Such a step has device rows in every layer, and no other piggyback rows."""
 
     @property
     def num_rows(self) -> int:
@@ -187,13 +193,6 @@ class StepPlan:
     pipelined: tuple[PiggybackEntry | PiggybackJoin, ...] = ()
     """The second sub-batch of asymmetric pipelining: entries, then joins by layer, without drafts, that pass all layers
     they have left in this very step, while the device waits for each of their results (NEO; apex 2.3, 3.2)."""
-    hybrid: frozenset[str] = frozenset()
-    """Requests among the entries of ``pipelined`` whose rows are in the first sub-batch, which then is a hybrid one:
-    they run the dense halves with the device rows (apex figure 2). Such a step has device rows in every layer, and no
-    other piggyback rows."""
-    preemptible: frozenset[str] = frozenset()
-    """Requests whose device rows may be asked to leave between two layers (conserve 4.3, omniserve 6), under a policy
-    whose options say that it ``preempts``."""
     decision: Decision | None = None
     """The reasons for the plan, for traces; None if the policy gives none."""
 
@@ -204,6 +203,16 @@ class StepPlan:
     @property
     def num_device_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def preemptible(self) -> frozenset[str]:
+        """Requests whose rows may be asked to leave the step."""
+        return frozenset(chunk.request_id for chunk in self.chunks if chunk.is_preemptible)
+
+    @property
+    def hybrid(self) -> frozenset[str]:
+        """Requests of ``pipelined`` whose rows are in the first sub-batch."""
+        return frozenset(row.request_id for row in self.pipelined if isinstance(row, PiggybackEntry) and row.is_hybrid)
 
     @property
     def doubtful(self) -> frozenset[str]:

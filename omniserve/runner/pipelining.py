@@ -99,7 +99,8 @@ class Pipelining:
         if not plan.pipelined:
             return None
         awaited = AwaitedResults(self._tier, self._keep, self._broadcast)
-        rows = tuple(row for row in plan.pipelined if row.request_id not in plan.hybrid)
+        hybrid = plan.hybrid
+        rows = tuple(row for row in plan.pipelined if row.request_id not in hybrid)
         second = (
             SecondBatch(
                 rows,
@@ -113,7 +114,7 @@ class Pipelining:
             if rows
             else None
         )
-        if plan.hybrid:
+        if hybrid:
             return HybridBatch(hybrid_entries(plan), self._loop, awaited, second)
         assert second is not None
         return BesideSecond(second)
@@ -206,11 +207,11 @@ def hybrid_entries(plan: StepPlan) -> tuple[PiggybackEntry, ...]:
     """Return the rows of a plan's hybrid requests.
 
     Raises:
-        ValueError: The plan has other piggyback rows, or no device rows, or hybrid rows that do not begin a token.
+        ValueError: The plan has other piggyback rows, or no device rows.
     """
-    entries = [row for row in plan.pipelined if row.request_id in plan.hybrid and isinstance(row, PiggybackEntry)]
-    if plan.entries or plan.joins or plan.preemptible or len(entries) < len(plan.hybrid):
-        raise ValueError(f"step {plan.step_id} has other rows beside its hybrid ones, or these do not begin a token")
+    entries = [row for row in plan.pipelined if isinstance(row, PiggybackEntry) and row.is_hybrid]
+    if plan.entries or plan.joins or plan.preemptible:
+        raise ValueError(f"step {plan.step_id} has other rows beside its hybrid ones")
     if all(chunk.from_layer for chunk in plan.chunks):
         raise ValueError(f"step {plan.step_id} has hybrid rows, but no device rows from its first layer on")
     return tuple(entries)

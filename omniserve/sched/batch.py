@@ -390,6 +390,8 @@ class Batch:
             state.note_slot(self.now_s)
         self._prefetch()
         work = requests.take_work((*self.moves, *self._restores), self._admitted)
+        for request_id in preemptible:
+            self._chunks[request_id] = dataclasses.replace(self._chunks[request_id], is_preemptible=True)
         host_rows, decision = self._add_drafts(host_rows, preemptible, decision)
         seats = num_seats(host_rows.entries, host_rows.joins, self._limits.config.max_piggyback_seats)
         return StepPlan(
@@ -400,8 +402,15 @@ class Batch:
             joins_as_one=host_rows.joins_as_one,
             num_piggyback_seats=seats,
             work=work,
-            pipelined=tuple(host_rows.pipelined),
-            hybrid=host_rows.hybrid,
-            preemptible=preemptible,
+            pipelined=tuple(_with_hybrid(host_rows)),
             decision=decision,
         )
+
+
+def _with_hybrid(host_rows: HostRows) -> Iterator[PiggybackEntry | PiggybackJoin]:
+    """Yield the pipelined rows, those of the first sub-batch marked."""
+    for row in host_rows.pipelined:
+        if isinstance(row, PiggybackEntry) and row.request_id in host_rows.hybrid:
+            yield dataclasses.replace(row, is_hybrid=True)
+        else:
+            yield row

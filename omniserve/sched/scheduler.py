@@ -358,12 +358,13 @@ class Scheduler:
             entries=tuple(token(entry) for entry in plan.entries if entry.request_id in states),
             joins=tuple(join for join in plan.joins if self.requests.residents.is_at(join)),
             pipelined=tuple(
-                token(row) if isinstance(row, PiggybackEntry) else row
+                # Without device rows there is no first sub-batch.
+                dataclasses.replace(token(row), is_hybrid=row.is_hybrid and bool(chunks))
+                if isinstance(row, PiggybackEntry)
+                else row
                 for row in plan.pipelined
                 if row.request_id in states
             ),
-            # Without device rows there is no first sub-batch.
-            hybrid=frozenset(request_id for request_id in plan.hybrid if chunks and request_id in states),
         )
 
     def _settle_tokens(self, settled: _Settled, output: StepOutput, now_s: float) -> RequestOutput:

@@ -239,13 +239,14 @@ class SimulatedRunner:
         Each layer takes its share of a step that consists of the rows that are there.
         """
         halted: dict[str, int] = {}
+        preemptible = plan.preemptible
         looked_s = time_s = self.now_s
         num_layers, layer_s, present = self._machine.spec.num_layers, 0.0, -1
         for layer in range(num_layers):
-            if self._must_leave is not None and layer and plan.preemptible - halted.keys():
+            if self._must_leave is not None and layer and preemptible - halted.keys():
                 left, leaving = layer if self._keeps_halted else 0, self._must_leave(looked_s, time_s)
                 for chunk in plan.chunks:
-                    if chunk.request_id in plan.preemptible & leaving - halted.keys():
+                    if chunk.request_id in preemptible & leaving - halted.keys():
                         # A row that would have gone on at this layer or later stays where it is.
                         halted[chunk.request_id] = chunk.from_layer if chunk.from_layer >= layer else left
             looked_s = time_s

@@ -103,7 +103,7 @@ def test_rows_that_leave_between_layers_and_go_on_later(gpu: FakeRuntime) -> Non
         (strategy,) = (each for each in fake.engine.runner.strategies if isinstance(each, LayerPreemption))
         strategy.must_leave = lambda: next(must_leave)
         fake.may_wait = True  # for the layer before the last: a safepoint asked as layers are launched comes too early
-        output = fake.run(chunks=(chunk("a", 1), chunk("b", 4)), preemptible=frozenset({"b"}))
+        output = fake.run(chunks=(chunk("a", 1), chunk("b", 4, is_preemptible=True)))
         assert output.halted == {"b": 1} and set(output.tokens) == {"a"}
         fake.may_wait = False
         output = fake.run(chunks=(chunk("a", 1, 1), chunk("b", 4, from_layer=1)))

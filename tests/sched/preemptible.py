@@ -26,8 +26,9 @@ class PreemptibleSarathi(SarathiPolicy):
 
     def schedule(self, now_s: float) -> StepPlan:
         plan = super().schedule(now_s)
-        ids = frozenset(c.request_id for c in plan.chunks if self.requests.states[c.request_id].kind is BE)
-        return dataclasses.replace(plan, preemptible=ids)
+        states = self.requests.states
+        chunks = (dataclasses.replace(c, is_preemptible=states[c.request_id].kind is BE) for c in plan.chunks)
+        return dataclasses.replace(plan, chunks=tuple(chunks))
 
     def to_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> frozenset[str]:
         return frozenset(self.requests.states)
