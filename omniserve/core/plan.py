@@ -101,7 +101,7 @@ class PiggybackEntry:
     draft_ids: tuple[int, ...] = ()
     """Drafts of the tokens behind it. They pass the layers with it, a row each, and are verified after the last one."""
     is_hybrid: bool = False
-    """In ``StepPlan.pipelined``: its row is in the first sub-batch, which then is a hybrid one, and runs the dense halves
+    """In ``StepPlan.pipelined``: its row is in the first sub-batch, a hybrid one then, and runs the dense halves
     with the device rows (apex figure 2). Such a step has device rows in every layer, and no other piggyback rows."""
 
     @property

@@ -6,20 +6,10 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import TYPE_CHECKING
 
 from omniserve.core.request import ServiceClass
-from omniserve.core.work import (
-    AttentionResult,
-    CancelTask,
-    Done,
-    HostEvent,
-    HostJoined,
-    HostLost,
-    KVMove,
-    MoveDirection,
-    SideWork,
-    TierDown,
-)
+from omniserve.core.work import AttentionResult, CancelTask, Done, HostEvent, KVMove, MoveDirection, SideWork, TierDown
 from omniserve.kv.base import CanEvict, CanMove, CanShare, CanSpread, KVManager, MoveResult, Tier
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.memory import MemoryRules
@@ -34,6 +24,9 @@ from omniserve.sched.sources.kept import kept_of
 from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
 from omniserve.sched.state_slots import StateSlots
 from omniserve.sched.step_cost import Forecast
+
+if TYPE_CHECKING:
+    from omniserve.sched.network import HostsOnNetwork
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +61,7 @@ class RequestTable:
         """Fields of SchedulerStats that are not by class."""
         self.step_ids = itertools.count()
         self.mover = kv if isinstance(kv, CanMove) else None
-        self.spreader = kv if isinstance(kv, CanSpread) else None
-        self.hosts: set[int] = set()
-        """Hosts on the network that can be used."""
-        self._has_lost_hosts = False  # a request may have KV on one
+        self._network = _network(limits, kv)
         self.state_slots = StateSlots(limits.num_state_slots, self.side_work)
         self.sharer = kv if isinstance(kv, CanShare) else None
         self.prefixes = Prefixes(kv, self.side_work, limits, publishes_ahead=not preempts)
@@ -317,36 +307,22 @@ class RequestTable:
                     for state in self.residents.queue.everyone():
                         if state.away is None:
                             self.preempt(state)
-                case HostLost(host=host):
-                    self._lose_host(host)
-                case HostJoined(host=host, num_blocks=num_blocks, num_threads=num_threads):
-                    assert self.spreader is not None
-                    self.hosts.add(host)
-                    self.spreader.add_host(host, num_blocks, num_threads)
                 case _:
                     self.loads.on_event(event)
-        if self._has_lost_hosts:
-            self._leave_lost_hosts()
+                    if self._network is not None:
+                        self._network.on_event(event)
+        if self._network is not None and self._network.has_lost:
+            self._leave_lost_hosts(self._network)
 
-    def _lose_host(self, host: int) -> None:
-        # One that was never used, because it was lost before its first blocks were, is not known here.
-        if host in self.hosts:
-            assert self.spreader is not None
-            self.hosts.remove(host)
-            self.spreader.lose_host(host)
-            self._has_lost_hosts = True
-
-    def _leave_lost_hosts(self) -> None:
+    def _leave_lost_hosts(self, network: HostsOnNetwork) -> None:
         """Preempt the requests on lost hosts whose token is not away; that of others fails, or comes to its end."""
-        assert self.spreader is not None
-        lost = [state for state in self.residents.queue.everyone() if self.spreader.is_lost(state.request_id)]
+        lost = [state for state in self.residents.queue.everyone() if network.is_lost(state)]
         for state in lost:
             if state.away is None:
                 self.preempt(state)
         moving = (state for state, _ in self.moving.values())
-        self._has_lost_hosts = any(state.phase is Phase.HOST for state in lost) or any(
-            self.spreader.is_lost(state.request_id) for state in (*moving, *self.ended())
-        )
+        has_on_lost = any(map(network.is_lost, (*moving, *self.ended())))
+        network.has_lost = has_on_lost or any(state.phase is Phase.HOST for state in lost)
 
     def _finish_attention(self, event: AttentionResult) -> None:
         was_used = self.residents.take_used(event)
@@ -393,7 +369,7 @@ class RequestTable:
         if on_host:
             state.phase = Phase.HOST
             self.residents.queue.add(state)
-            if not self.host_is_up or (self.spreader is not None and self.spreader.is_lost(state.request_id)):
+            if not self.host_is_up or (self._network is not None and self._network.is_lost(state)):
                 self.preempt(state)
         else:
             if state.slot < 0 and state.first_scheduled_s is not None:
@@ -444,12 +420,10 @@ class RequestTable:
 
     def _is_youngest_there(self, state: RequestState) -> bool:
         """Tell whether no younger resident is on the same host."""
-        there = reversed(self.residents.queue)
-        if self.spreader is None or not self.hosts:
-            return next(there) is state
-        host_of = self.spreader.host_of
-        host = host_of(state.request_id)
-        return next(other for other in there if host_of(other.request_id) == host) is state
+        youngest_first = reversed(self.residents.queue)
+        if self._network is None:
+            return next(youngest_first) is state
+        return self._network.is_youngest(state, youngest_first)
 
     def check_integrity(self) -> None:
         """Verify the class's invariants and the KV manager's; for tests and debugging.
@@ -478,3 +452,12 @@ class RequestTable:
         held = self.residents.num_slots_used
         on_host = sum(s.slot >= 0 for s in (*self.states.values(), *self.ended()))
         assert held == on_host, f"{held} slots are taken, {on_host} requests hold one"
+
+
+def _network(limits: SchedulerLimits, kv: KVManager) -> HostsOnNetwork | None:
+    """Return the books of the CPU hosts on the network; None if there are none."""
+    if not limits.config.hosts.cpu_hosts or not isinstance(kv, CanSpread):
+        return None
+    from omniserve.sched.network import HostsOnNetwork
+
+    return HostsOnNetwork(kv)

@@ -30,6 +30,7 @@ FEATURES = {
         "omniserve.host.disk_file",
     ),
     "CPU hosts and prefill engines": (
+        "omniserve.sched.network",
         "omniserve.remote",
         "omniserve.prefill",
         "omniserve.sched.sources.prefill",
