@@ -1,7 +1,7 @@
 """Side work: what a plan starts beside its rows, and the events that tell how it ended.
 
 A plan has one list of side work (``StepPlan.work``). The runner starts each piece with the executor of its type. A
-piece that has a ``move_id`` ends as one ``Done``, which is given to whoever began it (``sched/side_work.py``). The
+piece that has a ``move_id`` ends as one ``Done``, which goes to the code that began it (``sched/side_work.py``). The
 other events are those of the host tier's attention, and of hosts and prefill engines that come and go.
 """
 

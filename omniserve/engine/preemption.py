@@ -20,7 +20,7 @@ class Preemption:
         self._policy = policy
         self._classes = {spec.name: spec for spec in classes}
         self.arrivals: Callable[[], Iterable[Arrival]] = tuple
-        """Returns the requests that have come since the last call; whoever brings requests to the engine sets this."""
+        """Returns the requests that have come since the last call; a server sets it to its queue. By default: none."""
 
     def must_leave(self, now_s: float) -> frozenset[str]:
         """Return the requests whose rows must leave the step for those that have come since the last call."""

@@ -89,7 +89,7 @@ class TieredKVManager(KeepsPrefixes, KVManager):
         self._tables: dict[str, Table] = {}
         self._moves: dict[int, str] = {}
         self._ends: dict[int, Callable[..., MoveResult]] = {}
-        """What ends each move or copy under way, by its number, as the one who began it knows."""
+        """Callbacks of ``finish_move``, by the number of the move or copy; each is set where that is begun."""
         self._abandoned: dict[int, tuple[KVMove, BlockPool]] = {}
         self._move_ids = itertools.count()
 

@@ -42,7 +42,7 @@ class Refused:
 
     why: str
     may_change: bool = False
-    """The same hello may be welcome later."""
+    """True: the reason may pass, and the same hello may be accepted later."""
 
 
 def introduce(peer: Link, hello: Hello, timeout_s: float | None, *, refusal: str = "") -> Any:

@@ -1,4 +1,4 @@
-"""SideWorkQueue: the side work that the next plan starts, and who is told when each piece of it has ended."""
+"""SideWorkQueue: the side work that the next plan starts, and a callback for the end of each piece of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from omniserve.core.work import Done, SideWork
 
 
 class SideWorkQueue:
-    """Collects side work for plans, and gives each ``Done`` to whoever began the piece.
+    """Collects side work for plans, and passes each ``Done`` to the callback of its piece.
 
-    What a piece is for is known where it is begun, and only there: nobody else looks at its ``move_id``.
+    The code that begins a piece sets the callback, so no other code has to find out what a ``move_id`` is of.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class SideWorkQueue:
         return begun
 
     def finish(self, done: Done) -> None:
-        """Tell whoever began a piece that it has ended."""
+        """Call the callback of the piece that has ended."""
         self._on_done.pop(done.move_id)(done)
 
     @property
