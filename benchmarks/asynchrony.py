@@ -48,7 +48,7 @@ def main() -> None:
         assert tier is not None
         for i in range(args.be):
             engine.add(request(f"be{i}", args.be_prompt, 1500))
-        while engine.stats().host_requests < args.be // 2 or engine.stats().host_output_tokens < args.be:
+        while (now := engine.stats().scheduler).host_requests < args.be // 2 or now.host_output_tokens < args.be:
             engine.step()
         stats = tier.stats()
         task_s = stats.busy_seconds / max(1, stats.tasks_done)

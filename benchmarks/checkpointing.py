@@ -125,7 +125,7 @@ def measure_savings(model: Any, kv: str, args: argparse.Namespace) -> dict[str, 
     return {
         "seconds": run.seconds, "tokens": dict(watch.tokens), "recomputed_tokens": watch.tokens["computed again"],
         "copied_blocks": watch.blocks["checkpointed"], "restored_blocks": watch.blocks["restored"],
-        "resumed_tokens": run.after.resumed_tokens, "preemptions": run.after.preemptions,
+        "resumed_tokens": run.after.scheduler.resumed_tokens, "preemptions": run.after.scheduler.preemptions,
         "blocks": dict(watch.blocks), "ls_requests": len(ttfts), "ls_ttft_p50_s": statistics.median(ttfts),
     }  # fmt: skip
 

@@ -52,7 +52,7 @@ class Serving:
         self._num_begun = 0
         for _ in range(num_ls):
             self._begin_ls()
-        while engine.stats().output_tokens.get("LS", 0) < num_ls:
+        while engine.stats().scheduler.output_tokens.get("LS", 0) < num_ls:
             engine.step()
 
     def _begin_ls(self) -> None:
@@ -67,7 +67,7 @@ class Serving:
         Those that are unfinished then are aborted, or served ``to_end``.
         """
         engine, texts = self._engine, dict[str, list[int]]()
-        before, began_s = engine.stats(), time.perf_counter()
+        before, began_s = engine.stats().scheduler, time.perf_counter()
         waiting, running = list(reversed(requests)), set[str]()
         while running if to_end and not waiting else waiting:
             while waiting and len(running) < self._at_once:
@@ -81,7 +81,7 @@ class Serving:
                         running.remove(output.request_id)
                 elif output.finished:
                     self._begin_ls()
-        took_s, after = time.perf_counter() - began_s, engine.stats()
+        took_s, after = time.perf_counter() - began_s, engine.stats().scheduler
         for request_id in running:
             engine.abort(request_id)
         accepted = after.accepted_drafts - before.accepted_drafts

@@ -113,7 +113,7 @@ def main() -> None:
                         seconds = ttft_s(engines[arm], prompt)
                         if number:  # the first round compiles
                             measured[arm].append(seconds)
-            num_tokens = sum(apart.stats().loaded_from("prefilled").values())
+            num_tokens = sum(apart.stats().scheduler.loaded_from("prefilled").values())
     results: dict[str, Any] = {str(length): _summary(measured) for length, measured in raw.items()}
     results["tokens_computed_apart"] = num_tokens
     print(table_of([{"prompt": str(length), **_shown(results[str(length)])} for length in raw]))

@@ -104,11 +104,11 @@ def run(
         stats, took_s = engine.stats(), time.perf_counter() - run_began_s
     return {
         "seconds": took_s,
-        "hit_rate": stats.cached_tokens["LS"] / stats.prompt_tokens["LS"],
+        "hit_rate": stats.scheduler.cached_tokens["LS"] / stats.scheduler.prompt_tokens["LS"],
         "ttft_ms": 1e3 * statistics.median(ttfts_s),
         "ttft_over_predicted": statistics.median(over_predicted),
         "flood_over_cache": num_flooded / (config.device_kv_bytes / token_bytes(model)),
-        "be_tokens": stats.output_tokens.get("BE", 0),
+        "be_tokens": stats.scheduler.output_tokens.get("BE", 0),
     }
 
 

@@ -50,7 +50,7 @@ class Run(EngineRun):
         self.alone_steps_s: list[float] = []
         self.delays_s: dict[str, float] = {}
         self._was_alone, self._num_announced = False, 0
-        self._halted = engine.stats().layer_preemptions
+        self._halted = engine.stats().scheduler.layer_preemptions
         engine.on_step = self._watch
 
     def arrivals(self) -> Iterator[Arrival]:
@@ -70,7 +70,7 @@ class Run(EngineRun):
 
     def _watch(self, plan: StepPlan, host_works: bool, seconds: float) -> None:
         self._was_alone = len(plan.preemptible) == len(plan.chunks)
-        halted = self.engine.stats().layer_preemptions
+        halted = self.engine.stats().scheduler.layer_preemptions
         if self._was_alone and halted == self._halted:
             self.alone_steps_s.append(seconds)
         self._halted = halted

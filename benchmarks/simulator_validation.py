@@ -206,7 +206,7 @@ class Validation:
                 "prefilled_share": _prefilled_share(run),
                 "far_tasks": _far_tasks(run.after) - _far_tasks(run.before),
                 "num_steps": len(steps), "preemptions": run.grown("preemptions"), "swaps_out": run.grown("swaps_out"),
-                "step_error": run.after.latency_error, "drift": run.after.latency_drift,
+                "step_error": run.after.latency.error, "drift": run.after.latency.drift,
                 "requests": list(run.results.values()),
             }  # fmt: skip
         return figures, steps, machine, ScaledModel(machine.device, believed)
@@ -236,7 +236,7 @@ class Validation:
 
 def _prefilled_share(run: EngineRun) -> float:
     """Return the share of the LS prompts' tokens whose KV came from prefill engines."""
-    before, after = (stats.loaded_from("prefilled")["LS"] for stats in (run.before, run.after))
+    before, after = (stats.scheduler.loaded_from("prefilled")["LS"] for stats in (run.before, run.after))
     return (after - before) / max(1, run.grown("prompt_tokens", "LS"))
 
 

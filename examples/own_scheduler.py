@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import omniserve
 from omniserve.core.plan import StepPlan
-from omniserve.sched import Batch, Policy
+from omniserve.sched import Policy
 from omniserve.sched.state import Phase, by_arrival
 
 MODEL = Path(omniserve.__file__).parent / "builtin_model"
@@ -20,11 +20,11 @@ class ShortestPromptFirst(Policy):
     """Decode what was admitted, oldest first; then admit the shortest prompt, whatever its class."""
 
     def schedule(self, now_s: float) -> StepPlan:
-        batch = Batch(self.requests, now_s)
-        for state in by_arrival(self.requests.device.values()):
+        batch = self.new_batch(now_s)
+        for state in by_arrival(self.view.device.values()):
             if state.phase is Phase.DEVICE:  # not preempted for an older one just now
                 batch.run_or_preempt(state, victims=(state.kind,))
-        for state in sorted(by_arrival(self.requests.waiting.values()), key=lambda state: state.num_tokens):
+        for state in sorted(by_arrival(self.view.waiting.values()), key=lambda state: state.num_tokens):
             if batch.admit(state) is not None:  # out of memory or of tokens, or too many requests
                 break
         return batch.plan()

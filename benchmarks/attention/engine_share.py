@@ -90,13 +90,13 @@ def _until_steady(engine: Engine, num_requests: int) -> None:
     deadline_s = time.perf_counter() + STEADY_TIMEOUT_S
     while True:
         stats = engine.stats()
-        if stats.host_requests >= num_requests - 1 and not any(stats.waiting.values()):
+        if stats.scheduler.host_requests >= num_requests - 1 and not any(stats.scheduler.waiting.values()):
             break
         if time.perf_counter() > deadline_s:
             raise RuntimeError(f"after {STEADY_TIMEOUT_S} s the engine is not in its steady state: {asdict(stats)}")
         _step(engine)
-    tokens = stats.host_output_tokens
-    while engine.stats().host_output_tokens < tokens + num_requests:
+    tokens = stats.scheduler.host_output_tokens
+    while engine.stats().scheduler.host_output_tokens < tokens + num_requests:
         _step(engine)
 
 
@@ -128,8 +128,8 @@ def _measure_window(limit: ReadLimit, engine: Engine, size: Size, host_threads: 
     in_hand = _run_for(engine, size.seconds)
     wall_s = time.perf_counter() - began_s
     after, tier_after, (on_core_after_s, waited_after_s) = engine.stats(), tier.stats(), threads.times_s()
-    if after.host_requests < size.engine[0] - 1:
-        raise RuntimeError(f"only {after.host_requests} requests are left on the host tier: take longer ones")
+    if after.scheduler.host_requests < size.engine[0] - 1:
+        raise RuntimeError(f"only {after.scheduler.host_requests} requests are left on the host tier: take longer ones")
     busy_cores = others.cores()
     limit_mean = (limit_before + limit_now()) / 2
 
@@ -138,7 +138,7 @@ def _measure_window(limit: ReadLimit, engine: Engine, size: Size, host_threads: 
     on_core_s, waited_s = on_core_after_s - on_core_s, waited_after_s - waited_s
     thread_s = wall_s * host_threads
     steps = max(1, after.steps - before.steps)
-    tokens = after.host_output_tokens - before.host_output_tokens
+    tokens = after.scheduler.host_output_tokens - before.scheduler.host_output_tokens
     return {
         "limit_gb_per_s": limit_mean,
         "gb_per_s": read_gb / wall_s,

@@ -122,8 +122,8 @@ class EngineRun:
             self.unfinished[output.service_class] -= 1
 
     def grown(self, counter: str, service_class: str | None = None) -> float:
-        """Return by how much one of the engine's counters grew while the load came."""
-        before, after = getattr(self.before, counter), getattr(self.after, counter)
+        """Return by how much one of the scheduler's counters grew while the load came."""
+        before, after = getattr(self.before.scheduler, counter), getattr(self.after.scheduler, counter)
         return after - before if service_class is None else after.get(service_class, 0) - before.get(service_class, 0)
 
     def of_class(self, name: str, slo: SLO) -> ClassResult:
@@ -150,7 +150,7 @@ class SteadyRun:
         self._num_begun = 0
         for kind in ["be"] * num_be + ["ls"] * num_ls:
             self._begin(kind)
-        while engine.stats().waiting["BE"] or engine.stats().host_output_tokens < num_be:
+        while engine.stats().scheduler.waiting["BE"] or engine.stats().scheduler.host_output_tokens < num_be:
             self._step()
 
     def _begin(self, kind: str) -> None:
@@ -174,14 +174,14 @@ class SteadyRun:
             steps_s.append(ended_s - step_began_s)
             step_began_s = ended_s
         after = engine.stats()
-        host_tokens = after.host_output_tokens - before.host_output_tokens
-        steps = after.host_token_steps - before.host_token_steps
+        host_tokens = after.scheduler.host_output_tokens - before.scheduler.host_output_tokens
+        steps = after.scheduler.host_token_steps - before.scheduler.host_token_steps
         steps_s.sort()
         return {
             "steps_per_layer": steps / max(1, host_tokens) / engine.spec.num_layers,
             "host_tokens_per_s": host_tokens / took_s,
-            "be_tokens_per_s": (after.output_tokens["BE"] - before.output_tokens["BE"]) / took_s,
-            "ls_tokens_per_s": (after.output_tokens["LS"] - before.output_tokens["LS"]) / took_s,
+            "be_tokens_per_s": (after.scheduler.output_tokens["BE"] - before.scheduler.output_tokens["BE"]) / took_s,
+            "ls_tokens_per_s": (after.scheduler.output_tokens["LS"] - before.scheduler.output_tokens["LS"]) / took_s,
             "rows_per_step": (after.piggyback_rows - before.piggyback_rows) / (after.steps - before.steps),
             "step_p50_s": statistics.median(steps_s), "step_p99_s": steps_s[int(0.99 * len(steps_s))],
         }  # fmt: skip

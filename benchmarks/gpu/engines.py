@@ -16,13 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.common.engine_run import request
 from benchmarks.common.timing import seconds, wait_for
 from benchmarks.gpu.script import Script
-from omniserve import Engine, EngineConfig, ExecutionConfig
+from omniserve import Engine, EngineConfig, ExecutionConfig, Request
 from omniserve.core.work import MoveDirection
 from omniserve.latency.profile import Profile
 from omniserve.layers.patching import patch
 from omniserve.ops.attention import DEVICE_ATTENTION, resolve_attention
-from omniserve.sched.omniserve import OmniServePolicy
-from omniserve.sched.state import BE, Phase, RequestState
+from omniserve.sched.request_table import RequestTable
+from omniserve.sched.state import BE, Phase
 from omniserve.simulate.results import percentile
 
 NEVER_S = float(1 << 30)
@@ -96,37 +96,41 @@ def attentions(device: torch.device) -> dict[str, str]:
     return reasons
 
 
-class Primed(OmniServePolicy):
-    """``omniserve``, but a request begins where it decodes, as if all of its prompt but the last token were computed.
+def add_decoding(engine: Engine, new: Request) -> None:
+    """Add a request that begins where it decodes, as if all of its prompt but the last token were computed.
 
     So a step can be timed without the prefill that leads to it. BE requests decode on the host tier if there is one,
     all others on the device. The KV is not the prompt's: ``open_engine`` fills it with something finite.
+
+    Raises:
+        ValueError: A pool has no room for it, or the host tier no slot.
     """
-
-    def on_arrival(self, state: RequestState, now_s: float) -> float | None:
-        predicted_s = super().on_arrival(state, now_s)
-        requests = self.requests
-        to_host = state.kind is BE and requests.host_is_up
-        if to_host and requests.residents.num_free_slots == 0:
-            raise ValueError(f"the host tier has no slot for {state.request_id}: raise max_host_requests")
-        if self.kv.allocate(state.request_id, state.num_tokens) is None:
-            raise ValueError(f"the device pool has no room for the {state.num_tokens} tokens of {state.request_id}")
-        if to_host:
-            assert requests.mover is not None
-            move = requests.mover.start_move(state.request_id, MoveDirection.TO_HOST)
-            if move is None:
-                raise ValueError(f"the host pool has no room for the {state.num_tokens} tokens of {state.request_id}")
-            requests.mover.finish_move(move.move_id, succeeded=True)
-            requests.residents.take_slot(state)
-        requests.waiting[state.kind].remove(state)
-        state.num_computed_tokens = state.num_tokens - 1
-        state.phase = Phase.HOST if to_host else Phase.DEVICE
-        (requests.residents.queue if to_host else requests.device[state.kind]).add(state)
-        return predicted_s
+    request_id = engine.add(new)
+    try:
+        _skip_prefill(engine.scheduler.requests, request_id)
+    except ValueError:
+        engine.abort(request_id)
+        raise
 
 
-PRIMED = f"{__name__}:Primed"
-"""The name of ``Primed`` for ``EngineConfig.scheduler``."""
+def _skip_prefill(requests: RequestTable, request_id: str) -> None:
+    state = requests.states[request_id]
+    to_host = state.kind is BE and requests.residents.is_up
+    if to_host and requests.residents.slots.num_free == 0:
+        raise ValueError(f"the host tier has no slot for {request_id}: raise max_host_requests")
+    if requests.kv.allocate(request_id, state.num_tokens) is None:
+        raise ValueError(f"the device pool has no room for the {state.num_tokens} tokens of {request_id}")
+    if to_host:
+        assert requests.kv.moves is not None
+        move = requests.kv.moves.start(request_id, MoveDirection.TO_HOST)
+        if move is None:
+            raise ValueError(f"the host pool has no room for the {state.num_tokens} tokens of {request_id}")
+        requests.kv.moves.finish(move.move_id, succeeded=True)
+        requests.residents.take_slot(state)
+    requests.waiting[state.kind].remove(state)
+    state.num_computed_tokens = state.num_tokens - 1
+    state.phase = Phase.HOST if to_host else Phase.DEVICE
+    (requests.residents.queue if to_host else requests.device[state.kind]).add(state)
 
 
 def config_of(model: Any, execution: Mapping[str, Any] | None = None, **settings: Any) -> EngineConfig:
@@ -156,7 +160,7 @@ def open_decoding(model: Any, *, batch: int, context: int, output: int, **settin
     }  # fmt: skip
     settings = defaults | settings
     options = {"ls_reserve_fraction": 0.0, "swap_in_delay_s": NEVER_S}
-    config = config_of(model, scheduler=PRIMED, scheduler_options=options, **settings)
+    config = config_of(model, scheduler_options=options, **settings)
     with open_engine(model, config) as engine:
         renew(engine, batch, context, output)
         yield engine
@@ -167,7 +171,7 @@ def renew(engine: Engine, batch: int, context: int, output: int) -> None:
     for i in range(batch):
         engine.abort(f"ls{i}")
     for i in range(batch):
-        engine.add(request(f"ls{i}", context, output))
+        add_decoding(engine, request(f"ls{i}", context, output))
 
 
 def serve_step(engine: Engine) -> None:

@@ -9,6 +9,7 @@ from benchmarks.common.bandwidth import available_bytes
 from benchmarks.common.engine_run import request
 from benchmarks.gpu.engines import (
     LLAMA_8B,
+    add_decoding,
     drain,
     kv_token_bytes,
     open_decoding,
@@ -19,10 +20,10 @@ from benchmarks.gpu.engines import (
     weight_bytes,
 )
 from benchmarks.gpu.script import Script
+from omniserve.core.stats import EngineStats
 
 _OVERLOAD = 1.3
 _MEMORY_SHARE = 0.7
-_COUNTERS = ("steps", "step_seconds", "piggyback_rows", "host_output_tokens", "host_kv_bytes_read", "host_busy_seconds")
 
 
 def host(script: Script) -> None:
@@ -40,17 +41,18 @@ def host(script: Script) -> None:
         max_model_len=max(ls_context + ls_output, context + be_output),
     ) as engine:  # fmt: skip
 
-        def counts_since(before: Any) -> dict[str, float]:
-            return {name: getattr(engine.stats(), name) - getattr(before, name) for name in _COUNTERS}
+        def counts_since(before: EngineStats) -> dict[str, float]:
+            began, now = _counts(before), _counts(engine.stats())
+            return {name: now[name] - began[name] for name in now}
 
         with script.case(f"TPOT of {batch} LS requests alone") as alone:
             alone.figure(step_ms(engine, steps)[0], "ms")
         for name in ls_names:
             engine.abort(name)
         for i in range(residents):
-            engine.add(request(f"be{i}", context, be_output))
+            add_decoding(engine, request(f"be{i}", context, be_output))
         until_s = time.monotonic() + 30.0
-        while engine.stats().host_output_tokens < 2 * residents and time.monotonic() < until_s:
+        while engine.stats().scheduler.host_output_tokens < 2 * residents and time.monotonic() < until_s:
             serve_step(engine)
         with script.case(f"TPOT of {batch} LS requests, {residents} BE requests on the host") as case:
             renew(engine, batch, ls_context, ls_output)  # at the context that they had alone
@@ -94,3 +96,12 @@ def context_of(script: Script, model: Any, residents: int, be_output: int) -> tu
     fitting = _MEMORY_SHARE * available_bytes() / (residents * token_bytes) - be_output - 64
     context = int(max(128, min(wanted, fitting)))
     return context, _OVERLOAD * context / wanted
+
+
+def _counts(stats: EngineStats) -> dict[str, float]:
+    """Return the counters that a record has, by their names in it."""
+    return {
+        "steps": stats.steps, "step_seconds": stats.step_seconds, "piggyback_rows": stats.piggyback_rows,
+        "host_output_tokens": stats.scheduler.host_output_tokens, "host_kv_bytes_read": stats.host.kv_bytes_read,
+        "host_busy_seconds": stats.host.busy_seconds,
+    }  # fmt: skip

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from benchmarks.common.engine_run import request
 from benchmarks.common.timing import graph_of, median_seconds
-from benchmarks.gpu.engines import LLAMA_8B, kv_token_bytes, open_decoding, patched_model, step_ms
+from benchmarks.gpu.engines import LLAMA_8B, add_decoding, kv_token_bytes, open_decoding, patched_model, step_ms
 from benchmarks.gpu.script import Case, NotHere, Script
-from omniserve.sched.step_cost import seat_bucket
+from omniserve.sched.seats import seat_bucket
 
 _MOST_US = 10.0
 _CONTEXT, _OUTPUT = 32, 64  # of BE requests: host attention is not what is measured here
@@ -100,9 +100,9 @@ def time_steps(script: Script, case: Case, model: Any, batch: int, *, residents:
         max_model_len=max(context + output, be_tokens), max_num_seqs=batch + more,
     ) as engine:  # fmt: skip
         for i in range(residents):
-            engine.add(request(f"be{i}", _CONTEXT, _OUTPUT))
+            add_decoding(engine, request(f"be{i}", _CONTEXT, _OUTPUT))
         for i in range(more):
-            engine.add(request(f"ls_more{i}", 1, output))
+            add_decoding(engine, request(f"ls_more{i}", 1, output))
         for _ in range(before):
             engine.step()
         engine.on_step = lambda plan, host_works, taken_s: seats.append(plan.num_piggyback_seats)

@@ -105,6 +105,11 @@ class PiggybackEntry:
     with the device rows (apex figure 2). Such a step has device rows in every layer, and no other piggyback rows."""
 
     @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token, and its drafts behind it."""
+        return (self.token_id, *self.draft_ids)
+
+    @property
     def num_rows(self) -> int:
         """Rows of the step, side by side: the token's, then those of its drafts."""
         return 1 + len(self.draft_ids)
@@ -224,6 +229,16 @@ class StepPlan:
         return frozenset(join.request_id for join in self.joins if join.layer in layers)
 
     @property
+    def has_host_rows(self) -> bool:
+        """Rows of the step are attended on the host tier."""
+        return bool(self.entries or self.joins or self.pipelined)
+
+    @property
+    def begun(self) -> tuple[PiggybackEntry, ...]:
+        """The tokens that begin their way on the host tier."""
+        return self.entries + tuple(row for row in self.pipelined if isinstance(row, PiggybackEntry))
+
+    @property
     def is_empty(self) -> bool:
         """True when no row is computed (side work may still start)."""
         return not (self.chunks or self.entries or self.joins or self.pipelined)
@@ -257,6 +272,18 @@ class StepOutput:
     """Requests of ``pipelined`` that must be recomputed, as their host attention failed."""
     missed: frozenset[str] = frozenset()
     """Requests of ``joins`` that did not join: the results of late ones were not there in time."""
+
+
+def drafts_of(plan: StepPlan, last_layer: int, absent: Set[str]) -> dict[str, tuple[int, ...]]:
+    """Return the drafts that a step verifies, by request: those of device rows, and of joins at the last layer.
+
+    ``absent`` are requests whose joins did not join.
+    """
+    drafts = {chunk.request_id: chunk.drafts for chunk in plan.chunks if chunk.num_drafts}
+    for join in plan.joins:
+        if join.draft_ids and join.layer == last_layer and join.request_id not in absent:
+            drafts[join.request_id] = join.draft_ids
+    return drafts
 
 
 def without_missed(plan: StepPlan, missed: Set[str]) -> StepPlan:

@@ -76,6 +76,55 @@ class SchedulerStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KVUsage:
+    """Blocks in use and in all, by tier."""
+
+    device_used: int = 0
+    device_total: int = 0
+    host_used: int = 0
+    host_total: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostTierStats:
+    """Counters of a host tier since its start, and gauges of its work in hand; all 0 without one."""
+
+    tasks_done: int = 0
+    """Counter: attention tasks that gave a result."""
+    failures: int = 0
+    """Counter: attention tasks and moves that failed; cancelled tasks do not count."""
+    threads_alive: int = 0
+    tasks_in_hand: int = 0
+    """Gauge: attention tasks expected, queued or running."""
+    moves_in_hand: int = 0
+    busy_seconds: float = 0.0
+    """Counter: time that threads spent computing and copying, summed over the threads."""
+    kv_bytes_read: int = 0
+    """Counter: bytes of K and V that attention read."""
+    bytes_moved: int = 0
+    """Counter: bytes that moves copied, in the model's dtype."""
+    bytes_prefaulted: int = 0
+    """Counter: bytes of the pool whose pages an idle-priority thread touched before they were needed. 0 for page-locked
+    memory, all of which is touched when it is allocated."""
+    pool_bytes: int = 0
+    """K and V of the whole pool, without the scales."""
+    healthy: bool = True
+    """Gauge: at least one worker thread is alive, and the tier is not stalled; True also without a tier."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatencyStats:
+    """How well the latency model predicts steps; the defaults are those of an engine without one."""
+
+    error: float = 0.0
+    """Gauge: running mean of |predicted - measured| / measured, with the correction."""
+    drift: float = 1.0
+    """Gauge: measured over predicted time, before correction; 1 for a profile that still holds."""
+    is_coarse: bool = False
+    """Gauge: the profile is coarse, and is refined while the engine serves."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DiskStats:
     """The disk tier; all 0 without one."""
 
@@ -102,13 +151,13 @@ class PrefillEngineStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineStats(SchedulerStats):
-    """Gauges and counters of an engine: its scheduler's, and its own."""
+class EngineStats:
+    """Gauges and counters of an engine: what its parts report, and its own."""
 
-    device_blocks_used: int = 0
-    device_blocks_total: int = 0
-    host_blocks_used: int = 0
-    host_blocks_total: int = 0
+    scheduler: SchedulerStats = SchedulerStats()
+    kv: KVUsage = KVUsage()
+    host: HostTierStats = HostTierStats()
+    latency: LatencyStats = LatencyStats()
     disk: DiskStats = DiskStats()
     cpu_hosts: Mapping[str, CPUHostStats] = field(default_factory=dict)
     """Hosts on the network, by address."""
@@ -123,17 +172,3 @@ class EngineStats(SchedulerStats):
     """Counter: device rows computed."""
     piggyback_rows: int = 0
     """Counter: piggyback rows that joined, over all layers."""
-    latency_error: float = 0.0
-    """Gauge: running mean of |predicted - measured| / measured of steps; 0 without a latency model."""
-    latency_drift: float = 1.0
-    """Gauge: measured over predicted time, before correction; 1 for a profile that still holds."""
-    latency_profile_is_coarse: bool = False
-    """Gauge: the latency profile is coarse, and is refined while the engine serves."""
-    host_kv_bytes_read: int = 0
-    """Counter: K and V bytes that host attention went through."""
-    host_busy_seconds: float = 0.0
-    """Counter: time that host threads spent computing and copying, summed over threads."""
-    host_failures: int = 0
-    """Counter: host attention tasks and moves that failed."""
-    host_healthy: bool = True
-    """Gauge: the host tier has a living worker thread (True also without a host tier)."""

@@ -9,8 +9,8 @@ from typing import Any
 from omniserve.core.config import EngineConfig
 from omniserve.core.plan import MAX_DRAFTS
 from omniserve.core.spec import ModelSpec
-from omniserve.kv import KV_MANAGERS, CanCache, CanEvict, CanMove, CanShare
-from omniserve.sched.state_slots import num_state_slots
+from omniserve.kv import KV_MANAGERS
+from omniserve.sched.options import num_state_slots
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def has_host_tier(config: EngineConfig) -> bool:
     Raises:
         ValueError: There is no such KV manager.
     """
-    return config.host_kv_bytes > 0 and issubclass(KV_MANAGERS.get(config.kv), CanMove)
+    return config.host_kv_bytes > 0 and KV_MANAGERS.get(config.kv).abilities.moves
 
 
 def max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
@@ -61,7 +61,7 @@ def num_blocks(config: EngineConfig, spec: ModelSpec, *, has_hosts: bool = True)
     if not has_hosts:
         return num_device_blocks, 0
     block_bytes = spec.host_block_bytes(config.block_size, config.host_kv_dtype)
-    if issubclass(KV_MANAGERS.get(config.kv), CanEvict) and config.host_kv_bytes < block_bytes:
+    if KV_MANAGERS.get(config.kv).abilities.evictions and config.host_kv_bytes < block_bytes:
         raise ValueError(
             f"kv={config.kv!r} keeps checkpoints in host memory, but host_kv_bytes is {config.host_kv_bytes}; "
             f"give at least {block_bytes}, or set kv to paged"
@@ -80,10 +80,8 @@ def caches_prefixes(config: EngineConfig, spec: ModelSpec) -> bool:
     is_wanted = config.execution.prefix_cache
     if is_wanted is False:
         return False
-    manager = KV_MANAGERS.get(config.kv)
-    # Blocks that run from the right, or that two requests share in part, have no key.
-    can = issubclass(manager, CanCache) and not issubclass(manager, CanShare)
-    if is_wanted and not can:
+    abilities = KV_MANAGERS.get(config.kv).abilities
+    if is_wanted and not abilities.prefixes:
         raise ValueError(
             f"kv={config.kv!r} has no prefix cache: set kv to tiered, paged or incremental, or prefix_cache to False"
         )
@@ -92,7 +90,7 @@ def caches_prefixes(config: EngineConfig, spec: ModelSpec) -> bool:
     if is_wanted and is_useless:
         raise ValueError("prefix_cache is not for models with recurrent states, which no block holds: set it to False")
     # Managers that evict have their own way to keep what a preempted request has computed.
-    return can and not is_useless and (is_wanted or not issubclass(manager, CanEvict))
+    return abilities.prefixes and not is_useless and (is_wanted or not abilities.evictions)
 
 
 def prefix_settings(

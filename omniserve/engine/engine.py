@@ -19,15 +19,15 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.errors import EngineStopped, PeerLost, Stalled
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Completion, Request, RequestLimits, RequestOutput
-from omniserve.core.stats import DiskStats, EngineStats
+from omniserve.core.stats import DiskStats, EngineStats, HostTierStats, LatencyStats
 from omniserve.core.upkeep import Upkeep
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.parts import EngineParts, latency_model_of
 from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
-from omniserve.kv import KeepsPrefixesOnDisk
 from omniserve.latency.profile import Profile
 from omniserve.ops.streams import drain
 from omniserve.sampling.grammar import Grammar, GrammarCompiler
+from omniserve.sched.admission import scaled_slo
 
 if TYPE_CHECKING:
     from omniserve.parallel.group import RankGroup
@@ -140,7 +140,7 @@ class Engine:
         now_s = self._clock()
         arrival_s = now_s if arrival_s is None else min(arrival_s, now_s)
         predicted_s = self.scheduler.add(request_id, request, slo, now_s, arrival_s=arrival_s)
-        scaled = self.scheduler.scaled_slo(request_id)
+        scaled = scaled_slo(self.scheduler.requests.states[request_id])
         self._stepper.requests[request_id] = OpenRequest(request.service_class, scaled or slo, predicted_s, scaled)
         state = None if grammar is None else grammar.start()
         self._sampler.add(request_id, request.sampling, request.prompt_token_ids, state)
@@ -209,7 +209,7 @@ class Engine:
             return self._stepper.step()
         except BaseException:
             # The plan's requests may have published blocks that this step was to write.
-            self.scheduler.requests.give_up_prefixes()
+            self.scheduler.requests.loads.give_up()
             raise
 
     @property
@@ -291,16 +291,15 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return gauges and counters."""
-        usage, sched = self.kv.usage(), self.scheduler.stats()
         disk = self.disk.stats() if self.disk is not None else DiskStats()
-        disk_used, disk_total = self.kv.disk_usage() if isinstance(self.kv, KeepsPrefixesOnDisk) else (0, 0)
-        tier = self.host_tier.stats() if self.host_tier is not None else None
+        prefixes = self.kv.prefixes
+        on_disk = prefixes.disk if prefixes is not None else None
+        disk_used, disk_total = on_disk.usage() if on_disk is not None else (0, 0)
         return EngineStats(
-            **{field.name: getattr(sched, field.name) for field in dataclasses.fields(sched)},
-            device_blocks_used=usage.device_used,
-            device_blocks_total=usage.device_total,
-            host_blocks_used=usage.host_used,
-            host_blocks_total=usage.host_total,
+            scheduler=self.scheduler.stats(),
+            kv=self.kv.usage(),
+            host=self.host_tier.stats() if self.host_tier is not None else HostTierStats(),
+            latency=self._latency.stats() if self._latency is not None else LatencyStats(),
             disk=dataclasses.replace(disk, blocks_used=disk_used, blocks_total=disk_total),
             cpu_hosts=self.hosts.stats() if self.hosts is not None else {},
             prefill_engines=self.prefill_engines.stats() if self.prefill_engines is not None else {},
@@ -309,13 +308,6 @@ class Engine:
             steps_by_threads=dict(self.runner.steps_by_threads),
             device_tokens=self._log.num_device_tokens,
             piggyback_rows=self._log.num_piggyback_rows,
-            host_kv_bytes_read=tier.kv_bytes_read if tier is not None else 0,
-            host_busy_seconds=tier.busy_seconds if tier is not None else 0.0,
-            host_failures=tier.failures if tier is not None else 0,
-            latency_error=self._latency.error if self._latency is not None else 0.0,
-            latency_drift=self._latency.drift if self._latency is not None else 1.0,
-            latency_profile_is_coarse=self._profile is not None and self._profile.is_coarse,
-            host_healthy=self.host_tier is None or self.host_tier.healthy,
         )
 
     def close(self) -> None:
@@ -366,9 +358,9 @@ class Engine:
         try:
             while num_idle < _IDLE_STEPS and time.monotonic() < deadline_s:
                 self.step()
-                if self.scheduler.is_saving:
+                if self.scheduler.requests.loads.is_saving:
                     self.wait(_COPY_POLL_S)
-                num_idle = 0 if self.scheduler.is_saving else num_idle + 1
+                num_idle = 0 if self.scheduler.requests.loads.is_saving else num_idle + 1
         except (RuntimeError, Stalled) as error:
             logger.warning("some prefixes were not written to disk: %s", error)
 

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 
@@ -34,7 +35,7 @@ from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.step_log import StepLog
 from omniserve.host.cores import default_host_threads
 from omniserve.host.tier import HostTier
-from omniserve.kv import KV_MANAGERS, CanCache, CanMove, CanShare, CanSpread, KeepsPrefixesOnDisk, KVManager
+from omniserve.kv import KV_MANAGERS, KVManager
 from omniserve.latency import LATENCY_MODELS, CorrectedModel, LatencyModel, ModelShape
 from omniserve.latency.profile import Profile, cache_folder
 from omniserve.latency.trace import StepTracer
@@ -42,12 +43,13 @@ from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.layers.patching import PatchedModel, patched_model
 from omniserve.layers.weights.loaded_model import language_model
 from omniserve.layers.weights.sharding import num_shards
-from omniserve.runner.runner import EventSource, Executor, ModelRunner, RunnerParts
+from omniserve.runner.executors import Executor
+from omniserve.runner.runner import EventSource, ModelRunner, RunnerParts
+from omniserve.runner.strategies import MakeStrategies, make_strategies
 from omniserve.sampling.sampler import Sampler
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.late_joins import late_layers
-from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
-from omniserve.sched.state_slots import num_state_slots
+from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions, num_state_slots
 
 if TYPE_CHECKING:
     from omniserve.engine.preemption import Preemption
@@ -133,7 +135,7 @@ class EngineParts:
                 tier=tier,
                 executors=executors,
                 sources=sources,
-                safepoint=(lambda: preemption.must_leave(clock())) if preemption is not None else frozenset,
+                strategies=strategies_with(preemption, clock),
             )
             runner = make_runner(setup, parts, group)
             undo.pop_all()
@@ -178,7 +180,7 @@ def check_ranks(config: EngineConfig, model: PreTrainedModel, group: RankGroup |
 def check_policy(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise ValueError if the policy is not for this KV manager, this model or several stages."""
     _, options = policy_of(config)
-    if options.checkpoint_kv and not issubclass(KV_MANAGERS.get(config.kv), CanMove):
+    if options.checkpoint_kv and not KV_MANAGERS.get(config.kv).abilities.moves:
         raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
     if isinstance(options, CoServingOptions) and options.defer_classes and spec.state_bytes:
         raise ValueError("defer_classes is not for models with recurrent states: their rows cannot leave a step")
@@ -192,7 +194,7 @@ def check_disk(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise ValueError if a disk tier is wanted and this KV manager or model cannot have one."""
     if not config.disk_kv.gib:
         return
-    if not issubclass(KV_MANAGERS.get(config.kv), KeepsPrefixesOnDisk):
+    if not KV_MANAGERS.get(config.kv).abilities.disk:
         raise ValueError(f"kv={config.kv!r} keeps nothing on disk: set kv to tiered, or disk_kv.gib to 0")
     if spec.state_bytes or not caches_prefixes(config, spec):
         raise ValueError("the disk tier keeps what the prefix cache has, and there is none: set disk_kv.gib to 0")
@@ -204,7 +206,7 @@ def require_shared_kv(config: EngineConfig, tier: HostTier | None, kv: KVManager
     Raises:
         ValueError: It cannot.
     """
-    if tier is None or not isinstance(kv, CanCache) or not kv.caches_prefixes():
+    if tier is None or kv.prefixes is None:
         raise ValueError(
             f"{what} need a host tier and a prefix cache: set kv to tiered, host_kv_bytes above 0, and prefix_cache to "
             "True"
@@ -238,7 +240,7 @@ def runner_setup(config: EngineConfig, model: PatchedModel) -> RunnerSetup:
         num_state_slots=num_state_slots(config, model.spec, has_host_tier=num_host_blocks > 0),
         host_tier=_host_tier_setup(config, model) if num_host_blocks > 0 else None,
         engine_id=secrets.token_hex(16),
-        is_directed=issubclass(manager, CanShare),
+        is_directed=manager.abilities.sharing,
         keeps_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
         # A chunk that began anew after it left would find the states of some layers ahead of it.
         has_safepoints=not model.spec.state_bytes and options.preempts,
@@ -323,13 +325,16 @@ def open_disk(config: EngineConfig, model: PatchedModel, tier: HostTier | None) 
 def make_kv(setup: RunnerSetup, spec: ModelSpec, disk: DiskTier | None) -> KVManager:
     """Make the books of the KV pools."""
     config, num_device_blocks, num_host_blocks = setup.config, setup.num_device_blocks, setup.num_host_blocks
-    caches = prefix_settings(config, spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks)
+    manager = KV_MANAGERS.get(config.kv)
+    extras = prefix_settings(config, spec, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks)
     if disk is not None:
         from omniserve.kv.disk_prefixes import DiskPrefixes
 
-        caches["disk"] = DiskPrefixes(disk.file.num_slots, disk.file.entries)
-    return KV_MANAGERS.get(config.kv)(
-        num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size, **caches
+        extras["disk"] = DiskPrefixes(disk.file.num_slots, disk.file.entries)
+    if config.hosts.cpu_hosts and manager.abilities.network:
+        extras["cpu_hosts"] = True
+    return manager(
+        num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks, block_size=config.block_size, **extras
     )
 
 
@@ -373,6 +378,13 @@ def make_preemption(setup: RunnerSetup, scheduler: Scheduler) -> Preemption | No
     return Preemption(scheduler.policy, setup.config.classes)
 
 
+def strategies_with(preemption: Preemption | None, clock: Callable[[], float]) -> MakeStrategies:
+    """Return what makes a runner's strategies; ``preemption`` is asked between two layers, if there is one."""
+    if preemption is None:
+        return make_strategies
+    return partial(make_strategies, safepoint=lambda: preemption.must_leave(clock()))
+
+
 def num_late_layers(setup: RunnerSetup, model: PatchedModel) -> int:
     """Return at how many layers a step can take results that come while it runs (``late_layers``)."""
     if setup.host_tier is None:
@@ -405,8 +417,7 @@ def connect_hosts(setup: RunnerSetup, tier: HostTier | None) -> NetworkHosts | N
         return None
     from omniserve.remote.network_hosts import HostUser, NetworkHosts
 
-    manager = KV_MANAGERS.get(config.kv)
-    if tier is None or not issubclass(manager, CanSpread) or issubclass(manager, CanShare):
+    if tier is None or not KV_MANAGERS.get(config.kv).abilities.network:
         raise ValueError(f"kv={config.kv!r} moves nothing to cpu_hosts: set kv to tiered or incremental")
     if policy_of(config)[0].offloads is False:
         logger.warning("scheduler=%r moves no request to a host: cpu_hosts are of no use", config.scheduler)
@@ -491,11 +502,12 @@ def make_runner(setup: RunnerSetup, parts: RunnerParts, group: RankGroup | None)
     if group is None:
         return ModelRunner(setup, parts)
     from omniserve.parallel.lead import LastStageRunner, LeadBroadcast, LeadRunner
+    from omniserve.runner.staged_loop import loop_of_stage
 
     group.begin_engine(setup)
     runner: ModelRunner
     if setup.config.parallel.pipeline_parallel_size > 1:
-        runner = LastStageRunner(setup, dataclasses.replace(parts, stage=group.stage), group)
+        runner = LastStageRunner(setup, dataclasses.replace(parts, make_loop=loop_of_stage(group.stage)), group)
     else:
         broadcast = LeadBroadcast(group, shares_tokens=setup.overlaps)
         runner = LeadRunner(setup, dataclasses.replace(parts, broadcast=broadcast), group)

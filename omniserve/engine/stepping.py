@@ -16,12 +16,11 @@ What depth 2 asks for:
 * A request that ends meanwhile has its row in the next step dropped. Its blocks are free at once, as device work runs
   in the order of its launch. A request whose pending token is certainly its last is ENDING: it has given its KV back,
   and no policy sees it.
-* Late joins are assumed to join (``HostResidents.assume``). If ``settle`` finds that one did not, its token is again
-  where it was, and the row that the next step already has for it misses that step, too.
-* A plan whose outcome decides more than that is not certain: the step before it is collected before it is launched,
-  and it is collected itself before the next one is made. Such are safepoints, a second sub-batch, prompt
-  log-probabilities, a grammar, drafts that it verifies, late joins at the last layer. A pending token behind which a
-  request could have drafts is waited for before the plan is made (``Scheduler.awaits_tokens``).
+* A host row that may miss its step is booked as if it does not (``HostBooking``). If ``settle`` finds that it did, its
+  token is again where it was, and the row that the next step already has for it misses that step, too.
+* A plan whose outcome decides more than that is not certain (``Scheduler.is_certain``): the step before it is collected
+  before it is launched, and it is collected itself before the next one is made. Some tokens are waited for before the
+  plan is made (``Scheduler.awaits_tokens``).
 * A step's bound counts from ``Policy.busy_until_s``, when the step in flight ends. The price: a request that comes
   while a step runs is in the step after the next, and so is a host result at the last layer.
 """

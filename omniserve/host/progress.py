@@ -1,4 +1,4 @@
-"""Counters of a host tier, and Progress, which detects from them that a thread of the tier hangs."""
+"""Progress, which detects from the counters of a host tier that a thread of it hangs."""
 
 from __future__ import annotations
 
@@ -7,34 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from omniserve.core.stats import HostTierStats
+
 logger = logging.getLogger(__name__)
 
 _LONGEST_GAP_S = 1.0  # if two polls are further apart, the caller was busy or stopped, not the tier
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostTierStats:
-    """Counters of a host tier since its start, and gauges of its work in hand."""
-
-    tasks_done: int
-    """Counter: attention tasks that gave a result."""
-    failures: int
-    """Counter: attention tasks and moves that failed; cancelled tasks do not count."""
-    threads_alive: int
-    tasks_in_hand: int
-    """Gauge: attention tasks expected, queued or running."""
-    moves_in_hand: int
-    busy_seconds: float
-    """Counter: time that threads spent computing and copying, summed over the threads."""
-    kv_bytes_read: int
-    """Counter: bytes of K and V that attention read."""
-    bytes_moved: int
-    """Counter: bytes that moves copied, in the model's dtype."""
-    bytes_prefaulted: int
-    """Counter: bytes of the pool whose pages an idle-priority thread touched before they were needed. 0 for page-locked
-    memory, all of which is touched when it is allocated."""
-    pool_bytes: int
-    """K and V of the whole pool, without the scales."""
 
 
 @dataclass(frozen=True, slots=True)

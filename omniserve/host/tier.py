@@ -42,10 +42,11 @@ import omniserve.ops  # noqa: F401 - loads the extension
 from omniserve.core.errors import Stalled
 from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import ModelSpec
+from omniserve.core.stats import HostTierStats
 from omniserve.core.work import AttentionResult, Done, HostEvent, HostLost, KVMove
 from omniserve.host.memory import allocate_pool
 from omniserve.host.moves import HostMoves
-from omniserve.host.progress import HostLinkStats, HostTierStats, Progress
+from omniserve.host.progress import HostLinkStats, Progress
 from omniserve.ops.streams import drain
 
 logger = logging.getLogger(__name__)
@@ -393,7 +394,7 @@ class HostTier:
     @property
     def healthy(self) -> bool:
         """True while at least one worker thread is alive and the tier is not stalled."""
-        return not self.is_stalled and self.stats().threads_alive > 0
+        return self.stats().healthy
 
     @property
     def is_stalled(self) -> bool:
@@ -414,6 +415,7 @@ class HostTier:
             bytes_moved=bytes_moved + self._moves.bytes_moved,
             bytes_prefaulted=prefaulted,
             pool_bytes=self.pool_LBK2SH.nbytes,
+            healthy=alive > 0 and not self.is_stalled,
         )
 
     def inject(

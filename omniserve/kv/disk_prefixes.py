@@ -6,8 +6,9 @@ The file has a slot for each block (``host/disk_file.py``), and threads copy bet
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from omniserve.core.work import DiskCopy
 
@@ -29,14 +30,26 @@ class DiskPrefixes:
         self._readers: Counter[bytes] = Counter()
         """Copies that read the slot of a key; it stays meanwhile."""
         self._writing: dict[bytes, int] = {}
-
-    def has(self, key: bytes) -> bool:
-        """Tell whether a slot has the block of this key."""
-        return key in self._slots
+        self.wanted: dict[bytes, None] = {}
+        """Keys of host blocks that are to be written, the first that came first."""
 
     def is_known(self, key: bytes) -> bool:
         """Tell whether a slot has the block of this key, or it is being written."""
         return key in self._slots or key in self._writing
+
+    def match(self, keys: Iterable[bytes]) -> int:
+        """Return how many of these keys, from the first one on, are those of blocks on disk."""
+        return sum(1 for _ in itertools.takewhile(self._slots.__contains__, keys))
+
+    def want(self, keys: Iterable[bytes]) -> None:
+        """Have host blocks of these keys written, but those that the disk has or will have."""
+        for key in keys:
+            if not self.is_known(key):
+                self.wanted[key] = None
+
+    def cancel_write(self, key: bytes) -> None:
+        """Note that the host has the block of this key no more: it cannot be written."""
+        self.wanted.pop(key, None)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note that a prefix with these blocks is used, wherever it was found."""
@@ -86,12 +99,14 @@ class DiskPrefixes:
                 if key in self._slots and key not in self._readers:
                     self._free.append(self._slots.pop(key))
 
-    def check(self) -> None:
-        """Verify that each slot is free, used or being written.
+    def check(self, on_host: Container[bytes] = ()) -> None:
+        """Verify that each slot is free, used or being written, and that what is to be written is on the host.
 
         Raises:
-            AssertionError: With the slots of which that is not true.
+            AssertionError: With the slots or the keys of which that is not true.
         """
+        lost = [key for key in self.wanted if key not in on_host]
+        assert not lost, lost
         slots = sorted([*self._free, *self._slots.values(), *self._writing.values()])
         assert slots == [*range(self.num_slots)], slots
         assert self._readers.keys() <= self._slots.keys()

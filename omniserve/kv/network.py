@@ -1,4 +1,4 @@
-"""Pools of blocks on CPU hosts on the network, and the choice among them.
+"""NetworkPools: pools of blocks on CPU hosts on the network, and the choice among them.
 
 The local pool comes first, then the host with most memory and speed left.
 
@@ -7,7 +7,7 @@ Paper: omniserve 4 (distributed CPU attention).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from omniserve.core.work import HOST_BLOCKS
 from omniserve.kv.block_pool import BlockPool, RunPool
@@ -43,19 +43,31 @@ class NetworkPool(RunPool):
 
 
 class NetworkPools:
-    """The pools of all hosts that are there."""
+    """The pools of all hosts that are there; see ``NetworkKV``.
 
-    def __init__(self) -> None:
+    Args:
+        pool_of: Returns the pool of the host that a request is on; None: it is on none.
+    """
+
+    def __init__(self, pool_of: Callable[[str], NetworkPool | None]) -> None:
+        self._pool_of = pool_of
         self._pools: dict[int, NetworkPool] = {}
 
-    def add(self, host: int, num_blocks: int, speed: float) -> None:
-        """Note that a host is there."""
+    def add_host(self, host: int, num_blocks: int, speed: float) -> None:
         assert host not in self._pools, f"host {host} is there already"
         self._pools[host] = NetworkPool(host, num_blocks, speed)
 
-    def lose(self, host: int) -> None:
-        """Note that a host is lost. Requests with blocks there give them back to its pool all the same."""
+    def lose_host(self, host: int) -> None:
+        # Requests with blocks there give them back to its pool all the same.
         self._pools.pop(host).is_lost = True
+
+    def host_of(self, request_id: str) -> int:
+        pool = self._pool_of(request_id)
+        return pool.host if pool is not None else 0
+
+    def is_lost(self, request_id: str) -> bool:
+        pool = self._pool_of(request_id)
+        return pool is not None and pool.is_lost
 
     def choose(self, num_blocks: int, reserve_blocks: int) -> NetworkPool | None:
         """Return the host that is to take ``num_blocks``: the one that then has the least KV for its speed.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from abc import ABC, abstractmethod
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -166,12 +165,20 @@ class CachingPool(BlockPool):
         """Tell whether a block has this key, or a marked one had it and was forgotten."""
         return key in self._blocks or key in self._forgotten
 
-    def has(self, key: bytes) -> bool:
-        """Tell whether a block has this key."""
-        return key in self._blocks
+    def match(self, keys: Iterable[bytes]) -> int:
+        """Return how many of these keys, from the first one on, are those of blocks."""
+        blocks, count = self._blocks, 0
+        for key in keys:
+            if key not in blocks:
+                break
+            count += 1
+        return count
 
     def freed_by(self) -> Callable[[Iterable[int]], int]:
-        """See ``CanCache.freed_by``."""
+        """Return a function that tells how many of these blocks are free when a user of each gives it back.
+
+        It counts on: a block with two users is free when it was asked about twice.
+        """
         left: dict[int, int] = {}
 
         def count(blocks: Iterable[int]) -> int:
@@ -239,65 +246,3 @@ class CachingPool(BlockPool):
         assert not any(self._is_marked[block] for block in range(self.num_blocks) if block not in self._keys)
         assert {key: block for block, key in self._keys.items()} == self._blocks
         assert len(self._forgotten) <= self.num_blocks and not self._forgotten.keys() & self._blocks.keys()
-
-
-class CachesPrefixes(ABC):
-    """Implements ``CanCache`` for a KV manager whose device pool may be a ``CachingPool``."""
-
-    block_size: int
-    _cache: CachingPool | None
-    """The device pool; None: nothing is cached."""
-
-    @abstractmethod
-    def _adopt(self, request_id: str, blocks: list[int]) -> None:
-        """Make device blocks the table of a request that has none."""
-
-    @abstractmethod
-    def device_blocks(self, request_id: str) -> Sequence[int]:
-        """Return the table of a request that is at rest on the device."""
-
-    def caches_prefixes(self) -> bool:
-        return self._cache is not None
-
-    def has_cached(self, key: bytes) -> bool:
-        assert self._cache is not None
-        return self._cache.has(key)
-
-    def knows_cached(self, key: bytes) -> bool:
-        assert self._cache is not None
-        return self._cache.knows(key)
-
-    def protect(self, is_on: bool) -> None:
-        assert self._cache is not None
-        self._cache.protects = is_on
-
-    def has_on_host(self, key: bytes) -> bool:
-        return False
-
-    def num_used(self, keys: Sequence[bytes]) -> int:
-        assert self._cache is not None
-        return len(keys) - self._cache.num_idle(keys)
-
-    def num_protected(self) -> int:
-        assert self._cache is not None
-        return self._cache.num_protected
-
-    def freed_by(self) -> Callable[[Iterable[int]], int]:
-        assert self._cache is not None
-        return self._cache.freed_by()
-
-    def begin(
-        self, request_id: str, keys: Sequence[bytes], num_tokens: int, *, reserve_blocks: int = 0, marks: bool = False
-    ) -> tuple[int, ...] | None:
-        assert self._cache is not None
-        count = -(-num_tokens // self.block_size)
-        blocks = self._cache.begin(keys, count, reserve=reserve_blocks, marks=marks)
-        if blocks is None:
-            return None
-        self._adopt(request_id, blocks)
-        return tuple(blocks)
-
-    def publish(self, request_id: str, first: int, keys: Sequence[bytes], *, marks: bool = False) -> None:
-        assert self._cache is not None
-        for block, key in zip(self.device_blocks(request_id)[first:], keys, strict=False):
-            self._cache.publish(block, key, marks=marks)

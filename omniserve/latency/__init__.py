@@ -10,7 +10,7 @@ by the machine's pace, the median of the last few steps. Both lose their say as 
 
 Collectives and hand-overs between ranks are terms of the profile. Links to CPU hosts and prefill engines are not, as no
 step waits for them, and as they come and go. What they cost is learned in service: from how often results are there in
-time (``sched/late_joins.py``), and from how long prompts take there (``sched/remote_prefills.py``).
+time (``sched/late_joins.py``), and from how long prompts take there (``sched/sources/prefill.py``).
 """
 
 from omniserve.latency import linear, omniserve

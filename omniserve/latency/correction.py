@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Self
 
+from omniserve.core.stats import LatencyStats
 from omniserve.latency.base import Predictor
 from omniserve.latency.features import BatchFeatures
 from omniserve.latency.fitting import fit_terms
@@ -153,6 +154,10 @@ class CorrectedModel(ScaledModel):
         """Running mean of |predicted - measured| / measured, with the correction."""
         self.has_drifted = False
         """``drift`` has been out of bounds for long, which was logged."""
+
+    def stats(self) -> LatencyStats:
+        """Return how well steps are predicted."""
+        return LatencyStats(error=self.error, drift=self.drift, is_coarse=self.is_coarse)
 
     @property
     def pace(self) -> float:

@@ -26,8 +26,10 @@ from omniserve.parallel.meeting import connect_collectives, stage_link
 from omniserve.remote.handshake import Hello, introduce
 from omniserve.remote.network_hosts import HostUser, NetworkHosts
 from omniserve.remote.prefill_ranks import RankReceiver, RankSender
+from omniserve.runner.executors import Executor
 from omniserve.runner.rank_broadcast import RankBroadcast
-from omniserve.runner.runner import Executor, ModelRunner, RunnerParts
+from omniserve.runner.runner import ModelRunner, RunnerParts
+from omniserve.runner.staged_loop import loop_of_stage
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +238,9 @@ class _Follower:
         executors: dict[type[SideWork], Executor] = {}
         if self._receiver is not None:
             executors = {RemotePrefill: self._receiver.start, CancelPrefill: self._receiver.cancel}
-        parts = RunnerParts(model=model, tier=self._tier, executors=executors, broadcast=broadcast, stage=self._stage)
+        parts = RunnerParts(
+            model=model, tier=self._tier, executors=executors, broadcast=broadcast, make_loop=loop_of_stage(self._stage)
+        )
         return ModelRunner(setup, parts)
 
     def _tell_events(self) -> None:

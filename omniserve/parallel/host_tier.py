@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from omniserve.core.stats import HostTierStats
 from omniserve.core.work import (
     AttentionResult,
     Done,
@@ -260,10 +261,10 @@ class GroupHostTier(HostTier):
             super().inject(**faults)
         self._tell(messages.Inject(faults))
 
-    @property
-    def healthy(self) -> bool:
-        """True while the tiers of all ranks are."""
-        return super().healthy and self._others_healthy
+    def stats(self) -> HostTierStats:
+        """Return the gauges and counters of this rank's tier, which is healthy only while those of all ranks are."""
+        own = super().stats()
+        return own if self._others_healthy else dataclasses.replace(own, healthy=False)
 
     @property
     def is_stalled(self) -> bool:

@@ -2,7 +2,7 @@
 
 Its engine is like any other: the policy puts best-effort prompts beside latency-sensitive ones up to the same bounds,
 and prompts that begin alike share what was computed. Blocks are copied to the host pool as they are full, beside the
-steps (``Prefixes.save_all``). From there they are sent, in their order. Paper: omniserve 5.4.4.
+steps (``PrefixesOnHost.save_all``). From there they are sent, in their order. Paper: omniserve 5.4.4.
 
 Recurrent states come behind the KV (``Finished.states``). If an engine is lost or lacks memory, what has come is kept,
 and the rest is computed by the engine that asked.
@@ -28,7 +28,6 @@ from omniserve.core.version import __version__
 from omniserve.core.work import RemotePrefill
 from omniserve.engine.engine import Engine
 from omniserve.engine.parts import NO_STATES_OF_RANKS, require_shared_kv
-from omniserve.kv.base import KeepsPrefixesOnHost
 from omniserve.kv.prefix_cache import PrefixKeys
 from omniserve.parallel import messages
 from omniserve.remote.handshake import Hello, Welcome, refuse
@@ -101,9 +100,10 @@ class PrefillServer:
         if engine.spec.state_bytes and engine.config.execution.async_steps is not False:
             raise ValueError("with async_steps a step launched ahead could overwrite recurrent states: set it to False")
         require_shared_kv(engine.config, engine.host_tier, engine.kv, "prefill engines")
-        assert engine.host_tier is not None and isinstance(engine.kv, KeepsPrefixesOnHost)
-        self._engine, self._kv, self._pool_LBK2SH = engine, engine.kv, engine.host_tier.pool_LBK2SH
-        engine.scheduler.requests.prefixes.save_all()
+        prefixes = engine.kv.prefixes
+        assert engine.host_tier is not None and prefixes is not None and prefixes.host is not None
+        self._engine, self._on_host, self._pool_LBK2SH = engine, prefixes.host, engine.host_tier.pool_LBK2SH
+        engine.scheduler.requests.prefixes_on_host.save_all()
         if engine.spec.state_bytes:
             engine.on_step = self._keep_states
         self._fingerprint, self._secret = fingerprint, secret
@@ -169,7 +169,7 @@ class PrefillServer:
             self._engine.start_moves()
             for export in waiting:
                 self._send_blocks(export)
-            if time.monotonic() > until_s or not self._engine.scheduler.is_saving:
+            if time.monotonic() > until_s or not self._engine.scheduler.requests.loads.is_saving:
                 return
             self._engine.wait(_STEP_WAIT_S)
 
@@ -302,7 +302,7 @@ class PrefillServer:
             return
         most, blocks = max(1, _PIECE_BYTES // self._block_bytes), list[int]()
         for key in export.keys[export.num_sent :]:
-            if len(blocks) == most or (block := self._kv.host_block_of(key)) is None:
+            if len(blocks) == most or (block := self._on_host.block_of(key)) is None:
                 break
             blocks.append(block)
         if blocks:
@@ -320,7 +320,11 @@ class PrefillServer:
 
     def _give_up_if_stuck(self, export: _Export) -> None:
         """End a prompt that is computed, and of which no more comes to the host."""
-        if export.request_id in self._exports and export.is_computed and not self._engine.scheduler.is_saving:
+        if (
+            export.request_id in self._exports
+            and export.is_computed
+            and not self._engine.scheduler.requests.loads.is_saving
+        ):
             export.num_waits += 1
             if export.num_waits > _PATIENCE:
                 del self._exports[export.request_id]

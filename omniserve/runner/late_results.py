@@ -18,30 +18,34 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from omniserve.core.plan import PiggybackJoin, StepPlan, joins_by_layer
-from omniserve.core.work import AttentionResult, HostEvent
-from omniserve.host.tier import HostTier
+from omniserve.core.plan import PiggybackJoin, StepOutput, StepPlan, joins_by_layer
+from omniserve.core.work import AttentionResult
+from omniserve.host.tier import HostTier, result_flag
 from omniserve.ops.streams import AsyncHostCopy, upload
-from omniserve.runner.layer_loop import LayerLoop, StepHooks, StepRun
+from omniserve.runner.layer_loop import HeldEvents, LayerLoop, StepHooks, StepRun
 from omniserve.runner.rank_broadcast import RankBroadcast
-from omniserve.runner.step_inputs import LayersOutput, SeatRows, wanted_flags
+from omniserve.runner.step_inputs import LayersOutput, SeatRows
+
+
+def wanted_flags(joins: Sequence[PiggybackJoin]) -> list[int]:
+    """Return ``wanted`` of ``piggyback_receive`` for the seats of a layer's joins.
+
+    0 where the result is there, else its flag for a token, and -1 for its drafts.
+    """
+    wanted: list[int] = []
+    for join in joins:
+        if join.is_ready:
+            wanted += [0] * join.num_rows
+        else:
+            wanted += [result_flag(join.epoch, join.layer, join.position), *[-1] * len(join.draft_ids)]
+    return wanted
 
 
 class LateResults:
-    """Keeps the host events that a step comes upon before the scheduler asks for them."""
+    """Tells which results are there by now; host events that it comes upon are held for the scheduler."""
 
-    def __init__(self, tier: HostTier | None, broadcast: RankBroadcast) -> None:
-        self._tier, self._broadcast = tier, broadcast
-        self._events: list[HostEvent] = []
-
-    def keep(self, event: HostEvent) -> None:
-        """Keep an event for the scheduler."""
-        self._events.append(event)
-
-    def take_events(self) -> list[HostEvent]:
-        """Return, once, the events that were kept, in their order, but for those of results that joined late."""
-        events, self._events = self._events, []
-        return events
+    def __init__(self, tier: HostTier, held: HeldEvents, broadcast: RankBroadcast) -> None:
+        self._tier, self._held, self._broadcast = tier, held, broadcast
 
     def settle(self, joins: Sequence[PiggybackJoin], *, as_one: bool) -> list[bool]:
         """Return which of a layer's joins have their result by now; those that were late have joined then.
@@ -51,11 +55,11 @@ class LateResults:
         return self._broadcast.agree(lambda: self._came(joins, as_one))
 
     def _came(self, joins: Sequence[PiggybackJoin], as_one: bool) -> list[bool]:
-        assert self._tier is not None
-        self._events += self._tier.poll()
+        held = self._held
+        held.events += self._tier.poll()
         done = {
             (event.slot, event.epoch, event.layer, event.position): event
-            for event in self._events
+            for event in held.events
             if isinstance(event, AttentionResult) and event.ok
         }
         results = [done.get((join.slot, join.epoch, join.layer, join.position)) for join in joins]
@@ -63,7 +67,7 @@ class LateResults:
         if as_one and not all(came):
             return [False] * len(joins)
         used = {id(result) for result in results if result is not None}
-        self._events = [event for event in self._events if id(event) not in used]
+        held.events = [event for event in held.events if id(event) not in used]
         return came
 
 
@@ -78,6 +82,14 @@ class MissedJoins:
         by_layer = joins_by_layer(plan)
         self._joins = [by_layer.get(layer, ()) for layer in layers]
         self._copy = AsyncHostCopy([joined_LP])
+
+    def amend(self, output: StepOutput) -> StepOutput:
+        """Wait for the copy, and return a step's output with the requests whose joins did not join.
+
+        Raises:
+            Stalled: The device did not finish the step in time.
+        """
+        return dataclasses.replace(output, missed=output.missed | self.result())
 
     def result(self) -> frozenset[str]:
         """Wait for the copy, and return the requests whose joins did not join.
@@ -106,7 +118,7 @@ class LateJoins:
         """Return the hooks of a step with late joins; None: it has none."""
         if all(join.is_ready for join in plan.joins):
             return None
-        return LateStep(self._loop, self._results, as_one=plan.joins_as_one)
+        return LateStep(self._loop, self._results, plan)
 
     def forget(self, request_id: str) -> None:
         """Do nothing: nothing is kept."""
@@ -117,8 +129,11 @@ class LateStep(StepHooks):
 
     fits_graphs = True
 
-    def __init__(self, loop: LayerLoop, results: LateResults, *, as_one: bool) -> None:
-        self._loop, self._results, self._as_one = loop, results, as_one
+    def __init__(self, loop: LayerLoop, results: LateResults, plan: StepPlan) -> None:
+        self._loop, self._results, self._as_one = loop, results, plan.joins_as_one
+        by_layer = joins_by_layer(plan)
+        self.unsettled = {n: joins for n, joins in by_layer.items() if not all([join.is_ready for join in joins])}
+        """Joins of the layers with late ones, in the order of their seats, until it is settled which of them join."""
         self.found: dict[int, Tensor] = {}
         """Rows that joined at each layer with late joins, if the device looks for results: layer -> ``[P]`` int64 on
         the device; -1 in other seats."""
@@ -130,35 +145,34 @@ class LateStep(StepHooks):
     def _joining(self, run: StepRun, layer: int) -> SeatRows | None:
         """Settle the late joins of a layer, and return the seats into which results come; None if all stay empty."""
         joining = run.inputs.joining
-        seats = joining.get(layer)
-        if seats is not None and seats.late:
+        joins = self.unsettled.pop(layer, None)
+        if joins is not None and layer in joining:
             if self._loop.rows.device_looks:
-                joining[layer] = self._receive(run, layer, seats)
+                joining[layer] = self._receive(run, layer, joining[layer], joins)
             else:
-                self._settle(run, layer, seats)
+                self._settle(run, layer, joining.pop(layer), joins)
         return joining.get(layer)
 
-    def _receive(self, run: StepRun, layer: int, seats: SeatRows) -> SeatRows:
+    def _receive(self, run: StepRun, layer: int, seats: SeatRows, joins: Sequence[PiggybackJoin]) -> SeatRows:
         """Let the device find out which joins of a layer have their results, and return the seats of these."""
         joined_P = torch.empty_like(seats.rows_P)
-        wanted = wanted_flags(seats.late)
+        wanted = wanted_flags(joins)
         wanted += [0] * (run.inputs.num_seats - len(wanted))
         told = upload(torch.tensor([*wanted, self._as_one], dtype=torch.int64), joined_P.device)
         self._loop.rows.receive(seats.rows_P, told[:-1], told[-1:], joined_P)
         self.found[layer] = joined_P
         return SeatRows(rows_P=joined_P, slots_P=seats.slots_P, positions=seats.positions)
 
-    def _settle(self, run: StepRun, layer: int, seats: SeatRows) -> None:
+    def _settle(self, run: StepRun, layer: int, seats: SeatRows, joins: Sequence[PiggybackJoin]) -> None:
         """Look which joins of a layer have their results; empty the seats of the others."""
-        joined = self._results.settle(seats.late, as_one=self._as_one)
+        joined = self._results.settle(joins, as_one=self._as_one)
         joining = run.inputs.joining
-        del joining[layer]
         if all(joined):
-            joining[layer] = dataclasses.replace(seats, late=())
+            joining[layer] = seats
             return
-        run.missed.update(join.request_id for join, here in zip(seats.late, joined, strict=True) if not here)
+        run.absent.update(join.request_id for join, here in zip(joins, joined, strict=True) if not here)
         if any(joined):
-            is_here = [here for join, here in zip(seats.late, joined, strict=True) for _ in range(join.num_rows)]
+            is_here = [here for join, here in zip(joins, joined, strict=True) for _ in range(join.num_rows)]
             is_empty_P = torch.ones(run.inputs.num_seats, dtype=torch.bool)
             is_empty_P[: len(is_here)] = ~torch.tensor(is_here)
             joining[layer] = SeatRows(
@@ -169,11 +183,11 @@ class LateStep(StepHooks):
 
     def finish(self, run: StepRun, output: LayersOutput) -> LayersOutput:
         """Leave out the rows of joins that did not join, and name these."""
-        if run.missed:
-            sampled = self._loop.sampled_without_missed(run)
-            outcome = dataclasses.replace(output.outcome, missed=frozenset(run.missed))
+        if run.absent:
+            sampled = self._loop.sampled(run)
+            outcome = dataclasses.replace(output.outcome, missed=frozenset(run.absent))
             output = dataclasses.replace(output, sampled=sampled, outcome=outcome)
         if self.found:
             missed = MissedJoins(run.plan, self.found.keys(), torch.stack([*self.found.values()]))
-            output = dataclasses.replace(output, doubtful=missed.result)
+            output = dataclasses.replace(output, amend=missed.amend)
         return output

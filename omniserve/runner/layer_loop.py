@@ -1,8 +1,7 @@
 """LayerLoop: runs the layers of a step in shapes of its own.
 
-What some steps do beside passing their rows through the layers is told by hooks, which have a module each: rows that
-leave between two layers (``safepoint``), rows that wait for the host tier in each layer (``pipelining``), host results
-that come meanwhile (``late_results``). The loop knows none of them.
+What some steps do beside passing their rows through the layers is told by hooks, which have a module each
+(``strategies``). The loop knows none of them.
 
 Legend: T rows, D hidden, N query heads, K KV heads, H head size, P seats.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
 from typing import Protocol
@@ -20,10 +19,10 @@ import torch
 from torch import Tensor
 
 from omniserve.core.plan import StepPlan
+from omniserve.core.work import HostEvent
 from omniserve.kv.storage import DeviceKVStorage
 from omniserve.layers.patching import BetweenHook, PatchedModel, Rotary
 from omniserve.ops.attention import DeviceAttention
-from omniserve.ops.stage_link import StageLink
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.states import StepStates
 from omniserve.runner.step_inputs import (
@@ -55,8 +54,24 @@ class StepRun:
     """Attention of the rows, with the arguments of an ``AttentionHook`` behind the step."""
     joining: Callable[[StepRun, int], SeatRows | None]
     """Returns the seats into which results come at a layer; None if all stay empty."""
-    missed: set[str]
-    """Requests whose joins did not join, as far as that is known."""
+    absent: set[str]
+    """Requests whose host rows are in the plan and do not go on with the step, as far as that is known."""
+
+
+class HeldEvents:
+    """Host events that a step comes upon before the scheduler asks for them."""
+
+    def __init__(self) -> None:
+        self.events: list[HostEvent] = []
+
+    def hold(self, event: HostEvent) -> None:
+        """Hold an event for the scheduler."""
+        self.events.append(event)
+
+    def take(self) -> list[HostEvent]:
+        """Return, once, the events that are held, in their order."""
+        events, self.events = self.events, []
+        return events
 
 
 class StepHooks:
@@ -107,18 +122,15 @@ class LayerLoop:
     rows: PiggybackRows
     pending: PendingTokens
     states: StepStates
-    stage: StageLink = field(default_factory=StageLink)
-    """The rows' way from and to other stages, if the model's layers are those of one stage of several."""
 
     def run(self, plan: StepPlan) -> LayersOutput:
         """Run the layers of a step."""
         run = self._begin(plan)
         self._run_layers(run, self.model.layers)
-        self.stage.send(run.hidden_TD)
         return LayersOutput(run.hidden_TD, run.inputs.sampled)
 
     def run_with(self, plan: StepPlan, hooks: Sequence[StepHooks]) -> LayersOutput:
-        """Run the layers of a step with hooks. There is one stage."""
+        """Run the layers of a step with hooks."""
         for each in hooks:
             plan = each.first_rows(plan)
         run = self._begin(plan)
@@ -150,36 +162,38 @@ class LayerLoop:
         inputs = dataclasses.replace(self._inputs(plan), joining=run.inputs.joining)
         run.plan, run.inputs, run.hidden_TD = plan, inputs, hidden_TD
         run.rotary = islice(self._rotary(inputs), layer, None)
-        run.between = self.states.of_plan(plan, run.missed)
+        run.between = self.states.of_plan(plan, run.absent)
 
-    def sampled_without_missed(self, run: StepRun) -> SampledRows:
-        """Return the rows of a step that become logits, without those of joins that did not join."""
+    def sampled(self, run: StepRun) -> SampledRows:
+        """Return the rows of a step that become logits, without those of absent requests."""
         return sampled_rows(
             run.plan,
             num_layers=self.model.num_layers,
             first_seat=run.inputs.num_device_rows,
             device=self.model.device,
-            missed=run.missed,
+            absent=run.absent,
         )
 
     def _begin(self, plan: StepPlan) -> StepRun:
         """Return a step before the first of the layers here."""
-        inputs, first = self._inputs(plan), self.model.layers.start
-        if not self.stage.is_first:
-            return self._step_run(plan, inputs, self.stage.receive(len(inputs.token_ids_T)), first)
+        inputs = self._inputs(plan)
+        return self._step_run(plan, inputs, self._first_hidden(plan, inputs), self.model.layers.start)
+
+    def _first_hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
+        """Return the hidden states ``[T, D]`` that go into the first of the layers here."""
         self.pending.fill(inputs.token_ids_T, plan)
-        return self._step_run(plan, inputs, self.model.embed(inputs.token_ids_T, inputs.positions_T), first)
+        return self.model.embed(inputs.token_ids_T, inputs.positions_T)
 
     def _step_run(self, plan: StepPlan, inputs: StepInputs, hidden_TD: Tensor, layer: int) -> StepRun:
-        missed: set[str] = set()
+        absent: set[str] = set()
         return StepRun(
             plan=plan,
             inputs=inputs,
             hidden_TD=hidden_TD,
-            missed=missed,
+            absent=absent,
             joining=_planned,
             rotary=islice(self._rotary(inputs), layer, None),
-            between=self.states.of_plan(plan, missed),
+            between=self.states.of_plan(plan, absent),
             attend=self._attend_with_seats if inputs.num_seats else self.attend_device,
         )
 
@@ -248,3 +262,7 @@ class LayerLoop:
 def _planned(run: StepRun, layer: int) -> SeatRows | None:
     """Return the seats that the plan fills at a layer."""
     return run.inputs.joining.get(layer)
+
+
+MakeLoop = Callable[..., LayerLoop]
+"""Makes the loop of a runner, from the fields of ``LayerLoop``."""

@@ -180,9 +180,9 @@ class HybridBatch(StepHooks):
         if self._second is not None:
             self._second.end_layer(self._loop.model.num_layers - 1)
         if lost := frozenset(row.request_id for row in self._rows if row.slot in self._awaited.lost):
-            run.missed.update(lost)
+            run.absent.update(lost)
             outcome = dataclasses.replace(output.outcome, lost=lost)
-            output = dataclasses.replace(output, sampled=self._loop.sampled_without_missed(run), outcome=outcome)
+            output = dataclasses.replace(output, sampled=self._loop.sampled(run), outcome=outcome)
         return output if self._second is None else self._second.add_to(output)
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from omniserve.core.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.core.setup import RunnerSetup
 from omniserve.layers.patching import BetweenHook, PatchedModel
 from omniserve.layers.tracing.layer_states import RowGroup, StatePool
 from omniserve.ops.streams import upload
@@ -29,6 +31,11 @@ class StepStates:
     def __init__(self, model: PatchedModel, *, num_slots: int) -> None:
         self._model = model
         self.pool = StatePool(model.family.state_forms, num_slots=num_slots, device=model.device)
+
+    @classmethod
+    def of(cls, model: PatchedModel, setup: RunnerSetup) -> Self:
+        """Return the states of all requests that an engine can have, if the model has such."""
+        return cls(model, num_slots=setup.num_state_slots)
 
     def of_plan(self, plan: StepPlan, missed: Set[str]) -> BetweenHook | None:
         """Return what runs the layers before each attention of a step; None: the model has no such layers.

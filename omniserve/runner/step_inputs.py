@@ -6,7 +6,6 @@ D hidden.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -24,7 +23,6 @@ from omniserve.core.plan import (
     StepPlan,
     joins_by_layer,
 )
-from omniserve.host.tier import result_flag
 from omniserve.ops.attention import AttentionMetadata, HostLengths
 from omniserve.ops.streams import upload
 
@@ -39,9 +37,6 @@ class SeatRows:
     """Host slot of each seat, int64 on the CPU; -1: it is empty."""
     positions: tuple[int, ...]
     """Positions of the seats that were planned, which are the first ones."""
-    late: tuple[PiggybackJoin, ...] = ()
-    """All joins of the layer, in the order of their seats, while it is not settled which of the late ones join; else
-    empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +46,7 @@ class SampledRows:
     rows: Tensor
     """Rows that sample a token, int64 on the device: device rows, then seats."""
     request_ids: tuple[str, ...]
-    """The request of each of these rows; one with drafts has several, which follow one another."""
+    """The request of each of these rows; one may have several, which follow one another."""
     scores: tuple[tuple[str, int, PromptScores], ...]
     """Chunks of which log-probabilities of the prompt are wanted: request, first row, and which."""
 
@@ -64,8 +59,8 @@ class LayersOutput:
     sampled: SampledRows
     outcome: StepOutput = field(default_factory=StepOutput)
     """What is known of the step without its tokens."""
-    doubtful: Callable[[], frozenset[str]] | None = None
-    """Waits for the step, and returns more requests whose joins did not join; none of these is at the last layer."""
+    amend: Callable[[StepOutput], StepOutput] | None = None
+    """Waits for the step, and returns its output with what is known only then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +112,9 @@ class StepInputs:
     entering: SeatRows | None
     """The seats at layer 0; None if no token enters."""
     joining: dict[int, SeatRows]
-    """Layer -> the seats into which results of the host tier come there; changed as late joins are settled."""
+    """Layer -> the seats into which results of the host tier come there; hooks may change it as the step runs."""
     sampled: SampledRows
-    """Rows that are sampled, if no late join misses the last layer."""
+    """Rows that are sampled, if all joins join."""
 
     def leaving(self, layer: int) -> SeatRows | None:
         """Return the seats whose rows go to the host tier at a layer; None if all are empty."""
@@ -159,39 +154,25 @@ def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
 
 
 def rows_of(tokens: Sequence[PiggybackEntry | PiggybackJoin], max_host_rows: int) -> list[int]:
-    """Return the rows of host tokens, each followed by those of its drafts, as in ``SeatRows.rows_P``."""
-    if not any([token.draft_ids for token in tokens]):
+    """Return the rows of host tokens, each with all that it has, as in ``SeatRows.rows_P``."""
+    if all([token.num_rows == 1 for token in tokens]):
         return [token.slot * max_host_rows for token in tokens]
     return [token.slot * max_host_rows + i for token in tokens for i in range(token.num_rows)]
 
 
 def positions_of(tokens: Sequence[PiggybackEntry | PiggybackJoin]) -> list[int]:
-    """Return the positions of host tokens, each followed by those of its drafts."""
-    if not any([token.draft_ids for token in tokens]):
+    """Return the positions of the rows of host tokens."""
+    if all([token.num_rows == 1 for token in tokens]):
         return [token.position for token in tokens]
     return [token.position + i for token in tokens for i in range(token.num_rows)]
 
 
-def wanted_flags(joins: Sequence[PiggybackJoin]) -> list[int]:
-    """Return ``wanted`` of ``piggyback_receive`` for the seats of a layer's joins.
-
-    0 where the result is there, else its flag for a token, and -1 for its drafts.
-    """
-    wanted: list[int] = []
-    for join in joins:
-        if join.is_ready:
-            wanted += [0] * join.num_rows
-        else:
-            wanted += [result_flag(join.epoch, join.layer, join.position), *[-1] * len(join.draft_ids)]
-    return wanted
-
-
 def sampled_rows(
-    plan: StepPlan, *, num_layers: int, first_seat: int, device: torch.device, missed: Set[str] = frozenset()
+    plan: StepPlan, *, num_layers: int, first_seat: int, device: torch.device, absent: Set[str] = frozenset()
 ) -> SampledRows:
     """Return the rows of a plan that become logits; ``first_seat`` is the row of the first seat.
 
-    ``missed`` are the requests whose joins did not join; their seats are empty.
+    ``absent`` are the requests whose joins did not join; their seats are empty.
     """
     sampled: list[int] = []
     request_ids: list[str] = []
@@ -202,11 +183,12 @@ def sampled_rows(
             scores.append((chunk.request_id, first_row + chunk.scores.first_row, chunk.scores))
         first_row += len(chunk.token_ids)
         if chunk.samples:
-            sampled += range(first_row - 1 - chunk.num_drafts, first_row)
-            request_ids += repeat(chunk.request_id, 1 + chunk.num_drafts)
+            num_sampled = chunk.num_sampled_rows
+            sampled += range(first_row - num_sampled, first_row)
+            request_ids += repeat(chunk.request_id, num_sampled)
     seat, last = first_seat, num_layers - 1
     for join in [join for join in plan.joins if join.layer == last]:
-        if join.request_id not in missed:
+        if join.request_id not in absent:
             sampled += range(seat, seat + join.num_rows)
             request_ids += repeat(join.request_id, join.num_rows)
         seat += join.num_rows
@@ -225,7 +207,7 @@ def make_step_inputs(
     seat = num_rows
     for entry in plan.entries:
         end = seat + entry.num_rows
-        token_ids[seat:end] = entry.token_id, *entry.draft_ids
+        token_ids[seat:end] = entry.token_ids
         positions[seat:end] = np.arange(entry.position, entry.position + entry.num_rows)
         seat = end
     entering, joining = _seats(plan, max_host_rows, device) if seats else (None, {})
@@ -265,7 +247,7 @@ class PendingTokens:
 
         Args:
             token_ids_T: int64 on the device: the rows of the plan's chunks, then its seats. It is changed in place.
-            plan: The step; none of its ``pipelined`` rows may be pending.
+            plan: The step.
             first_seat: Row of the first seat; None means the row behind the chunks.
 
         Raises:
@@ -307,9 +289,6 @@ def _seats(plan: StepPlan, max_host_rows: int, device: torch.device) -> tuple[Se
     positions = [tuple(positions_of(tokens)) for tokens in groups]
     parts = zip(_on(device, rows).unbind(0), torch.from_numpy(slots).unbind(0), positions, strict=True)
     entering, *joining = [SeatRows(rows_P=rows_P, slots_P=slots_P, positions=some) for rows_P, slots_P, some in parts]
-    for index, joins in enumerate(by_layer.values()):
-        if not all([join.is_ready for join in joins]):
-            joining[index] = dataclasses.replace(joining[index], late=tuple(joins))
     return entering if plan.entries else None, dict(zip(by_layer, joining, strict=True))
 
 

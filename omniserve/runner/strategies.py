@@ -7,31 +7,42 @@ layers (``StepHooks``). It is imported if the settings can ask for such steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 from functools import partial
 
 from omniserve.core.setup import RunnerSetup
 from omniserve.host.tier import HostTier
-from omniserve.runner.late_results import LateJoins, LateResults
-from omniserve.runner.layer_loop import LayerLoop, StepStrategy
+from omniserve.runner.layer_loop import HeldEvents, LayerLoop, StepStrategy
 from omniserve.runner.rank_broadcast import RankBroadcast
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyContext:
+    """What strategies work with."""
+
+    loop: LayerLoop
+    tier: HostTier | None
+    held: HeldEvents
+    broadcast: RankBroadcast
+
+
+MakeStrategies = Callable[[RunnerSetup, StrategyContext], tuple[StepStrategy, ...]]
+
+
 def make_strategies(
-    setup: RunnerSetup,
-    loop: LayerLoop,
-    *,
-    tier: HostTier | None,
-    late_results: LateResults,
-    broadcast: RankBroadcast,
-    safepoint: Callable[[], Set[str]],
+    setup: RunnerSetup, context: StrategyContext, *, safepoint: Callable[[], Set[str]] = frozenset
 ) -> tuple[StepStrategy, ...]:
     """Return the strategies that an engine's steps may need, in the order in which their hooks are called.
 
-    ``safepoint`` as in ``RunnerParts``, ``late_results`` takes the host events that come upon a step.
+    ``safepoint`` is asked between two layers which requests' rows must leave the step, on rank 0, if the setup has
+    safepoints.
     """
+    loop, tier, broadcast = context.loop, context.tier, context.broadcast
     strategies: list[StepStrategy] = []
     if tier is not None:
-        strategies.append(LateJoins(loop, late_results))
+        from omniserve.runner.late_results import LateJoins, LateResults
+
+        strategies.append(LateJoins(loop, LateResults(tier, context.held, broadcast)))
     if setup.has_safepoints:
         from omniserve.runner.safepoint import LayerPreemption
 
@@ -40,5 +51,5 @@ def make_strategies(
     if setup.awaits_host and tier is not None:
         from omniserve.runner.pipelining import Pipelining
 
-        strategies.append(Pipelining(loop, tier=tier, keep=late_results.keep, broadcast=broadcast))
+        strategies.append(Pipelining(loop, tier=tier, keep=context.held.hold, broadcast=broadcast))
     return tuple(strategies)

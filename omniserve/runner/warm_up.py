@@ -1,4 +1,4 @@
-"""warm_up_attention: compiles all kernels of device attention before the first step.
+"""device_attention, warm_up: the attention that a runner calls, and all of its kernels compiled before the first step.
 
 Triton compiles a kernel when a launch first needs it, which would delay a step by a second or more.
 
@@ -11,10 +11,37 @@ from collections.abc import Iterator
 
 import torch
 
+from omniserve.core.setup import RunnerSetup
 from omniserve.core.spec import ModelSpec
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.ops.attention import AttentionMetadata, DeviceAttention, HostLengths
+from omniserve.layers.patching import PatchedModel
+from omniserve.ops.attention import AttentionMetadata, DeviceAttention, HostLengths, resolve_attention
+from omniserve.ops.attention.native import attend_triton
 from omniserve.ops.streams import upload
+
+
+def device_attention(setup: RunnerSetup, model: PatchedModel) -> DeviceAttention:
+    """Return the attention of device rows that the settings name.
+
+    Raises:
+        ValueError: This device or model does not allow it.
+    """
+    name = setup.config.execution.attention
+    return resolve_attention(name, model.device, model.spec.attention, is_directed=setup.is_directed)
+
+
+def warm_up(setup: RunnerSetup, model: PatchedModel, storage: DeviceKVStorage, attend: DeviceAttention) -> None:
+    """Compile the kernels of an attention that chooses them by shape."""
+    if model.device.type == "cuda" and attend is attend_triton:
+        warm_up_attention(
+            attend,
+            storage,
+            model.spec,
+            max_rows=setup.config.max_num_batched_tokens,
+            max_requests=2 * setup.config.max_num_seqs,  # best-effort ones come beside as many latency-sensitive ones
+            max_blocks=-(-setup.max_model_len // setup.config.block_size),
+            is_directed=setup.is_directed,
+        )
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ import dataclasses
 import math
 
 from omniserve.core.errors import RequestRejected
+from omniserve.core.request import SLO
 from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import LS_HEADROOM, TTFT_HEADROOM, Forecast
 from omniserve.sched.ttft import TTFTPrediction
@@ -198,3 +199,8 @@ def _too_late(prediction: TTFTPrediction, waited_s: float, required_s: float, le
         predicted_ttft_s=predicted_s,
         required_ttft_s=required_s,
     )
+
+
+def scaled_slo(state: RequestState) -> SLO | None:
+    """Return the objectives of a request if admission has scaled those of its class; else None."""
+    return state.slo if state.has_scaled_ttft or state.has_scaled_tpot else None

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from omniserve.core.plan import Bound, StepPlan
 from omniserve.core.work import AttentionResult, HostEvent
 from omniserve.latency import BatchFeatures, HostSpeed
-from omniserve.sched.batch import Batch, HostRows
-from omniserve.sched.neo import SecondBatch
-from omniserve.sched.omniserve import OmniServePolicy
+from omniserve.sched.batch import Batch
+from omniserve.sched.best_effort import BestEffortWork
+from omniserve.sched.co_serving import CoServingPolicy, CoServingStep
+from omniserve.sched.host_rows import HostRows
 from omniserve.sched.options import APEXOptions
-from omniserve.sched.policy import SCHEDULERS
+from omniserve.sched.piggyback import put_rows
+from omniserve.sched.seats import rows_within
+from omniserve.sched.second_batch import SecondBatch
 from omniserve.sched.state import RequestState
-from omniserve.sched.step_cost import left_out, rows_within
+from omniserve.sched.step_cost import Forecast, left_out
+from omniserve.sched.view import RequestView
 
 _RATE = 0.05  # of learning the host's speed
 _BOUNDS = (0.25, 4.0)
@@ -48,8 +52,7 @@ def pipelining_pays(num_device: int, host_rate: float, times: LayerTimes) -> boo
     return both / (2 * times.linear_s + times.attention_s) > num_device / alone_s
 
 
-@SCHEDULERS.register("apex")
-class APEXPolicy(OmniServePolicy):
+class APEXPolicy(CoServingPolicy):
     """Device first; what memory cannot hold decodes on the host, by one of two strategies each step (Algorithm 1).
 
     Asynchronous overlap moves all host requests as one cohort: they enter together, and their results join together
@@ -71,58 +74,69 @@ class APEXPolicy(OmniServePolicy):
     awaits_host = True
 
     def set_up(self) -> None:
-        super().set_up()
-        self._second = SecondBatch(self.requests)
-        host_speed = self.forecast.host if self.forecast is not None else None
-        self._host = HostWatch(host_speed) if host_speed is not None else None
-        self._small_since_s: float | None = None
-        """Time at which residents began to wait for a larger cohort; None: none wait."""
+        self.rows = PipelinedOrOverlapped(self.view, self.options, self.forecast)
+        best_effort = BestEffortWork.of(self.view, self.options, self.forecast)
+        self.step = CoServingStep.of(self.view, self.options, self.forecast, best_effort, self.rows)
 
     def on_host_events(self, events: Sequence[HostEvent]) -> None:
-        if self._host is not None:
+        if self.rows.watch is not None:
             done = [e for e in events if isinstance(e, AttentionResult) and e.ok]
-            self._host.note(len(done), sum(event.position + 1 for event in done))
+            self.rows.watch.note(len(done), sum(event.position + 1 for event in done))
 
     def schedule(self, now_s: float) -> StepPlan:
-        if self._host is not None:
-            self._host.tick(now_s, is_busy=self.requests.residents.is_busy)
+        if self.rows.watch is not None:
+            self.rows.watch.tick(now_s, is_busy=self.host.is_busy)
         return super().schedule(now_s)
 
-    def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
+
+class PipelinedOrOverlapped:
+    """Chooses a second sub-batch where that pays, else the cohort of asynchronous overlap (a ``HostRowChoice``)."""
+
+    def __init__(self, view: RequestView, options: APEXOptions, forecast: Forecast | None) -> None:
+        self._view, self._options, self._forecast = view, options, forecast
+        speed = forecast.host if forecast is not None else None
+        self.watch = HostWatch(speed) if speed is not None else None
+        """The host tier's speed; None: it is not known."""
+        self._second = SecondBatch(view)
+        self._cohort = Cohort(view, options)
+
+    def reserve_s(self, batch: Batch, bound_s: float) -> float:
+        """Return the seconds that device work leaves for a second sub-batch."""
         self._second.hybrid_share = 0.0
         return self._second.reserve_s(batch, bound_s)
 
-    def host_rows(self, batch: Batch, bound_s: float) -> HostRows:
+    def choose(self, batch: Batch, bound_s: float) -> HostRows:
+        """Choose the strategy of this step, and its rows (Algorithm 1)."""
         self._second.hybrid_share = 0.0
-        if not self.requests.host_is_up:
+        if not self._view.host_is_up:
             return HostRows()
         states = self._second.candidates()
         count = self._num_pipelined(batch, states, bound_s)
         if not count:
-            return self._overlap(batch, bound_s)
+            return self._cohort.choose(batch, bound_s)
         return self._second.run_through(batch, states, count)
 
     def _num_pipelined(self, batch: Batch, states: Sequence[RequestState], bound_s: float) -> int:
         """Return how many of ``states`` run in a second sub-batch: what the host attends for in time, or none."""
-        if self._host is None or self.forecast is None or batch.cost is None or not states or not batch.chunks:
+        if self.watch is None or self._forecast is None or batch.cost is None or not states or not batch.chunks:
             return 0
         features = batch.cost.features
         times = self._layer_times(features)
         context = sum(state.num_tokens for state in states) / len(states)
-        rate = self._host.rate(len(states), context)
+        rate = self.watch.rate(len(states), context)
         if not pipelining_pays(features.decode_requests, rate, times):
             return 0
         most = min(len(states), int(rate * times.overlap_s))
         if most == 0:
             return 0
-        if self.options.hybrid_first_batch:
+        if self._options.hybrid_first_batch:
             self._second.hybrid_share = times.beside_first_s / times.overlap_s
         while most and self._second.seconds_with(batch.cost, states[:most]) > bound_s:
             most //= 2
         return most
 
     def _layer_times(self, features: BatchFeatures) -> LayerTimes:
-        assert self.forecast is not None
+        assert self._forecast is not None
         decodes = BatchFeatures(
             decode_requests=features.decode_requests,
             decode_context=features.decode_context,
@@ -130,38 +144,48 @@ class APEXPolicy(OmniServePolicy):
             dense_layers=features.dense_layers,
             host_works=True,
         )
-        linear_s, attention_s = self.forecast.predictor.modules_s(decodes)
-        with_s, attention_with_s = self.forecast.predictor.modules_s(features)
+        linear_s, attention_s = self._forecast.predictor.modules_s(decodes)
+        with_s, attention_with_s = self._forecast.predictor.modules_s(features)
         overlap_s = with_s + linear_s + attention_with_s
         return LayerTimes(linear_s, attention_s, overlap_s, beside_first_s=linear_s + attention_with_s)
 
-    def _overlap(self, batch: Batch, bound_s: float) -> HostRows:
-        """Plan asynchronous overlap: the cohort joins when all of it is there; the next enters when none is away."""
-        residents = self.requests.residents
-        away = [state for state in residents.queue if state.away is not None]
-        expected = residents.expected(has_device_rows=True) if batch.chunks else None
+
+class Cohort:
+    """The host requests of asynchronous overlap, which enter together and join together, one layer a step."""
+
+    def __init__(self, view: RequestView, options: APEXOptions) -> None:
+        self._host, self._limits, self._options = view.host, view.limits, options
+        self._max_rows = options.most_rows(view.limits)
+        self._small_since_s: float | None = None
+        """Time at which residents began to wait for a larger cohort; None: none wait."""
+
+    def choose(self, batch: Batch, bound_s: float) -> HostRows:
+        """Let the cohort join when all of it is there, and the next one enter when none is away."""
+        host = self._host
+        away = [state for state in host.queue if state.away is not None]
+        expected = host.expected(has_device_rows=True) if batch.chunks else None
         num_late = sum(state.away is not None and not state.away.ready for state in away)
         if num_late > (sum(map(len, expected)) if expected is not None else 0):
             return HostRows()
-        seats = self.limits.config.max_piggyback_seats
-        entering = 0 if away else residents.num_at_token_boundary
-        joinable = residents.num_joinable(expected) if expected is not None else residents.num_ready
+        seats = self._limits.config.max_piggyback_seats
+        entering = 0 if away else host.num_at_token_boundary
+        joinable = host.num_joinable(expected) if expected is not None else host.num_ready
         most = min(self._max_rows, min(entering, seats) + sum(min(count, seats) for count in joinable))
         within = most
         if batch.cost is not None and batch.chunks:
             within, _ = rows_within(batch.cost, entering, joinable, seats=seats, max_rows=most, bound_s=bound_s)
         if away:
             work, wanted, limit = "piggyback join", sum(joinable), Bound.TIME if within < most else Bound.SEATS
-            rows = HostRows(joins=residents.plan_joins(within, seats, expected))
+            rows = HostRows(joins=host.plan_joins(within, seats, expected))
         else:
             work, wanted, limit = "piggyback entry", entering, Bound.TIME if within < most else Bound.SEATS
             if self._may_begin(batch, within):
-                rows = HostRows(entries=residents.plan_entries(self.requests.host_blocks_for, within))
+                rows = HostRows(entries=batch.plan_entries(within))
                 limit = Bound.HOST_MEMORY if len(rows.entries) < within else limit
             else:
                 rows, limit = HostRows(), Bound.COHORT if within else limit
         if batch.cost is not None and (rows.entries or rows.joins):
-            self.put_piggyback(batch.cost, rows)
+            put_rows(batch.cost, rows, self._limits, self._max_rows)
         kept_out = left_out(work, wanted - len(rows.joins) - len(rows.entries), limit)
         return HostRows(
             entries=rows.entries, joins=rows.joins, joins_as_one=True, max_rows=self._max_rows, left_out=kept_out
@@ -170,14 +194,14 @@ class APEXPolicy(OmniServePolicy):
     def _may_begin(self, batch: Batch, size: int) -> bool:
         """Return whether a cohort of this size enters now: it is large enough, or has waited long enough (apex 4.2)."""
         if size == 0:
-            if self.requests.residents.num_at_token_boundary == 0:
+            if self._host.num_at_token_boundary == 0:
                 self._small_since_s = None
             return False
-        seats = min(self.limits.config.max_piggyback_seats, self._max_rows)
-        if size < min(self.options.min_host_per_device * len(batch.chunks), seats):
+        seats = min(self._limits.config.max_piggyback_seats, self._max_rows)
+        if size < min(self._options.min_host_per_device * len(batch.chunks), seats):
             if self._small_since_s is None:
                 self._small_since_s = batch.now_s
-            if batch.now_s - self._small_since_s < self.options.max_cohort_wait_s:
+            if batch.now_s - self._small_since_s < self._options.max_cohort_wait_s:
                 return False
         self._small_since_s = None
         return True

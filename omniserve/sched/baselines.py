@@ -10,15 +10,15 @@ import itertools
 
 from omniserve.core.plan import Bound, StepPlan
 from omniserve.core.request import ServiceClass
-from omniserve.kv.base import Tier
-from omniserve.sched.batch import Batch, HostRows
+from omniserve.sched.batch import Batch
+from omniserve.sched.disciplines import admit_waiting, run_admitted, run_by_arrival, runnable
+from omniserve.sched.host_rows import HostRows
 from omniserve.sched.options import LlumnixOptions
-from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.policy import Policy
 from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
 from omniserve.sched.tier_moves import TierMoves
 
 
-@SCHEDULERS.register("fcfs")
 class FCFSPolicy(Policy):
     """Arrival order, whatever the class (vLLM's default policy).
 
@@ -26,17 +26,16 @@ class FCFSPolicy(Policy):
     """
 
     def schedule(self, now_s: float) -> StepPlan:
-        batch, requests = Batch(self.requests, now_s), self.requests
-        preemptions = requests.num_preemptions
-        batch.run_by_arrival(requests.device)
-        if requests.num_preemptions == preemptions:
-            for state in by_arrival(requests.waiting.values()):
+        batch, view = self.new_batch(now_s), self.view
+        preemptions = view.num_preemptions
+        run_by_arrival(batch, view, view.device)
+        if view.num_preemptions == preemptions:
+            for state in by_arrival(view.waiting.values()):
                 if batch.admit(state) is not None:
                     break
         return batch.plan()
 
 
-@SCHEDULERS.register("sarathi")
 class SarathiPolicy(Policy):
     """LS first, chunked prefill under a fixed token budget, BE fills the rest (the papers' Sarathi-P).
 
@@ -46,16 +45,15 @@ class SarathiPolicy(Policy):
     """
 
     def schedule(self, now_s: float) -> StepPlan:
-        batch = Batch(self.requests, now_s)
-        batch.run_admitted(LS, victims=(BE, LS))
-        batch.admit_waiting(LS, victims=(BE,))
-        batch.run_admitted(BE, victims=(BE,))
-        if not self.requests.waiting[LS]:  # a BE prompt must not take the memory that an LS one waits for
-            batch.admit_waiting(BE)
+        batch = self.new_batch(now_s)
+        run_admitted(batch, self.view, LS, victims=(BE, LS))
+        admit_waiting(batch, self.view, LS, victims=(BE,))
+        run_admitted(batch, self.view, BE, victims=(BE,))
+        if not self.view.waiting[LS]:  # a BE prompt must not take the memory that an LS one waits for
+            admit_waiting(batch, self.view, BE)
         return batch.plan()
 
 
-@SCHEDULERS.register("online-only")
 class OnlineOnlyPolicy(Policy):
     """LS alone, decodes before prefills, under a fixed token budget; BE while no LS request is unfinished.
 
@@ -67,14 +65,13 @@ class OnlineOnlyPolicy(Policy):
     """
 
     def schedule(self, now_s: float) -> StepPlan:
-        batch, requests = Batch(self.requests, now_s), self.requests
-        kind, victims = (LS, (BE, LS)) if requests.device[LS] or requests.waiting[LS] else (BE, (BE,))
-        batch.run_admitted(kind, victims=victims)
-        batch.admit_waiting(kind, victims=(BE,) if kind is LS else ())
+        batch, view = self.new_batch(now_s), self.view
+        kind, victims = (LS, (BE, LS)) if view.device[LS] or view.waiting[LS] else (BE, (BE,))
+        run_admitted(batch, view, kind, victims=victims)
+        admit_waiting(batch, view, kind, victims=(BE,) if kind is LS else ())
         return batch.plan()
 
 
-@SCHEDULERS.register("priority")
 class PriorityPolicy(Policy):
     """vLLM's priority policy, with classes for priorities.
 
@@ -89,18 +86,17 @@ class PriorityPolicy(Policy):
     """
 
     def schedule(self, now_s: float) -> StepPlan:
-        batch, requests = Batch(self.requests, now_s), self.requests
-        preemptions = requests.num_preemptions
+        batch, view = self.new_batch(now_s), self.view
+        preemptions = view.num_preemptions
         for kind, victims in ((LS, (BE, LS)), (BE, (BE,))):  # classes of kind LS come before those of kind BE
-            for state in requests.device[kind]:
+            for state in view.device[kind]:
                 if state.phase is Phase.DEVICE:
                     batch.run_or_preempt(state, victims)
-        if requests.num_preemptions == preemptions and batch.admit_waiting(LS) is None:
-            batch.admit_waiting(BE)
+        if view.num_preemptions == preemptions and admit_waiting(batch, view, LS) is None:
+            admit_waiting(batch, view, BE)
         return batch.plan()
 
 
-@SCHEDULERS.register("non-preemptive")
 class NonPreemptivePolicy(Policy):
     """Running requests in the order of admission, then waiting LS, then waiting BE, under a fixed token budget.
 
@@ -119,25 +115,24 @@ class NonPreemptivePolicy(Policy):
         begins."""
 
     def schedule(self, now_s: float) -> StepPlan:
-        batch, requests = Batch(self.requests, now_s), self.requests
-        preemptions = requests.num_preemptions
+        batch, view = self.new_batch(now_s), self.view
+        preemptions = view.num_preemptions
         self._running = [state for state in self._running if state.phase is Phase.DEVICE]
-        for state in [state for state in self._running if state not in requests.hidden]:
+        for state in [state for state in self._running if state not in view.hidden]:
             while state.phase is Phase.DEVICE and batch.add(state) is Bound.MEMORY:
                 last = next(last for last in reversed(self._running) if last.phase is Phase.DEVICE)
-                if last in requests.pinned:
+                if last in view.pinned:
                     break  # it gives way when it is not any more
-                requests.preempt(last)
-        if requests.num_preemptions == preemptions:
+                batch.preempt(last)
+        if view.num_preemptions == preemptions:
             known = {state.request_id for state in self._running}
-            if batch.admit_waiting(LS) is None:
-                batch.admit_waiting(BE)
-            on_device = itertools.chain(requests.device[LS], requests.device[BE])
+            if admit_waiting(batch, view, LS) is None:
+                admit_waiting(batch, view, BE)
+            on_device = itertools.chain(view.device[LS], view.device[BE])
             self._running += [state for state in on_device if state.request_id not in known]
         return batch.plan()
 
 
-@SCHEDULERS.register("round-robin")
 class RoundRobinPolicy(Policy):
     """A step of LS requests, then a step of BE requests, each in arrival order.
 
@@ -156,7 +151,7 @@ class RoundRobinPolicy(Policy):
         self._lacks_memory: dict[ServiceClass, RequestState | None] = {LS: None, BE: None}
 
     def schedule(self, now_s: float) -> StepPlan:
-        batch = Batch(self.requests, now_s)
+        batch = self.new_batch(now_s)
         first, second = (LS, BE) if self._turn is LS else (BE, LS)
         kind = next((kind for kind in (first, second) if self._serve(batch, kind)), second)
         self._turn = BE if kind is LS else LS
@@ -164,16 +159,16 @@ class RoundRobinPolicy(Policy):
 
     def _serve(self, batch: Batch, kind: ServiceClass) -> bool:
         """Put the requests of one kind into a batch; return whether it has any."""
-        preemptions = self.requests.num_preemptions
-        batch.run_by_arrival([kind])
-        if self.requests.num_preemptions == preemptions:
+        preemptions = self.view.num_preemptions
+        run_by_arrival(batch, self.view, [kind])
+        if self.view.num_preemptions == preemptions:
             self._admit(batch, kind)
         return bool(batch.chunks)
 
     def _admit(self, batch: Batch, kind: ServiceClass) -> None:
         other = self._lacks_memory[BE if kind is LS else LS]
         self._lacks_memory[kind] = None
-        for state in by_arrival([self.requests.waiting[kind]]):
+        for state in by_arrival([self.view.waiting[kind]]):
             if other is not None and other.phase is Phase.WAITING and other.order < state.order:
                 return
             refused_by = batch.admit(state)
@@ -183,7 +178,6 @@ class RoundRobinPolicy(Policy):
                 return
 
 
-@SCHEDULERS.register("llumnix")
 class LlumnixPolicy(Policy):
     """Part of the KV memory is kept for LS; BE requests that find none decode on the host tier.
 
@@ -207,38 +201,38 @@ class LlumnixPolicy(Policy):
     offloads = True
 
     def set_up(self) -> None:
-        self._moves = TierMoves(self.requests, self.options, self.forecast, reserve=self._reserve)
+        self._moves = TierMoves(self.view, self.options, self.forecast, reserve=self._reserve)
         self._max_rows = self.options.most_rows(self.limits)
-        self._headroom = int(self.options.headroom_fraction * self.kv.num_device_blocks)
+        self._headroom = int(self.options.headroom_fraction * self.memory.num_device_blocks)
         self._headroom_left = 0
         """Device blocks of the headroom that LS requests do not hold in this step."""
         self._without_memory: RequestState | None = None
         """The BE prompt for which the last step had no memory."""
 
     def schedule(self, now_s: float) -> StepPlan:
-        batch, requests = Batch(self.requests, now_s), self.requests
-        batch.run_admitted(LS, victims=(BE, LS))
+        batch, view = self.new_batch(now_s), self.view
+        run_admitted(batch, view, LS, victims=(BE, LS))
         self._admit_ls(batch)
-        held = sum(self.kv.num_held(state.request_id, Tier.DEVICE) for state in requests.device[LS])
+        held = sum(map(self.memory.num_held, view.device[LS]))
         self._headroom_left = max(0, self._headroom - held)
         lacking, self._without_memory = self._without_memory, None
-        if lacking is not None and lacking.phase is Phase.WAITING and not requests.waiting[LS]:
+        if lacking is not None and lacking.phase is Phase.WAITING and not view.waiting[LS]:
             self._moves.make_room_for_be(batch, lacking)
-        for state in batch.runnable(BE):
+        for state in runnable(batch, view, BE):
             self._moves.run_or_offload(batch, state)
-        if not requests.waiting[LS]:  # a BE prompt must not take the memory that an LS one waits for
+        if not view.waiting[LS]:  # a BE prompt must not take the memory that an LS one waits for
             self._admit_be(batch)
         seats, max_rows = self.limits.config.max_piggyback_seats, self._max_rows
-        max_entries = min(seats, max_rows) if requests.host_is_up else 0
-        entries = requests.residents.plan_entries(requests.host_blocks_for, max_entries)
+        max_entries = min(seats, max_rows) if view.host_is_up else 0
+        entries = batch.plan_entries(max_entries)
         # No step is begun for results that may not come.
-        may_wait = bool(batch.chunks or entries or any(requests.residents.num_ready))
-        expected = requests.residents.expected(has_device_rows=bool(batch.chunks)) if may_wait else None
-        joins = requests.residents.plan_joins(max_rows - len(entries), seats, expected)
+        may_wait = bool(batch.chunks or entries or any(self.host.num_ready))
+        expected = self.host.expected(has_device_rows=bool(batch.chunks)) if may_wait else None
+        joins = self.host.plan_joins(max_rows - len(entries), seats, expected)
         return batch.plan(host_rows=HostRows(entries=entries, joins=joins, max_rows=max_rows))
 
     def _admit_ls(self, batch: Batch) -> None:
-        for state in self.requests.waiting[LS]:
+        for state in self.view.waiting[LS]:
             refused_by = batch.admit(state)
             if refused_by is Bound.MEMORY:
                 self._moves.make_room_for_ls(batch, state)
@@ -247,7 +241,7 @@ class LlumnixPolicy(Policy):
                 return
 
     def _admit_be(self, batch: Batch) -> None:
-        for state in self.requests.waiting[BE]:
+        for state in self.view.waiting[BE]:
             refused_by = batch.admit(state, reserve_blocks=self._reserve(state))
             if refused_by is not None:
                 self._without_memory = state if refused_by is Bound.MEMORY else None
@@ -255,6 +249,6 @@ class LlumnixPolicy(Policy):
 
     def _reserve(self, state: RequestState) -> int:
         """Return the device blocks that a BE request leaves free: the LS reserve, and the headroom that is unused."""
-        reserve = self.requests.memory.reserve_for_ls(state)
-        has_others = bool(self.requests.moving) or any(other is not state for other in self.requests.device[BE])
+        reserve = self.memory.reserve_for_ls(state)
+        has_others = self.view.num_moving > 0 or any(other is not state for other in self.view.device[BE])
         return max(reserve, self._headroom_left) if has_others else reserve

@@ -7,31 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable
+from typing import Protocol
 
-from omniserve.core.plan import Bound, Decision, DeviceChunk, LeftOut, PiggybackEntry, PiggybackJoin, StepPlan
+from omniserve.core.plan import Bound, Decision, DeviceChunk, PiggybackEntry, StepPlan
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv.base import Tier
+from omniserve.sched.features.base import OpenStep
+from omniserve.sched.host_rows import NO_HOST_ROWS, HostRows
 from omniserve.sched.request_table import RequestTable
-from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
-from omniserve.sched.step_cost import StepCost, num_seats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostRows:
-    """The rows of a step that the host tier attends for; see StepPlan."""
-
-    entries: Sequence[PiggybackEntry] = ()
-    joins: Sequence[PiggybackJoin] = ()
-    joins_as_one: bool = False
-    max_rows: int | None = None
-    """Most entries and joins of the step, their drafts included; None: as many as find seats."""
-    pipelined: Sequence[PiggybackEntry | PiggybackJoin] = ()
-    hybrid: frozenset[str] = frozenset()
-    left_out: tuple[LeftOut, ...] = ()
-    """Rows of this kind that could have been in the step and are not."""
+from omniserve.sched.seats import num_seats
+from omniserve.sched.state import BE, LS, Phase, RequestState
+from omniserve.sched.step_cost import StepCost
 
 
 class Batch:
@@ -83,23 +71,17 @@ class Batch:
     ) -> tuple[int, Bound | None]:
         """Return how many of a request's tokens the step has time and tokens for; if none, also what it lacks.
 
-        A chunk that left an earlier step goes on as it is; if it does not fit, the request forgets it and begins anew.
-        Up to ``min_tokens`` are let in if the bound lets in none.
+        A feature may say what the size is. Up to ``min_tokens`` are let in if the bound lets in none.
         """
         start = state.num_computed_tokens
         if state.phase is Phase.WAITING:
-            start = start or self._requests.num_kept_tokens(state, Tier.DEVICE)
+            start = start or self._requests.kept.num_tokens(state, Tier.DEVICE)
         count = min(state.num_tokens - start, self.tokens_left)
         if count <= 0:
             return 0, Bound.TOKENS
-        if (halted := state.halted) is not None:
-            fits = halted.num_tokens <= self.tokens_left
-            if fits and self.cost is not None and bound_s < math.inf:
-                samples = state.num_logits(halted.start, halted.num_tokens)
-                fits = self.cost.seconds_with(halted.start, halted.num_tokens, samples=samples) <= bound_s
-            if fits:
-                return halted.num_tokens, None
-            state.halted = None
+        for feature in self._requests.features.on:
+            if (size := feature.chunk_size(state, self.tokens_left, self.cost, bound_s)) is not None:
+                return size, None
         if self.cost is None or bound_s == math.inf:
             return count, None
         within = self.cost.largest_chunk(start, count, bound_s, samples=state.num_logits)
@@ -121,17 +103,17 @@ class Batch:
         if blocks is None:
             return Bound.MEMORY
         start = state.num_computed_tokens
-        self._chunks[state.request_id] = DeviceChunk(
+        chunk = DeviceChunk(
             request_id=state.request_id,
             token_ids=tuple(state.token_ids[start : start + count]),
             start=start,
             block_ids=blocks,
             samples=start + count == state.num_tokens,
-            is_reversed=self._requests.runs_from_right(state),
-            from_layer=state.halted.layer if state.halted is not None else 0,
             scores=state.scores(start, count),
-            state_slot=self._requests.state_slots.of(state),
         )
+        for feature in self._requests.features.on:
+            chunk = feature.on_chunk(state, chunk)
+        self._chunks[state.request_id] = chunk
         self.tokens_left -= count
         if self.cost is not None:
             self.cost.add_chunk(start, count, samples=state.num_logits(start, count))
@@ -149,9 +131,9 @@ class Batch:
         """
         if self._requests.memory.is_full(state.kind):
             return Bound.REQUESTS
-        if self._requests.needs_restore(state) and not self._is_computed_sooner(state, bound_s):
+        if self._needs_restore(state) and not self._is_computed_sooner(state, bound_s):
             return None if self._restore(state, reserve_blocks) else Bound.MEMORY
-        state.num_computed_tokens = num_kept = self._requests.num_kept_tokens(state, Tier.DEVICE)
+        state.num_computed_tokens = num_kept = self._requests.kept.num_tokens(state, Tier.DEVICE)
         refused_by = self.add(state, bound_s=bound_s, min_tokens=min_tokens, reserve_blocks=reserve_blocks)
         if refused_by is not None:
             state.num_computed_tokens = 0
@@ -169,12 +151,12 @@ class Batch:
         What is copied is there for the next step at the soonest. This one may become as long as ``bound_s``. What was
         computed elsewhere for it is not computed again: that is the time which was to be saved.
         """
-        num_tokens = self._requests.prefixes.num_tokens_on_host(state)
+        num_tokens = self._requests.prefixes_on_host.num_tokens(state)
         if state.kind is not LS or self.cost is None or not 0 < num_tokens <= self.tokens_left:
             return False
         if state.prefix is not None and state.prefix.was_computed_elsewhere:
             return False
-        start, now_s = self._requests.num_kept_tokens(state, Tier.DEVICE), self.cost.seconds()
+        start, now_s = self._requests.kept.num_tokens(state, Tier.DEVICE), self.cost.seconds()
         longer_s = self.cost.seconds_with(start, num_tokens, samples=0) - now_s
         return longer_s < (bound_s if bound_s < math.inf else now_s)
 
@@ -195,7 +177,7 @@ class Batch:
             victims: Kinds that may lose a request, first to last; of the request's own kind only those behind it do.
             let_go: Takes the memory of a request that gives way; None: it is preempted.
         """
-        let_go = let_go or self._requests.preempt
+        let_go = let_go or self.preempt
         while (refused_by := self.add(state, bound_s=bound_s, min_tokens=min_tokens)) is Bound.MEMORY:
             victim = self.youngest_victim(state, victims)
             if victim in self._requests.pinned:
@@ -205,48 +187,9 @@ class Batch:
                 break
         return refused_by
 
-    # -- requests of a kind --------------------------------------------------------------------------------------
-
-    def runnable(self, kind: ServiceClass) -> Iterator[RequestState]:
-        """Yield the DEVICE requests of one kind that the batch lacks, decodes before prefills.
-
-        Those before a request may have taken its memory, so each is looked at only when it is its turn.
-        """
-        for decodes in (True, False):
-            for state in self._requests.device[kind]:
-                if state.phase is Phase.DEVICE and state.decodes is decodes and state not in self:
-                    yield state
-
-    def run_admitted(self, kind: ServiceClass, *, victims: Iterable[ServiceClass]) -> None:
-        """Schedule the DEVICE requests of one kind, decodes before prefills; see ``run_or_preempt``."""
-        for state in self.runnable(kind):
-            self.run_or_preempt(state, victims)
-
-    def run_by_arrival(self, kinds: Iterable[ServiceClass]) -> None:
-        """Schedule the DEVICE requests of some kinds, oldest first; if blocks are short, recompute the youngest of all.
-
-        In arrival order the youngest is never in the batch already.
-        """
-        device = self._requests.device
-        for state in by_arrival(device[kind] for kind in kinds):
-            while state.phase is Phase.DEVICE and self.add(state) is Bound.MEMORY:
-                youngest = max((s for queue in device.values() for s in queue.everyone()), key=lambda s: s.order)
-                if youngest in self._requests.pinned:
-                    return  # it gives way when it is not any more
-                self._requests.preempt(youngest)
-
-    def admit_waiting(self, kind: ServiceClass, *, victims: Iterable[ServiceClass] = ()) -> Bound | None:
-        """Admit waiting requests of one kind in order, until one is kept out; return by what.
-
-        Requests of the kinds ``victims`` are recomputed if that makes room for one.
-        """
-        for state in self._requests.waiting[kind]:
-            refused_by = self.admit(state)
-            if refused_by is Bound.MEMORY and self.make_room(self._requests.memory.blocks_for(state), victims):
-                refused_by = self.admit(state)
-            if refused_by is not None:
-                return refused_by
-        return None
+    def replace(self, chunk: DeviceChunk) -> None:
+        """Put a chunk in the place of its request's, with the same tokens."""
+        self._chunks[chunk.request_id] = chunk
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -287,17 +230,45 @@ class Batch:
                 pinned = pinned or victim
         return pinned
 
+    def preempt(self, state: RequestState) -> None:
+        """Take a request's memory back; it waits, in arrival order, to be resumed. Its tokens are kept."""
+        self._requests.preempt(state)
+
     def start_move(self, state: RequestState, direction: MoveDirection, *, reserve_blocks: int = 0) -> bool:
         """Begin to move a request that stands at a token boundary to the other tier; False if there is no room."""
-        move = self._requests.start_move(state, direction, reserve_blocks=reserve_blocks)
+        move = self._requests.moves.start(state, direction, reserve_blocks=reserve_blocks)
         if move is None:
             return False
         state.moved_s = self.now_s
         self.moves.append(move)
         return True
 
+    def _needs_restore(self, state: RequestState) -> bool:
+        """Tell whether the host has KV of a WAITING request that the device has not (any more)."""
+        return self._requests.residents.is_up and self._requests.kept.needs_restore(state)
+
+    def abandon_move(self, move: KVMove) -> None:
+        """Take the device memory back from a request that is moving to the host; it waits to be recomputed."""
+        self._requests.moves.abandon(move.move_id)
+
+    def plan_entries(self, max_entries: int, *, among: Container[str] | None = None) -> list[PiggybackEntry]:
+        """Start the next token of host residents that stand at a token boundary, oldest first, with host blocks for it.
+
+        If a host is full, the youngest request there is recomputed.
+
+        Args:
+            max_entries: Most tokens to start.
+            among: Ids of the residents that may go on; None: all.
+        """
+
+        def allocate(state: RequestState) -> tuple[int, ...] | None:
+            is_meant = among is None or state.request_id in among
+            return self._requests.host_blocks_for(state) if is_meant else None
+
+        return self._requests.residents.plan_entries(allocate, max_entries)
+
     def _restore(self, state: RequestState, reserve_blocks: int) -> bool:
-        move = self._requests.start_restore(state, reserve_blocks=reserve_blocks)
+        move = self._requests.moves.start_restore(state, reserve_blocks=reserve_blocks)
         if move is not None:
             self._restores.append(move)
         return move is not None
@@ -306,111 +277,52 @@ class Batch:
         """Restore the first BE request in line while it waits for its turn, if memory is left. Paper: conserve 4.4."""
         requests = self._requests
         first = next(iter(requests.waiting[BE]), None)
-        if first is None or requests.waiting[LS] or requests.memory.is_full(BE) or not requests.needs_restore(first):
+        if first is None or requests.waiting[LS] or requests.memory.is_full(BE) or not self._needs_restore(first):
             return
         # Each device request may need one more block soon.
         self._restore(first, requests.memory.ls_reserve + sum(map(len, requests.device.values())))
 
-    def _add_drafts(
-        self, host_rows: HostRows, preemptible: frozenset[str], decision: Decision | None
-    ) -> tuple[HostRows, Decision | None]:
-        """Let decodes carry drafts, in the memory, seats and time that are left; return the decision with their time.
-
-        Those of the device come first: they are verified at once.
-        """
-        states = [self._requests.states[request_id] for request_id in self._chunks]
-        bound_s = decision.bound_s if decision is not None and decision.bound_s is not None else math.inf
-        if any(state.speculation is not None for state in states):
-            from omniserve.sched.draft_rows import with_drafts
-
-            self._chunks |= with_drafts(
-                self.chunks,
-                states,
-                self._kv,
-                cost=self.cost,
-                bound_s=bound_s,
-                tokens_left=self.tokens_left,
-                max_model_len=self._limits.max_model_len,
-                without=preemptible,
-            )
-        if self._limits.max_host_drafts and self._may_have_drafts(host_rows):
-            host_rows = self._with_host_drafts(host_rows, bound_s)
-        if self.cost is not None and decision is not None and decision.predicted_s is not None:
-            decision = dataclasses.replace(decision, predicted_s=self.cost.seconds())
-        return host_rows, decision
-
-    def _may_have_drafts(self, host_rows: HostRows) -> bool:
-        states = self._requests.states
-        ids = [entry.request_id for entry in host_rows.entries] + [join.request_id for join in host_rows.joins]
-        return any([states[request_id].speculation is not None for request_id in ids])
-
-    def _with_host_drafts(self, host_rows: HostRows, bound_s: float) -> HostRows:
-        from omniserve.sched.host_draft_rows import HostSeats, with_host_drafts
-
-        most_seats, requests = self._limits.config.max_piggyback_seats, self._requests
-        seats = HostSeats(
-            taken=num_seats(host_rows.entries, host_rows.joins, most_seats),
-            most=most_seats,
-            most_rows=most_seats * (self._limits.num_layers + 1) if host_rows.max_rows is None else host_rows.max_rows,
-            most_drafts=self._limits.max_host_drafts,
-        )
-        entries, joins = with_host_drafts(
-            host_rows.entries,
-            host_rows.joins,
-            requests.states,
-            self._kv,
-            seats,
-            cost=self.cost,
-            bound_s=bound_s,
-            chunks=self.chunks,
-            max_model_len=self._limits.max_model_len,
-            reserve_blocks=requests.memory.host_headroom,
-        )
-        return dataclasses.replace(host_rows, entries=entries, joins=joins)
-
     # -- the plan ------------------------------------------------------------------------------------------------
 
-    def plan(
-        self,
-        *,
-        host_rows: HostRows = HostRows(),
-        preemptible: frozenset[str] = frozenset(),
-        decision: Decision | None = None,
-    ) -> StepPlan:
+    def plan(self, *, host_rows: HostRows = NO_HOST_ROWS, decision: Decision | None = None) -> StepPlan:
         """Close the batch, with the smallest bucket of seats that holds its piggyback rows.
 
-        Copies that run beside the step are begun with it, and drafts are added to decodes, within the decision's bound.
+        Copies that run beside the step are begun with it, and features add rows, within the decision's bound.
         """
         requests = self._requests
         for chunk in self.chunks:
             state = requests.states[chunk.request_id]
             if state.first_scheduled_s is None:
                 state.first_scheduled_s = self.now_s
-        for state in requests.residents.take_changed():
-            state.note_slot(self.now_s)
+        for state in requests.residents.slots.take_changed():
+            state.host_stays.note(state.slot >= 0, self.now_s)
         self._prefetch()
         work = requests.take_work((*self.moves, *self._restores), self._admitted)
-        for request_id in preemptible:
-            self._chunks[request_id] = dataclasses.replace(self._chunks[request_id], is_preemptible=True)
-        host_rows, decision = self._add_drafts(host_rows, preemptible, decision)
+        if requests.features.on:
+            host_rows = self._complete(host_rows, decision)
+        if self.cost is not None and decision is not None and decision.predicted_s is not None:
+            decision = dataclasses.replace(decision, predicted_s=self.cost.seconds())
         seats = num_seats(host_rows.entries, host_rows.joins, self._limits.config.max_piggyback_seats)
-        return StepPlan(
-            step_id=next(requests.step_ids),
-            chunks=self.chunks,
-            entries=tuple(host_rows.entries),
-            joins=tuple(host_rows.joins),
-            joins_as_one=host_rows.joins_as_one,
-            num_piggyback_seats=seats,
-            work=work,
-            pipelined=tuple(_with_hybrid(host_rows)),
-            decision=decision,
+        step_id = next(requests.step_ids)
+        return host_rows.in_plan(step_id, num_seats=seats, chunks=self.chunks, work=work, decision=decision)
+
+    def _complete(self, host_rows: HostRows, decision: Decision | None) -> HostRows:
+        """Let features add to the step what it has room for; return its host rows then."""
+        step = OpenStep(
+            chunks=self._chunks,
+            host_rows=host_rows,
+            states=self._requests.states,
+            cost=self.cost,
+            bound_s=decision.bound_s if decision is not None and decision.bound_s is not None else math.inf,
+            tokens_left=self.tokens_left,
+            reserve_host_blocks=self._requests.memory.host_headroom,
         )
+        for feature in self._requests.features.on:
+            feature.complete(step)
+        return step.host_rows
 
 
-def _with_hybrid(host_rows: HostRows) -> Iterator[PiggybackEntry | PiggybackJoin]:
-    """Yield the pipelined rows, those of the first sub-batch marked."""
-    for row in host_rows.pipelined:
-        if isinstance(row, PiggybackEntry) and row.request_id in host_rows.hybrid:
-            yield dataclasses.replace(row, is_hybrid=True)
-        else:
-            yield row
+class NewBatch(Protocol):
+    """Makes the batch of a policy's next step; the parameters are as in ``Batch``."""
+
+    def __call__(self, now_s: float, *, cost: StepCost | None = None, max_tokens: int | None = None) -> Batch: ...

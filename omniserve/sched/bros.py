@@ -42,10 +42,10 @@ from dataclasses import dataclass
 from omniserve.core.plan import StepPlan
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
-from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.parking import Parking
+from omniserve.sched.policy import Policy
 from omniserve.sched.state import BE, LS, Phase, RequestState
 from omniserve.sched.step_cost import Forecast, TimeBound, decision_of, largest
-from omniserve.sched.tier_moves import Parking
 
 BASE_BATCH_SIZE = 128
 """B_base."""
@@ -100,7 +100,6 @@ class Selection:
         return least + more < most
 
 
-@SCHEDULERS.register("bros")
 class BROSPolicy(Policy):
     """LS by residual time, BE packed beside them and in the place of those that can wait; adaptive batch size."""
 
@@ -108,7 +107,7 @@ class BROSPolicy(Policy):
     offloads = True
 
     def set_up(self) -> None:
-        self._parking = Parking(self.requests)
+        self._parking = Parking(self.view)
         self._base_size = min(BASE_BATCH_SIZE, self.limits.config.max_num_seqs)
         self._batch_size = self._base_size
         self._average_s: float | None = None
@@ -128,14 +127,12 @@ class BROSPolicy(Policy):
         retreats = kept_out or any(late)
         self._batch_size = self._base_size if retreats else min(2 * self._batch_size, self.limits.config.max_num_seqs)
         cost = self.forecast.step() if self.forecast is not None else None
-        batch = Batch(self.requests, now_s, cost=cost)
+        batch = self.new_batch(now_s, cost=cost)
         complete = self._place_ls(batch, [one for one in step.chosen if one.state.kind is LS])
         ls_s = cost.seconds() if cost is not None else None
         self._place_be(batch, [one for one in step.chosen if one.state.kind is BE], bound.seconds, complete=complete)
-        parked = self.requests.residents.queue
-        self._parking.bring_back(
-            batch, sorted(parked, key=lambda s: (self.kv.num_blocks(s.request_id), s.priority_key))
-        )
+        parked = sorted(self.host.queue, key=lambda s: (self.memory.num_blocks(s), s.priority_key))
+        self._parking.bring_back(batch, parked)
         plan = batch.plan(decision=decision_of(cost, ls_s, bound))
         self._begins_s[plan.step_id] = now_s
         return plan
@@ -167,10 +164,8 @@ class BROSPolicy(Policy):
 
     def _by_urgency(self, now_s: float) -> Iterator[tuple[float, tuple[int, int], RequestState]]:
         """Poll the sorted running requests and the waiting queue for the most urgent, one after another (Fig. 8)."""
-        pending = sorted(
-            (self._residual_s(state, now_s), state.priority_key, state) for state in self.requests.device[LS]
-        )
-        waiting = ((self._residual_s(state, now_s), state.priority_key, state) for state in self.requests.waiting[LS])
+        pending = sorted((self._residual_s(state, now_s), state.priority_key, state) for state in self.view.device[LS])
+        waiting = ((self._residual_s(state, now_s), state.priority_key, state) for state in self.view.waiting[LS])
         return heapq.merge(pending, waiting)
 
     def _choose_ls(self, step: Selection, now_s: float) -> tuple[list[float], bool]:
@@ -180,14 +175,14 @@ class BROSPolicy(Policy):
             Their residual times, and whether one that waits finds no memory, be it that of all BE requests.
         """
         blocks = self._parking.num_obtainable
-        num_open = self.limits.config.max_num_seqs - len(self.requests.device[LS])
+        num_open = self.limits.config.max_num_seqs - len(self.view.device[LS])
         residuals: list[float] = []
         lacks_memory = False
         for residual_s, _, state in self._by_urgency(now_s):
             if step.tokens_left == 0:
                 break
             if state.phase is Phase.WAITING:
-                needed = self.requests.memory.blocks_for(state)
+                needed = self.memory.blocks_for(state)
                 if num_open == 0 or needed > blocks:
                     lacks_memory |= num_open > 0
                     continue
@@ -247,30 +242,29 @@ class BROSPolicy(Policy):
 
     def _best_effort(self, chosen: Sequence[Chosen], *, admits: bool) -> Iterator[RequestState]:
         """Yield BE requests that have KV, then those that find room and blocks beside the chosen LS requests."""
-        requests = self.requests
         new_ls = sum(one.state.phase is Phase.WAITING for one in chosen)
-        needed = sum(requests.memory.blocks_for(one.state) - self.kv.num_blocks(one.state.request_id) for one in chosen)
-        yield from requests.device[BE]
-        if not admits or requests.residents.queue:  # a parked request comes back before a new one enters
+        needed = sum(self.memory.blocks_for(one.state) - self.memory.num_blocks(one.state) for one in chosen)
+        yield from self.view.device[BE]
+        if not admits or self.host.queue:  # a parked request comes back before a new one enters
             return
-        free = self.kv.num_free(Tier.DEVICE) - needed
-        num_open = self.limits.config.max_num_seqs - sum(map(len, requests.device.values())) - new_ls
+        free = self.memory.num_free - needed
+        num_open = self.limits.config.max_num_seqs - self.view.num_on_device - new_ls
         for state in itertools.islice(self._by_missing_tokens(), max(0, num_open)):
-            free -= requests.memory.blocks_for(state)
+            free -= self.memory.blocks_for(state)
             if free < 0:
                 return
             yield state
 
     def _by_missing_tokens(self) -> Iterable[RequestState]:
         """Return waiting BE requests by class, the less KV must be copied back the sooner; last those without any."""
-        if not self.requests.keeps_evicted:
-            return self.requests.waiting[BE]
+        if not self.view.keeps_evicted:
+            return self.view.waiting[BE]
 
         def missing(state: RequestState) -> tuple[int, bool, int]:
-            on_device, on_host = (self.requests.num_kept_tokens(state, tier) for tier in Tier)
+            on_device, on_host = (self.view.num_kept_tokens(state, tier) for tier in Tier)
             return state.priority_key[0], on_device == on_host == 0, max(0, on_host - on_device)
 
-        return sorted(self.requests.waiting[BE], key=missing)
+        return sorted(self.view.waiting[BE], key=missing)
 
     def _replace_ls(
         self, step: Selection, residuals: Sequence[float], candidates: Iterable[RequestState], bound_s: float

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from omniserve.core.work import Done, KVMove
-from omniserve.kv.base import CanCheckpoint, CanEvict, CanMove, CanShare, KVManager, MoveResult
+from omniserve.kv.base import KVCheckpoints, KVManager, MoveResult
 from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.state import Phase, RequestState
 
@@ -18,18 +18,17 @@ class Checkpoints:
     """Plans the copies and hears of their ends.
 
     Args:
-        kv: Keeps the copies. One that can share blocks saves only what evicted requests are about to lose.
+        kv: Keeps the copies. One with shared blocks saves only what evicted requests are about to lose.
         side_work: Takes the copies.
         max_blocks_per_step: Most blocks to begin in a step, less those still under way: copies that are slower than
             the steps do not pile up in front of a move that a request waits for. 0: nothing is copied.
     """
 
     def __init__(self, kv: KVManager, side_work: SideWorkQueue, *, max_blocks_per_step: int) -> None:
-        self._kv = kv if isinstance(kv, CanCheckpoint) and max_blocks_per_step > 0 else None
-        self._mover = kv if isinstance(kv, CanMove) else None
-        self._side_work = side_work
-        self._sharer = kv if isinstance(kv, CanShare) else None
-        self._outlive_eviction = isinstance(kv, CanEvict)
+        self._checkpoints = kv.checkpoints if max_blocks_per_step > 0 else None
+        self._sharing = kv.sharing if max_blocks_per_step > 0 else None
+        self._moves, self._side_work = kv.moves, side_work
+        self._outlive_eviction = kv.evictions is not None
         self._block_size = kv.block_size
         self._max_blocks = max_blocks_per_step
         self._under_way: dict[int, int] = {}
@@ -43,23 +42,24 @@ class Checkpoints:
             states: Requests that may have a checkpoint; those that are not on the device are passed over.
             reserve_blocks: Host blocks to leave free for requests that decode on the host.
         """
-        if self._kv is None:
-            return
         max_blocks = self._max_blocks - sum(self._under_way.values())
-        if self._sharer is not None:
-            moves = self._sharer.start_saving(
+        if self._sharing is not None:
+            moves = self._sharing.start_saving(
                 num_ahead=self._max_blocks, max_blocks=max_blocks, reserve_blocks=reserve_blocks
             )
+        elif self._checkpoints is not None:
+            moves = self._copy_full_blocks(self._checkpoints, states, max_blocks, reserve_blocks)
         else:
-            moves = self._copy_full_blocks(states, max_blocks, reserve_blocks)
+            return
         for move in moves:
             self._under_way[move.move_id] = len(move.src_block_ids)
             self._side_work.expect(move.move_id, self._on_done)
             self._side_work.begin(move)
 
-    def _copy_full_blocks(self, states: Iterable[RequestState], max_blocks: int, reserve_blocks: int) -> list[KVMove]:
+    def _copy_full_blocks(
+        self, checkpoints: KVCheckpoints, states: Iterable[RequestState], max_blocks: int, reserve_blocks: int
+    ) -> list[KVMove]:
         """Begin to copy full blocks of requests on the device; the last in their queue first: they give way first."""
-        assert self._kv is not None
         on_device = sorted((s for s in states if s.phase is Phase.DEVICE), key=lambda state: state.priority_key)
         is_behind = [s.num_computed_tokens // self._block_size > self.num_blocks(s) for s in on_device]
         moves: list[KVMove] = []
@@ -69,7 +69,7 @@ class Checkpoints:
             state = on_device[number]
             # A short host pool keeps the copies of requests that are preempted first.
             seniors = on_device[:number] if self._outlive_eviction else []
-            move = self._kv.start_checkpoint(
+            move = checkpoints.start(
                 state.request_id,
                 state.num_computed_tokens,
                 max_blocks=max_blocks,
@@ -83,19 +83,19 @@ class Checkpoints:
 
     def num_blocks(self, state: RequestState) -> int:
         """Return how many of a request's first blocks have a copy on the host."""
-        return self._kv.num_checkpointed(state.request_id) if self._kv is not None else 0
+        return self._checkpoints.num_blocks(state.request_id) if self._checkpoints is not None else 0
 
     def _on_done(self, done: Done) -> None:
         """Book the end of a copy."""
-        assert self._mover is not None
+        assert self._moves is not None
         num_blocks = self._under_way.pop(done.move_id)
-        if self._mover.finish_move(done.move_id, succeeded=done.ok) is MoveResult.ARRIVED:
+        if self._moves.finish(done.move_id, succeeded=done.ok) is MoveResult.ARRIVED:
             self.num_blocks_copied += num_blocks
 
     @property
     def are_made(self) -> bool:
         """False if nothing is ever copied ahead of need."""
-        return self._kv is not None
+        return self._checkpoints is not None or self._sharing is not None
 
     @property
     def busy(self) -> bool:

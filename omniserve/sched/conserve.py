@@ -26,14 +26,15 @@ import math
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request
 from omniserve.sched.batch import Batch
+from omniserve.sched.disciplines import runnable
 from omniserve.sched.options import LayerPreemptionOptions
-from omniserve.sched.policy import SCHEDULERS, Policy
+from omniserve.sched.parking import Parking
+from omniserve.sched.policy import Policy
+from omniserve.sched.preemptible import mark_preemptible
 from omniserve.sched.state import BE, LS, Phase
 from omniserve.sched.step_cost import Forecast, TimeBound, decision_of, tpot_bound
-from omniserve.sched.tier_moves import Parking
 
 
-@SCHEDULERS.register("conserve")
 class ConServePolicy(Policy):
     """LS, then BE by token within the LS objective; alone, BE in steps of the size with the best throughput."""
 
@@ -42,27 +43,28 @@ class ConServePolicy(Policy):
     offloads = True
 
     def set_up(self) -> None:
-        self._parking = Parking(self.requests)
+        self._parking = Parking(self.view)
         self._step_ends_s = -math.inf
         """Predicted end of the running step, seconds on the scheduler's clock."""
         self._offline: frozenset[str] = frozenset()
         """The running step's BE requests."""
 
     def schedule(self, now_s: float) -> StepPlan:
-        requests = self.requests
-        online = [*requests.device[LS], *requests.waiting[LS]]
+        view = self.view
+        online = [*view.device[LS], *view.waiting[LS]]
         cost, max_tokens = None, None
         if self.forecast is not None:
             cost = self.forecast.step()
             max_tokens = None if online else self._best_size(self.forecast)
-        batch = Batch(requests, now_s, cost=cost, max_tokens=max_tokens)
+        batch = self.new_batch(now_s, cost=cost, max_tokens=max_tokens)
         self._serve_ls(batch)
         ls_s = cost.seconds() if cost is not None else None
         bound = tpot_bound(online, now_s, "step", headroom=0.0) if cost is not None else TimeBound()
         self._serve_be(batch, bound.seconds)
-        self._parking.bring_back(batch, requests.residents.queue)
-        self._offline = frozenset(c.request_id for c in batch.chunks if requests.states[c.request_id].kind is BE)
-        plan = batch.plan(preemptible=self._offline, decision=decision_of(cost, ls_s, bound))
+        self._parking.bring_back(batch, self.host.queue)
+        self._offline = frozenset(c.request_id for c in batch.chunks if view.states[c.request_id].kind is BE)
+        mark_preemptible(batch, self._offline)
+        plan = batch.plan(decision=decision_of(cost, ls_s, bound))
         predicted_s = plan.decision.predicted_s if plan.decision is not None else None
         self._step_ends_s = self.begin_s(now_s) + (predicted_s or 0.0)
         return plan
@@ -71,7 +73,7 @@ class ConServePolicy(Policy):
         if self.forecast is None or slo.ttft_s is None:
             return frozenset()
         cost = self.forecast.step()  # Q_on
-        for state in self.requests.waiting[LS]:
+        for state in self.view.waiting[LS]:
             start, count = state.num_computed_tokens, state.num_uncomputed_tokens
             cost.add_chunk(start, count, samples=state.num_logits(start, count))
         cost.add_chunk(0, len(request.prompt_token_ids), samples=1 + request.num_rows_to_score)
@@ -80,16 +82,16 @@ class ConServePolicy(Policy):
         return self._offline if is_late else frozenset()
 
     def _serve_ls(self, batch: Batch) -> None:
-        for state in batch.runnable(LS):
+        for state in runnable(batch, self.view, LS):
             self._parking.run(batch, state, (BE, LS))
-        for state in self.requests.waiting[LS]:
+        for state in self.view.waiting[LS]:
             if self._parking.admit_ls(batch, state) is not None:
                 return
 
     def _serve_be(self, batch: Batch, bound_s: float) -> None:
         """Add BE decodes, each that fits, then prompts in order until one is cut short: no crumbs follow."""
-        requests = self.requests
-        decodes = [state for state in requests.device[BE] if state.decodes]
+        view = self.view
+        decodes = [state for state in view.device[BE] if state.decodes]
         each_s = bound_s
         if batch.cost is not None and bound_s < math.inf:
             together = batch.cost.copy()
@@ -100,14 +102,14 @@ class ConServePolicy(Policy):
         for state in decodes:
             if state.phase is Phase.DEVICE:
                 self._parking.run(batch, state, (BE,), bound_s=each_s)
-        for state in requests.device[BE]:
+        for state in view.device[BE]:
             if not state.decodes:
                 self._parking.run(batch, state, (BE,), bound_s=bound_s)
                 if not batch.samples(state):
                     return
-        if requests.waiting[LS] or requests.residents.queue:
+        if view.waiting[LS] or self.host.queue:
             return  # their memory is not for newcomers
-        for state in requests.waiting[BE]:
+        for state in view.waiting[BE]:
             if batch.admit(state, bound_s=bound_s) is not None:
                 return
             if state.phase is not Phase.MOVING and not batch.samples(state):
@@ -119,8 +121,8 @@ class ConServePolicy(Policy):
         Tried are the powers of two, those between them, and the largest: throughput is flat around its peak.
         """
         most = self.limits.config.max_num_batched_tokens
-        best_effort = [*self.requests.device[BE], *self.requests.waiting[BE]]
-        decodes = [state for state in self.requests.device[BE] if state.decodes]
+        best_effort = [*self.view.device[BE], *self.view.waiting[BE]]
+        decodes = [state for state in self.view.device[BE] if state.decodes]
         prompts = [state for state in best_effort if not state.decodes]
         best, best_tokens, best_s = most, 0, 1.0
         powers = [1 << i for i in range(most.bit_length())]

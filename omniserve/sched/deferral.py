@@ -19,10 +19,11 @@ from omniserve.core.plan import StepPlan
 from omniserve.core.request import Request
 from omniserve.latency import features_of
 from omniserve.sched.batch import Batch
-from omniserve.sched.request_table import RequestTable
+from omniserve.sched.features.halted_chunks import halted_chunk
 from omniserve.sched.state import BE, LS, RequestState
 from omniserve.sched.step_cost import LS_HEADROOM, MAX_LENT_STEPS, Forecast, tpot_bound, ttft_left_s
 from omniserve.sched.ttft import Prefill, prefill_time
+from omniserve.sched.view import RequestView
 
 
 class Deferral:
@@ -34,9 +35,9 @@ class Deferral:
     best-effort work does.
     """
 
-    def __init__(self, requests: RequestTable, forecast: Forecast, slack: Literal["step", "deadline"]) -> None:
-        self._requests, self._forecast, self._slack = requests, forecast, slack
-        classes = requests.limits.config.classes
+    def __init__(self, view: RequestView, forecast: Forecast, slack: Literal["step", "deadline"]) -> None:
+        self._view, self._host, self._forecast, self._slack = view, view.host, forecast, slack
+        classes = view.limits.config.classes
         self._ranks = {spec.name: rank for rank, spec in enumerate(classes)}
         self._highest = min(rank for rank, spec in enumerate(classes) if spec.kind == LS)
         self._running = StepPlan(step_id=-1)
@@ -52,7 +53,7 @@ class Deferral:
 
     def preemptible(self, batch: Batch) -> frozenset[str]:
         """Return the requests of a batch for which ``to_preempt`` may say that they must leave."""
-        states = (self._requests.states[chunk.request_id] for chunk in batch.chunks)
+        states = (self._view.states[chunk.request_id] for chunk in batch.chunks)
         return frozenset(s.request_id for s in states if self._is_lower(s, self._highest) and self._may_leave(s))
 
     def note_step(self, plan: StepPlan, begin_s: float, *, host_works: bool) -> None:
@@ -101,11 +102,12 @@ class Deferral:
 
         They do if a prompt of a higher class is late with them and in time without, and if they have slack for that.
         """
-        left = [state for state in self._requests.device[LS] if state.halted is not None]
-        decodes = [state for state in self._ls_decodes() if state.halted is None]
+        left = [state for state in self._view.device[LS] if halted_chunk(state) is not None]
+        decodes = [state for state in self._ls_decodes() if halted_chunk(state) is None]
         waiting: set[str] = set()
         for rank in {state.priority_key[0] for state in left}:
-            higher = [state for state in self._unfinished() if state.priority_key[0] < rank and state.halted is None]
+            before = (state for state in self._unfinished() if state.priority_key[0] < rank)
+            higher = [state for state in before if halted_chunk(state) is None]
             lower = [state for state in left if state.priority_key[0] >= rank]
             urgent = list(self._prompts(higher))
             urgent_s = self._seconds(decodes, urgent, begin_s)
@@ -116,13 +118,13 @@ class Deferral:
 
     def waits_for_time(self, batch: Batch, state: RequestState, bound_s: float, begin_s: float) -> bool:
         """Return whether a chunk that left a step, for which this one has no time, waits rather than begin anew."""
-        halted = state.halted
+        halted = halted_chunk(state)
         if batch.cost is None or halted is None or not batch.chunks:
             return False
         samples = state.num_logits(halted.start, halted.num_tokens)
         if batch.cost.seconds_with(halted.start, halted.num_tokens, samples=samples) <= bound_s:
             return False
-        decodes = [other for other in self._ls_decodes() if other.halted is None]
+        decodes = [other for other in self._ls_decodes() if halted_chunk(other) is None]
         return self._can_wait(state, batch.cost.seconds(), decodes, begin_s)
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -158,16 +160,16 @@ class Deferral:
 
     def _in_running_step(self) -> Iterator[RequestState]:
         """Yield the preemptible requests of the running step that have not ended."""
-        states, preemptible = self._requests.states, self._running.preemptible
+        states, preemptible = self._view.states, self._running.preemptible
         ids = (chunk.request_id for chunk in self._running.chunks if chunk.request_id in preemptible)
         return (states[request_id] for request_id in ids if request_id in states)
 
     def _ls_decodes(self) -> list[RequestState]:
-        return [state for state in self._requests.device[LS] if state.decodes]
+        return [state for state in self._view.device[LS] if state.decodes]
 
     def _unfinished(self) -> list[RequestState]:
         """Return the LS requests with prompts to compute, by class and arrival."""
-        states = (*self._requests.device[LS], *self._requests.waiting[LS])
+        states = (*self._view.device[LS], *self._view.waiting[LS])
         return sorted((state for state in states if not state.decodes), key=lambda state: state.priority_key)
 
     # -- time ------------------------------------------------------------------------------------------------------
@@ -183,15 +185,15 @@ class Deferral:
     def _seconds(self, decodes: Sequence[RequestState], prompts: Sequence[Prefill], now_s: float) -> float:
         """Return how long it takes until the last of some prompts is computed, in steps with some decodes.
 
-        Their shortest TPOT bounds these steps, as it does in ``OmniServePolicy``.
+        Their shortest TPOT bounds these steps, as it does in a ``CoServingStep``.
         """
-        cost, shape = self._forecast.step(host_works=self._requests.residents.is_busy), self._forecast.shape
+        cost, shape = self._forecast.step(host_works=self._host.is_busy), self._forecast.shape
         contexts = [state.num_computed_tokens for state in decodes]
         keys = sum(shape.keys_seen(context, 1) for context in contexts)
         cost.add_decodes(len(contexts), sum(contexts), keys, samples=len(contexts))
         if not prompts:
             return cost.seconds()
         bound_s = tpot_bound(decodes, now_s, "step", LS_HEADROOM).seconds
-        max_tokens = max(1, self._requests.limits.config.max_num_batched_tokens - len(decodes))
+        max_tokens = max(1, self._view.limits.config.max_num_batched_tokens - len(decodes))
         seconds, _ = prefill_time(cost, prompts, bound_s, bound_s, max_tokens)
         return seconds

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import KVMove, MoveDirection
-from omniserve.kv.base import KVManager
+from omniserve.kv.base import KVManager, Tier
 from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.prefixes import Prefixes
 from omniserve.sched.residents import HostResidents
@@ -39,6 +39,35 @@ class MemoryRules:
         self._waiting, self._device, self._moving, self._offloads = waiting, device, moving, offloads
 
     @property
+    def num_free(self) -> int:
+        """Device blocks that are free."""
+        return self._kv.num_free(Tier.DEVICE)
+
+    @property
+    def num_device_blocks(self) -> int:
+        """Blocks of the device, free or not."""
+        return self._kv.num_device_blocks
+
+    def num_blocks(self, state: RequestState) -> int:
+        """Return the length of a request's block table; while it moves, that of the table that it will have."""
+        return self._kv.num_blocks(state.request_id)
+
+    def num_held(self, state: RequestState) -> int:
+        """Return how many device blocks a request holds, also if it is moving."""
+        return self._kv.num_held(state.request_id, Tier.DEVICE)
+
+    def num_shared_at_begin(self, state: RequestState) -> int:
+        """Return how many of a DEVICE request's blocks others used, too, when it was admitted."""
+        return self._prefixes.num_shared_at_begin(state)
+
+    def freed_by(self) -> Callable[[RequestState | KVMove], int]:
+        """Return a function that tells how many device blocks a DEVICE request, or a move to the host, will free.
+
+        Each answer comes behind the ones before it: a block that some share is free when the last one gives it back.
+        """
+        return self._prefixes.freed_by()
+
+    @property
     def moves_to_host(self) -> list[KVMove]:
         """Moves of requests to the host that are under way, the first begun first."""
         return [move for _, move in self._moving.values() if move.direction is MoveDirection.TO_HOST]
@@ -51,7 +80,7 @@ class MemoryRules:
     @property
     def host_headroom(self) -> int:
         """Host blocks for residents to grow into, so that a full host tier does not drop what it just received."""
-        return 2 * (self._residents.num_slots_used + 1) if self._offloads else 0
+        return 2 * (self._residents.slots.num_used + 1) if self._offloads else 0
 
     def num_admitted(self, kind: ServiceClass) -> int:
         """Return how many requests take a place of ``max_num_seqs`` that one of this kind could have.

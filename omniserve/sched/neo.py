@@ -6,118 +6,15 @@ sub-batch is, see ``StepPlan.pipelined``.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
-
-from omniserve.core.plan import Bound, PiggybackEntry, PiggybackJoin
-from omniserve.sched.batch import Batch, HostRows
-from omniserve.sched.omniserve import OmniServePolicy
-from omniserve.sched.policy import SCHEDULERS
-from omniserve.sched.request_table import RequestTable
-from omniserve.sched.state import Phase, RequestState
-from omniserve.sched.step_cost import StepCost, left_out
-
-_MOST_FOR_HOST_ROWS = 0.5
+from omniserve.sched.batch import Batch
+from omniserve.sched.best_effort import BestEffortWork
+from omniserve.sched.co_serving import CoServingPolicy, CoServingStep
+from omniserve.sched.host_rows import HostRows
+from omniserve.sched.options import CoServingOptions
+from omniserve.sched.second_batch import SecondBatch
 
 
-class SecondBatch:
-    """Chooses host residents that run a token through its layers in one step, while the device waits for each."""
-
-    def __init__(self, requests: RequestTable) -> None:
-        self._requests = requests
-        self.hybrid_share = 0.0
-        """Share of the rows that are in the first sub-batch, as far as they begin a token (apex figure 2)."""
-
-    def candidates(self) -> list[RequestState]:
-        """Return residents that can run: those furthest through the layers first (apex 3.4), then the oldest."""
-        if not self._requests.host_is_up:
-            return []
-        waiting = [s for s in self._requests.residents.queue if s.away is None or s.away.ready]
-        waiting.sort(key=lambda s: -s.away.layer if s.away is not None else 1)
-        return waiting[: self._requests.limits.config.max_piggyback_seats]
-
-    def reserve_s(self, batch: Batch, bound_s: float) -> float:
-        """Return the seconds of a step within a bound that device work leaves for the candidates."""
-        states = self.candidates()
-        if batch.cost is None or bound_s == math.inf or not states:
-            return 0.0
-        cost_s = batch.cost.seconds()
-        # Device work is the better half of a step: it is never kept out for more host rows than that.
-        return min(self.seconds_with(batch.cost, states) - cost_s, _MOST_FOR_HOST_ROWS * max(0.0, bound_s - cost_s))
-
-    def seconds_with(self, cost: StepCost, states: Sequence[RequestState]) -> float:
-        """Return the step's seconds with these states as its second sub-batch."""
-        return cost.seconds_after(lambda step: self._put(step, states))
-
-    def most_per_second(
-        self, cost: StepCost, states: Sequence[RequestState], *, num_requests: int, bound_s: float
-    ) -> int:
-        """Return how many of ``states``, from the first on, let most requests advance a second; 0 if none pay.
-
-        NEO compares what a step with a second sub-batch brings with what one without brings, by predicted times. The
-        step without them lets ``num_requests`` advance.
-        """
-        if not states:
-            return 0
-        seconds = cost.seconds()
-        best, best_rate = 0, num_requests / seconds if seconds > 0 else 0.0
-        for count in _ladder(len(states)):
-            total_s = self.seconds_with(cost, states[:count])
-            if total_s > bound_s:
-                break
-            if (rate := (num_requests + count) / total_s) >= best_rate:
-                best, best_rate = count, rate
-        return best
-
-    def run_through(self, batch: Batch, states: Sequence[RequestState], count: int) -> HostRows:
-        """Make a second sub-batch of the first ``count`` candidates, those of them that get host blocks."""
-        requests, chosen = self._requests, states[:count]
-        rows = self._rows_of(chosen)
-        if count > 0 and not rows and all(state.phase is Phase.HOST for state in chosen):
-            # Those with seats are the oldest, and wait for blocks: the youngest, which has no seat, gives way.
-            requests.preempt(next(state for state in reversed(requests.residents.queue) if state.away is None))
-        taken = {row.request_id for row in rows}
-        running = [state for state in states if state.request_id in taken]
-        if batch.cost is not None:
-            self._put(batch.cost, running)
-        hybrid = frozenset(state.request_id for state in self._hybrid(running))
-        kept_out = left_out("pipelined row", count - len(rows), Bound.HOST_MEMORY)
-        kept_out += left_out("pipelined row", len(states) - count, Bound.TIME)
-        return HostRows(pipelined=rows, hybrid=hybrid, left_out=kept_out)
-
-    def _hybrid(self, states: Sequence[RequestState]) -> Sequence[RequestState]:
-        """Return those of these states whose rows are in the first sub-batch: the last ones, which begin a token.
-
-        Tokens that have come some way through the layers are for the second sub-batch (apex 3.4).
-        """
-        beginning = [state for state in states if state.away is None]
-        count = min(int(self.hybrid_share * len(states)), len(beginning))
-        return beginning[len(beginning) - count :]
-
-    def _put(self, cost: StepCost, states: Sequence[RequestState]) -> None:
-        rows = [(s.num_tokens - 1, s.away.layer if s.away is not None else 0) for s in states]
-        cost.add_pipelined(rows, len(self._hybrid(states)))
-
-    def _rows_of(self, states: Sequence[RequestState]) -> list[PiggybackEntry | PiggybackJoin]:
-        """Return the plan's rows for these states, entries first and then joins by layer."""
-        residents, allocate = self._requests.residents, self._requests.host_blocks_for
-        chosen = {state.request_id for state in states}
-        entries = residents.plan_entries(
-            lambda state: allocate(state) if state.request_id in chosen else None, max_entries=len(states)
-        )
-        joins = [residents.join_of(state) for state in states if state.away is not None]
-        return [*entries, *sorted(joins, key=lambda join: join.layer)]
-
-
-def _ladder(most: int) -> list[int]:
-    """Return 1, 2, 4, ... and ``most``: a step's time is nearly linear in between."""
-    powers = itertools.takewhile(lambda n: n < most, (1 << i for i in itertools.count()))
-    return [*powers, most]
-
-
-@SCHEDULERS.register("neo")
-class NEOPolicy(OmniServePolicy):
+class NEOPolicy(CoServingPolicy):
     """LS before BE under the latency control that the paper added to NEO; then the load-aware choice of a sub-batch.
 
     With predicted times, as many host residents join as let most requests advance a second, none if a step without
@@ -127,20 +24,32 @@ class NEOPolicy(OmniServePolicy):
     too, which only slows them down); the first sub-batch has no host rows; prompts are computed into device memory.
     """
 
+    options_type = CoServingOptions
+    options: CoServingOptions
     awaits_host = True
 
     def set_up(self) -> None:
-        super().set_up()
-        self._second = SecondBatch(self.requests)
+        best_effort = BestEffortWork.of(self.view, self.options, self.forecast)
+        rows = PipelinedRows(SecondBatch(self.view))
+        self.step = CoServingStep.of(self.view, self.options, self.forecast, best_effort, rows)
 
-    def reserve_for_host_rows(self, batch: Batch, bound_s: float) -> float:
-        return self._second.reserve_s(batch, bound_s)
 
-    def host_rows(self, batch: Batch, bound_s: float) -> HostRows:
-        states = self._second.candidates()
+class PipelinedRows:
+    """Chooses the second sub-batch of a step by the requests that advance a second (``HostRowChoice``)."""
+
+    def __init__(self, second: SecondBatch) -> None:
+        self.second = second
+
+    def reserve_s(self, batch: Batch, bound_s: float) -> float:
+        """Return the seconds that device work leaves for the candidates."""
+        return self.second.reserve_s(batch, bound_s)
+
+    def choose(self, batch: Batch, bound_s: float) -> HostRows:
+        """Choose as many candidates as pay within the bound."""
+        states = self.second.candidates()
         count = len(states)
         if batch.cost is not None and states:
             if not batch.chunks:  # an idle machine works, whatever the bound
-                bound_s = max(bound_s, self._second.seconds_with(batch.cost, states[:1]))
-            count = self._second.most_per_second(batch.cost, states, num_requests=len(batch.chunks), bound_s=bound_s)
-        return self._second.run_through(batch, states, count)
+                bound_s = max(bound_s, self.second.seconds_with(batch.cost, states[:1]))
+            count = self.second.most_per_second(batch.cost, states, num_requests=len(batch.chunks), bound_s=bound_s)
+        return self.second.run_through(batch, states, count)

@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omniserve.sched.admission import Admission
 from omniserve.sched.batch import Batch
-from omniserve.sched.omniserve import MIN_BE_CHUNK, OmniServePolicy
-from omniserve.sched.options import CoServingOptions, HostTierOptions
-from omniserve.sched.policy import SCHEDULERS
+from omniserve.sched.best_effort import BestEffortWork
+from omniserve.sched.co_serving import CoServingPolicy, CoServingStep, TPOTBounds
+from omniserve.sched.options import HostTierOptions
+from omniserve.sched.piggyback import PiggybackRows
+from omniserve.sched.seats import PiggybackPlan, rows_within, seat_bucket
 from omniserve.sched.state import LS, RequestState
-from omniserve.sched.step_cost import PiggybackPlan, TimeBound, rows_within, seat_bucket
+from omniserve.sched.step_cost import Forecast, StepCost, TimeBound
+from omniserve.sched.tier_moves import TierMoves
 from omniserve.sched.ttft import TTFTPrediction
+from omniserve.sched.view import RequestView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +31,7 @@ class PaperOptions(HostTierOptions):
     """Reject LS requests that are predicted to miss their TTFT (3.3.3)."""
 
 
-@SCHEDULERS.register("omniserve-paper")
-class OmniServePaperPolicy(OmniServePolicy):
+class OmniServePaperPolicy(CoServingPolicy):
     """LS decode, LS prefill, BE prefill, BE decode, then piggyback rows greedily from the lowest layer up.
 
     What it does otherwise than ``omniserve``: the paper's order (3.3.2); a first token is predicted by one step with
@@ -47,29 +50,36 @@ class OmniServePaperPolicy(OmniServePolicy):
     """
 
     options_type = PaperOptions
-    ls_headroom = be_headroom = 0.0
+    options: PaperOptions
 
     def set_up(self) -> None:
-        self.options = CoServingOptions(
-            **dataclasses.asdict(self.options),
-            be_order="prefill",
-            be_prefix_order=False,
-            offload_for_time=True,
-            slack="step",
-        )
-        super().set_up()
-        self._ttft = None
-        if self.forecast is not None:
-            self._admission = Admission(self.forecast, refuses=self.options.admission, has_margin=False)
+        view, options, forecast = self.view, self.options, self.forecast
+        control = PaperControl(view, forecast, refuses=options.admission) if forecast is not None else None
+        moves, max_rows = TierMoves(view, options, forecast), options.most_rows(self.limits)
+        best_effort = BestEffortWork(view, moves, OffloadAtOnce(moves), order="prefill", by_prefix=False)
+        seats = GreedySeats(max_seats=self.limits.config.max_piggyback_seats, max_rows=max_rows)
+        tpots = TPOTBounds("step", ls_headroom=0.0, be_headroom=0.0)
+        self.step = CoServingStep(view, tpots, control, best_effort, PiggybackRows(view, max_rows, seats))
 
-    def on_arrival(self, state: RequestState, now_s: float) -> float | None:
+
+class PaperControl:
+    """Predicts a TTFT by one step with all LS work, and bounds BE work by the objectives themselves.
+
+    A ``LatencyControl`` (3.3.3, 3.3.4).
+    """
+
+    margin = 0.0
+
+    def __init__(self, view: RequestView, forecast: Forecast, *, refuses: bool) -> None:
+        self._view, self._forecast = view, forecast
+        self._admission = Admission(forecast, refuses=refuses, has_margin=False)
+
+    def on_arrival(self, state: RequestState, now_s: float, begin_s: float) -> float:
         """Predict the time to first token of an LS request by one step with all LS work (3.3.3)."""
-        if self.forecast is None or self._admission is None or state.kind is not LS:
-            return super().on_arrival(state, now_s)
-        everything, alone, at_best = self.forecast.step(), self.forecast.step(), self.forecast.step(at_best=True)
+        everything, alone, at_best = self._forecast.step(), self._forecast.step(), self._forecast.step(at_best=True)
         for step in (alone, at_best):
             step.add_chunk(0, state.num_prompt_tokens, samples=True)
-        for other in (*self.requests.device[LS], *self.requests.waiting[LS]):
+        for other in (*self._view.device[LS], *self._view.waiting[LS]):
             if other.decodes:
                 everything.add_chunk(other.num_computed_tokens, 1, samples=True)
             else:
@@ -83,14 +93,26 @@ class OmniServePaperPolicy(OmniServePolicy):
             num_prompt_tokens=state.num_prompt_tokens,
             step_rows=everything.features.device_rows,
         )
-        waited_s = max(0.0, now_s - state.arrival_s) + (self.begin_s(now_s) - now_s)
+        waited_s = max(0.0, now_s - state.arrival_s) + (begin_s - now_s)
         self._admission.scale(state, prediction)
-        self._admission.judge(
-            state, prediction, now_s=now_s, waited_s=waited_s, is_idle=self.requests.is_only_ls(state)
-        )
+        is_idle = self._view.is_only_ls(state)
+        self._admission.judge(state, prediction, now_s=now_s, waited_s=waited_s, is_idle=is_idle)
         return waited_s + step_s
 
-    def _best_effort_bound(
+    def on_first_token(self, state: RequestState, now_s: float) -> None:
+        """Learn from an LS request's first token."""
+        self._admission.learn(state, now_s)
+
+    def on_end(self, state: RequestState) -> None:
+        """Learn nothing: the prediction knows no lengths of outputs."""
+
+    def long_prompt_bound_s(
+        self, batch: Batch, decoding: Sequence[RequestState], bound_s: float, begin_s: float
+    ) -> float:
+        """Return infinity: a long prompt takes what other prompts take."""
+        return math.inf
+
+    def best_effort_bound(
         self,
         batch: Batch,
         s_be: TimeBound,
@@ -99,26 +121,37 @@ class OmniServePaperPolicy(OmniServePolicy):
         begin_s: float,
     ) -> TimeBound:
         """Return S_d, and no more than the prefill objective leaves LS prompts (3.3.4)."""
-        if batch.cost is None:
-            return TimeBound()
+        assert batch.cost is not None
         ls_s, bound = batch.cost.seconds(), s_be
-        first = [s for s in self.requests.device[LS] if batch.samples(s) and s.num_output_tokens == 0]
+        first = [s for s in self._view.device[LS] if batch.samples(s) and s.num_output_tokens == 0]
         for state in (*first, *unfinished):
             if state.slo.ttft_s is not None:
                 left_s = state.arrival_s + state.slo.ttft_s - begin_s
                 bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {state.request_id}")
-        if batch.cost.features.is_empty:
-            bound = TimeBound(max(bound.seconds, batch.cost.seconds_with(0, MIN_BE_CHUNK, samples=True)), bound.by)
         return bound
 
-    def _offload_for_time(self, batch: Batch, kept_out: Sequence[RequestState]) -> None:
+
+class OffloadAtOnce:
+    """Offloads every decode for which a step has no time (3.3.5; an ``OffloadForTime``)."""
+
+    def __init__(self, moves: TierMoves) -> None:
+        self._moves = moves
+
+    def __call__(self, batch: Batch, kept_out: Sequence[RequestState]) -> None:
         if kept_out and self._moves.can_offload_for_time:
             for state in reversed(kept_out):
                 self._moves.offload(batch, state)
 
-    def _choose_rows(self, batch: Batch, num_entries: int, joinable: Sequence[int], bound_s: float) -> PiggybackPlan:
-        most, max_rows = self.limits.config.max_piggyback_seats, self._max_rows
-        seats = seat_bucket(min(max(num_entries, *joinable), max_rows), most)
-        assert batch.cost is not None
-        rows, _ = rows_within(batch.cost, num_entries, joinable, seats=seats, max_rows=max_rows, bound_s=bound_s)
+
+class GreedySeats:
+    """Chooses as many rows as the bound lets in, in seats for the fullest layer (3.3.6; a ``SeatChoice``)."""
+
+    def __init__(self, *, max_seats: int, max_rows: int) -> None:
+        self._max_seats, self._max_rows = max_seats, max_rows
+
+    def __call__(
+        self, batch: Batch, cost: StepCost, num_entries: int, ready: Sequence[int], bound_s: float
+    ) -> PiggybackPlan:
+        seats = seat_bucket(min(max(num_entries, *ready), self._max_rows), self._max_seats)
+        rows, _ = rows_within(cost, num_entries, ready, seats=seats, max_rows=self._max_rows, bound_s=bound_s)
         return PiggybackPlan(seats, rows) if rows else PiggybackPlan()

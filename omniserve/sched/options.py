@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from omniserve.core.config import EngineConfig
+from omniserve.core.request import Request
 from omniserve.core.spec import ModelSpec
-from omniserve.kv.base import CanEvict, KVManager
-from omniserve.sched.state_slots import num_state_slots
+from omniserve.kv.base import KVManager
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +173,25 @@ class SchedulerLimits:
         """Return how many blocks the tokens of the largest step fill."""
         return -(-self.config.max_num_batched_tokens // block_size)
 
+    @property
+    def can_resume(self) -> bool:
+        """A preempted request can go on behind a part of its tokens, if the KV of these is kept.
+
+        Recurrent states stand where the last token left them.
+        """
+        return not self.num_state_slots
+
+    def is_speculative(self, request: Request) -> bool:
+        """Tell whether a request is decoded with drafts.
+
+        Not with recurrent states, nor with several stages: neither can go back to the last right draft.
+        """
+        is_wanted = request.speculation
+        if is_wanted is None:
+            spec = self.config.class_named(request.service_class)
+            is_wanted = spec.speculation or bool(request.predicted_token_ids)
+        return is_wanted and not self.num_state_slots and self.config.parallel.pipeline_parallel_size == 1
+
     @classmethod
     def of(
         cls,
@@ -186,7 +205,7 @@ class SchedulerLimits:
         max_host_drafts: int = 0,
     ) -> Self:
         """Return the limits of an engine; ``options`` are its policy's, the others say what its device can."""
-        has_checkpoints = options.checkpoint_kv or isinstance(kv, CanEvict)
+        has_checkpoints = options.checkpoint_kv or kv.evictions is not None
         return cls(
             config=config,
             num_layers=spec.num_layers,
@@ -199,3 +218,13 @@ class SchedulerLimits:
             late_layers=late_layers if isinstance(options, HostTierOptions) and options.late_joins else 0,
             max_host_drafts=max_host_drafts,
         )
+
+
+def num_state_slots(config: EngineConfig, spec: ModelSpec, *, has_host_tier: bool) -> int:
+    """Return the most requests that can have computed tokens at a time; 0 if the model keeps no states of them.
+
+    That is as many on the device for each kind as for all (see ``MemoryRules.is_full``), and those of the host tier.
+    """
+    if not spec.state_bytes:
+        return 0
+    return 2 * config.max_num_seqs + (config.max_host_requests if has_host_tier else 0)

@@ -17,17 +17,19 @@ from omniserve.core.plan import StepPlan
 from omniserve.core.registry import Registry
 from omniserve.core.request import SLO, Request
 from omniserve.core.work import HostEvent
+from omniserve.sched.batch import NewBatch
 from omniserve.sched.options import PolicyOptions
-from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import Forecast
+from omniserve.sched.view import RequestView
 
 
 class Policy:
     """Puts together a step from the requests that it is given. It reads no clock and touches no tensor.
 
-    A policy that keeps requests itself from step to step leaves out those that are ``hidden``, and lets none give way
-    that is ``pinned`` (``RequestTable``).
+    It sees the requests in a ``view`` that can only be read, and changes where they are through the batch of a step,
+    which ``new_batch`` makes. A policy that keeps requests itself from step to step leaves out the view's ``hidden``
+    ones, and lets none give way that is ``pinned``.
 
     All but ``schedule`` are hooks, for policies that learn from what happens. Without a latency model there is no
     ``forecast`` of what a step will take.
@@ -44,12 +46,14 @@ class Policy:
     busy_until_s: float = -math.inf
     """Predicted end of the step in flight, at which the next one can begin; the engine keeps it."""
 
-    def __init__(self, requests: RequestTable, options: PolicyOptions, forecast: Forecast | None = None) -> None:
-        self.requests = requests
+    def __init__(
+        self, view: RequestView, new_batch: NewBatch, options: PolicyOptions, forecast: Forecast | None = None
+    ) -> None:
+        self.view = view
+        self.new_batch = new_batch
         self.options = options
-        self.limits = requests.limits
-        self.kv = requests.kv
         self.forecast = forecast
+        self.limits, self.memory, self.host = view.limits, view.memory, view.host
         self.set_up()
 
     def set_up(self) -> None:
@@ -95,6 +99,12 @@ class Policy:
         return max(now_s, self.busy_until_s)
 
 
+def checked(policy: Policy, plan: StepPlan) -> StepPlan:
+    """Return a policy's plan; it must have no rows that the policy has not announced."""
+    assert policy.awaits_host or not plan.pipelined, "the policy has a second sub-batch: set its awaits_host"
+    return plan
+
+
 def policy_of(config: EngineConfig) -> tuple[type[Policy], PolicyOptions]:
     """Return the policy that the settings name, and its options.
 
@@ -112,6 +122,8 @@ def known_options(scheduler: str, values: Mapping[str, Value]) -> dict[str, Valu
         ValueError: There is no such policy, or neither it nor any built-in one has such an option.
     """
     own = {field.name for field in dataclasses.fields(SCHEDULERS.get(scheduler).options_type)}
+    if values.keys() <= own:
+        return dict(values)
     kinds = {SCHEDULERS.get(name).options_type for name in SCHEDULERS.names()}
     others = {field.name for kind in kinds for field in dataclasses.fields(kind)} - own
     if unknown := values.keys() - own - others:

@@ -12,47 +12,36 @@ import dataclasses
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from omniserve.core.errors import RequestRejected
-from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, PiggybackEntry, PiggybackJoin, StepOutput, StepPlan
+from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, StepOutput, StepPlan
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
 from omniserve.core.stats import SchedulerStats
 from omniserve.core.work import HostEvent
 from omniserve.kv.base import KVManager, Tier
 from omniserve.sched.batch import Batch
+from omniserve.sched.features.base import PLAIN_SETTINGS, FeatureSettings, Row
+from omniserve.sched.host_booking import HostBooking
 from omniserve.sched.options import PolicyOptions, SchedulerLimits
-from omniserve.sched.policy import Policy
+from omniserve.sched.policy import Policy, checked
 from omniserve.sched.request_table import RequestTable
-from omniserve.sched.residents import AssumedJoin
-from omniserve.sched.state import HaltedChunk, Phase, RequestState
+from omniserve.sched.state import Phase, RequestState
 from omniserve.sched.step_cost import Forecast
-
-if TYPE_CHECKING:
-    from omniserve.sched.drafter import Drafter
-    from omniserve.sched.speculation import Speculation
+from omniserve.sched.view import RequestView
 
 logger = logging.getLogger(__name__)
 
 
-class _Settled(NamedTuple):
+class Told(NamedTuple):
     """A request that a step has told something, when its tokens are known."""
 
     state: RequestState
     """The request. Its id may be in use again when the tokens are known."""
-    chunk: DeviceChunk | None
-    """The request's device rows; None: its token has passed the last layer on the host tier."""
-    num_drafts: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Advanced:
-    """A step that was advanced and is not settled."""
-
-    rows: Sequence[_Settled]
-    joins: Sequence[AssumedJoin]
+    row: Row
+    """Its device rows in the step, or the row of the host tier with which its token has passed the last layer."""
 
 
 class Scheduler:
@@ -62,8 +51,7 @@ class Scheduler:
     notify, schedule and launch of the next one, then ``settle`` of the first. At most one step is ahead of another, and
     only one whose plan ``is_certain`` is advanced before its outcome is known. Requests may end in between.
 
-    Without ``options`` the policy has its defaults, without a latency model there is no ``forecast``. ``drafter_of``
-    makes the drafter of a request, by its id, that is decoded speculatively.
+    Without ``options`` the policy has its defaults, without a latency model there is no ``forecast``.
     """
 
     def __init__(
@@ -74,16 +62,17 @@ class Scheduler:
         limits: SchedulerLimits,
         kv: KVManager,
         forecast: Forecast | None = None,
-        drafter_of: Callable[[str, Request], Drafter] | None = None,
+        settings: FeatureSettings = PLAIN_SETTINGS,
     ) -> None:
         options = options or policy.options_type()
-        self.requests = RequestTable(limits=limits, kv=kv, offloads=policy.offloads, preempts=options.preempts)
-        self.policy = policy(self.requests, options, forecast)
+        settings = dataclasses.replace(settings, preempts=options.preempts)
+        self.requests = RequestTable(limits=limits, kv=kv, offloads=policy.offloads, settings=settings)
+        self._host = HostBooking(self.requests.residents.tokens, self.requests.states, num_layers=limits.num_layers)
+        self.policy = policy(RequestView(self.requests), partial(Batch, self.requests), options, forecast)
         self._limits = limits
-        self._drafter_of = drafter_of
         self._kv = kv
         self._classes = {spec.name: (rank, ServiceClass(spec.kind)) for rank, spec in enumerate(limits.config.classes)}
-        self._in_flight: dict[int, _Advanced] = {}
+        self._in_flight: dict[int, list[Told]] = {}
         """Steps that were advanced and are not settled, by id."""
         self._orders = itertools.count()
         self._output_tokens: Counter[str] = Counter()
@@ -117,7 +106,6 @@ class Scheduler:
             arrival_s=now_s if arrival_s is None else arrival_s,
             token_ids=list(request.prompt_token_ids),
         )
-        state.speculation = self._speculation(request_id, request)
         self.requests.add(state)
         self._tell_time(now_s)
         try:
@@ -127,27 +115,6 @@ class Scheduler:
             self.requests.end(state)
             raise
         return state.predicted_ttft_s
-
-    def scaled_slo(self, request_id: str) -> SLO | None:
-        """Return the objectives of an unfinished request if admission has scaled those of its class; else None."""
-        state = self.requests.states[request_id]
-        return state.slo if state.has_scaled_ttft or state.has_scaled_tpot else None
-
-    def _speculation(self, request_id: str, request: Request) -> Speculation | None:
-        """Return what makes a request's drafts; None if it wants none or can have none.
-
-        Recurrent states cannot go back to the last right one.
-        """
-        is_wanted = request.speculation
-        if is_wanted is None:
-            spec = self._limits.config.class_named(request.service_class)
-            is_wanted = spec.speculation or bool(request.predicted_token_ids)
-        if not is_wanted or self._limits.num_state_slots:
-            return None
-        from omniserve.sched.drafter import prompt_lookup
-        from omniserve.sched.speculation import Speculation
-
-        return Speculation((self._drafter_of or prompt_lookup)(request_id, request))
 
     def abort(self, request_id: str, now_s: float) -> RequestOutput | None:
         """End a request now; None if it is unknown or has finished. Its KV is freed as soon as nothing reads it."""
@@ -173,9 +140,7 @@ class Scheduler:
         return self._ask_policy(now_s)
 
     def _ask_policy(self, now_s: float) -> StepPlan:
-        plan = self.policy.schedule(now_s)
-        assert self.policy.awaits_host or not plan.pipelined, "the policy has a second sub-batch: set its awaits_host"
-        return plan
+        return checked(self.policy, self.policy.schedule(now_s))
 
     def _tell_time(self, now_s: float) -> None:
         if self.policy.forecast is not None:
@@ -192,120 +157,58 @@ class Scheduler:
 
     @property
     def awaits_tokens(self) -> bool:
-        """Return whether the next plan is worth waiting for the tokens of the step in flight.
-
-        So it is if a request could then have drafts: its drafter knows what the token in flight is, and what follows.
-        """
-        return any(
-            state.speculation is not None
-            and state.num_pending_tokens == 1
-            and state.speculation.knows_next(state.token_ids, state.num_tokens - 1)
-            for queue in self.requests.device.values()
-            for state in queue
-        )
+        """Return whether the next plan is worth waiting for the tokens of the step in flight."""
+        device = self.requests.device.values()
+        return any(feature.awaits_tokens(itertools.chain(*device)) for feature in self.requests.features.on)
 
     def is_certain(self, plan: StepPlan) -> bool:
         """Return whether a plan computes something, and all that ``advance`` books of it is known before it has run.
 
-        The exception is whether late joins before the last layer join: ``advance`` assumes that they do, and ``settle``
-        corrects it.
+        What is booked of host rows may be corrected by ``settle``: see ``HostBooking``.
         """
-        if plan.is_empty or plan.preemptible or plan.pipelined:
+        if plan.is_empty or not self._host.is_certain(plan):
             return False
-        if (doubtful := plan.doubtful) and any(
-            join.request_id in doubtful and self._is_last(join) for join in plan.joins
-        ):
+        if any(chunk.scores is not None for chunk in plan.chunks):
             return False
-        if any(chunk.from_layer or chunk.scores is not None or chunk.num_drafts for chunk in plan.chunks):
-            return False
-        if any(join.draft_ids and self._is_last(join) for join in plan.joins):
+        if not all(feature.is_certain(plan) for feature in self.requests.features.on):
             return False
         # What a grammar allows next depends on the token before.
         ids = itertools.chain((chunk.request_id for chunk in plan.chunks), (join.request_id for join in plan.joins))
         return all(self.requests.states[request_id].request.sampling.grammar is None for request_id in ids)
 
-    def _is_last(self, join: PiggybackJoin) -> bool:
-        return join.layer == self._limits.num_layers - 1
-
     def advance(self, plan: StepPlan, output: StepOutput | None = None) -> None:
         """Book what is known of a step without its tokens: which KV there is, where requests are, which get a token.
 
         Each new token is PENDING_TOKEN until ``settle``. A request that gets its last one is not scheduled any more.
-        If there is no ``output`` yet, the plan is certain, and its late joins are assumed to join.
+        Without an ``output`` the plan is certain.
         """
-        assumed = plan.doubtful if output is None else frozenset()
-        output, requests = output or StepOutput(), self.requests
-        missed = output.missed
-        residents, has_device_rows = requests.residents, bool(plan.chunks)
-        if not plan.is_empty:
-            residents.count_step(plan.joins, has_device_rows=has_device_rows)
-        rows: list[_Settled] = []
-        assumed_joins: list[AssumedJoin] = []
+        requests, told, known = self.requests, list[Told](), output or StepOutput()
+        features = requests.features.on
         for chunk in plan.chunks:
             state = requests.states[chunk.request_id]
-            state.halted = None
-            if (layer := output.halted.get(chunk.request_id)) is not None:
-                requests.counters["layer_preemptions"] += 1
-                if layer > 0:
-                    state.halted = HaltedChunk(layer, chunk.start, len(chunk.token_ids))
-                continue
-            if chunk.request_id in output.unverified:
-                state.speculation = None  # the next step tells whether it was the drafts
-                self._kv.trim(state.request_id, state.num_tokens)
+            if features and any([feature.takes_outcome(state, chunk, known) for feature in features]):
                 continue
             state.num_computed_tokens = chunk.start + len(chunk.token_ids)
-            if chunk.num_drafts:
-                self._verify_drafts(state, chunk, output)
+            for feature in features:
+                feature.on_computed(state, chunk, known, self._expect_token)
             requests.prefixes.publish(state)
             if chunk.samples:
                 self._expect_token(state)
             if chunk.samples or chunk.scores is not None:
-                rows.append(_Settled(state, chunk, chunk.num_drafts))
-        for entry in plan.entries:
-            residents.enter(requests.states[entry.request_id], entry.position, entry.draft_ids)
-        for join in plan.joins:
-            state = requests.states[join.request_id]
-            if join.request_id in missed:
-                residents.miss(state, has_device_rows=has_device_rows)
-            elif join.request_id in assumed:
-                assumed_joins.append(residents.assume(state, join.draft_ids, has_device_rows=has_device_rows))
-            elif residents.advance(state, join.draft_ids, has_device_rows=has_device_rows):
-                rows += self._arrived(state, len(join.draft_ids), output)
-        for row in plan.pipelined:
-            state = requests.states[row.request_id]
-            residents.arrive(state)
-            if row.request_id in output.lost:
+                told.append(Told(state, chunk))
+        for state, row, is_lost in self._host.book(plan, output) if requests.residents.has_some else ():
+            if is_lost:
                 requests.preempt(state)
-            else:
-                rows += self._arrived(state, 0, output)
-        self._in_flight[plan.step_id] = _Advanced(rows, assumed_joins)
-
-    def _verify_drafts(self, state: RequestState, chunk: DeviceChunk, output: StepOutput) -> None:
-        """Book which drafts of a chunk were right, and take back the rows of the others; without tokens none was."""
-        num_right = max(0, len(output.tokens.get(chunk.request_id, ())) - 1)
-        state.num_computed_tokens -= chunk.num_drafts - num_right
-        for _ in range(num_right):
-            self._expect_token(state)
-        if num_right < chunk.num_drafts and state.phase is Phase.DEVICE:
-            self._kv.trim(state.request_id, state.num_computed_tokens)
-
-    def _arrived(self, state: RequestState, num_drafts: int, output: StepOutput) -> list[_Settled]:
-        """Book that a token has passed its last layer on the host tier, with ``num_drafts`` drafts."""
-        is_verified = state.request_id not in output.unverified
-        if is_verified:
-            # Without drafts one token is certain; with them the output is there. One that has failed has none.
-            num_new = max(1, len(output.tokens.get(state.request_id, ())))
-            state.num_computed_tokens += num_new
-            for _ in range(num_new):
+            elif not any([feature.takes_outcome(state, row, known) for feature in features]):
+                state.num_computed_tokens += 1
                 self._expect_token(state)
-        else:
-            state.speculation = None  # its next trip tells whether it was the drafts
-        if state.phase is Phase.HOST and (state.speculation is not None or not is_verified):
-            self._kv.trim(state.request_id, state.num_computed_tokens + (not is_verified))
-        return [_Settled(state, None, num_drafts)] if is_verified else []
+                for feature in features:
+                    feature.on_computed(state, row, known, self._expect_token)
+                told.append(Told(state, row))
+        self._in_flight[plan.step_id] = told
 
     def _expect_token(self, state: RequestState) -> None:
-        if state.expect_token(self._limits.max_model_len):
+        if state.newest.expect(self._limits.max_model_len):
             self.requests.let_go(state, Phase.ENDING)
 
     def settle(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
@@ -315,11 +218,10 @@ class Scheduler:
         """
         self.policy.on_step_end(plan, now_s)
         outputs: list[RequestOutput] = []
-        advanced = self._in_flight.pop(plan.step_id)
-        for join in advanced.joins:
-            self.requests.residents.settle(join, joined=join.state.request_id not in output.missed)
-        for settled in advanced.rows:
-            state, chunk = settled.state, settled.chunk
+        if plan.joins:
+            self._host.settle(plan, output)
+        for told in self._in_flight.pop(plan.step_id):
+            state, chunk = told.state, told.row if isinstance(told.row, DeviceChunk) else None
             request_id = state.request_id
             if self.requests.states.get(request_id) is not state:
                 continue  # it has ended; the id may be another request's
@@ -327,7 +229,7 @@ class Scheduler:
                 state.prompt_logprobs += output.prompt_logprobs[request_id]
                 state.num_scored_rows = chunk.start + chunk.scores.first_row + len(chunk.scores.token_ids)
             if chunk is None or chunk.samples or request_id in output.failed:
-                outputs.append(self._settle_tokens(settled, output, now_s))
+                outputs.append(self._settle_tokens(told, output, now_s))
         return outputs
 
     def refresh(self, plan: StepPlan) -> StepPlan:
@@ -338,11 +240,6 @@ class Scheduler:
         Only of a plan that is neither launched nor advanced.
         """
 
-        def token(row: PiggybackEntry) -> PiggybackEntry:
-            if row.token_id != PENDING_TOKEN:
-                return row
-            return dataclasses.replace(row, token_id=states[row.request_id].token_ids[row.position])
-
         def tokens(chunk: DeviceChunk) -> DeviceChunk:
             if chunk.token_ids[-1] != PENDING_TOKEN:
                 return chunk
@@ -352,31 +249,17 @@ class Scheduler:
 
         states = self.requests.states
         chunks = tuple(tokens(chunk) for chunk in plan.chunks if chunk.request_id in states)
-        return dataclasses.replace(
-            plan,
-            chunks=chunks,
-            entries=tuple(token(entry) for entry in plan.entries if entry.request_id in states),
-            joins=tuple(join for join in plan.joins if self.requests.residents.is_at(join)),
-            pipelined=tuple(
-                # Without device rows there is no first sub-batch.
-                dataclasses.replace(token(row), is_hybrid=row.is_hybrid and bool(chunks))
-                if isinstance(row, PiggybackEntry)
-                else row
-                for row in plan.pipelined
-                if row.request_id in states
-            ),
-        )
+        return self._host.refresh(dataclasses.replace(plan, chunks=chunks))
 
-    def _settle_tokens(self, settled: _Settled, output: StepOutput, now_s: float) -> RequestOutput:
-        state, num_drafts = settled.state, settled.num_drafts
+    def _settle_tokens(self, told: Told, output: StepOutput, now_s: float) -> RequestOutput:
+        """Fill in the tokens of a row, and end the request if they do."""
+        state = told.state
         if (message := output.failed.get(state.request_id)) is not None:
             about = {"engine_request_id": state.request_id}
             logger.error("request %s failed: %s", state.request_id, message, extra=about)
-            self.requests.counters["rejected_drafts"] += num_drafts
             self.requests.end(state)
-            return state.output(
-                num_rejected_drafts=num_drafts, reason=FinishReason.ERROR, stop_reason=message, now_s=now_s
-            )
+            failed = state.output(reason=FinishReason.ERROR, stop_reason=message, now_s=now_s)
+            return self._complete(told, failed, num_sampled=0)
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
         state.last_token_s = now_s
         if state.first_token_s is None:
@@ -391,49 +274,45 @@ class Scheduler:
         sampled, reason, stop_reason = output.tokens[state.request_id], None, None
         token_ids, logprobs = [], []
         for token in sampled:
-            state.put_token(token.token_id)
+            state.newest.put(token.token_id)
             token_ids.append(token.token_id)
             if token.logprob is not None:
                 logprobs.append(token.logprob)
-            reason, stop_reason = state.finish_reason(
+            reason, stop_reason = state.newest.finish_reason(
                 token.token_id, self._limits.eos_token_ids, self._limits.max_model_len
             )
             if reason is not None:
-                break  # what drafts have brought behind the end is dropped
+                break  # what was sampled behind the end is dropped
         num_new = len(token_ids)
         self._output_tokens[state.service_class] += num_new
-        if settled.chunk is None:
+        if not isinstance(told.row, DeviceChunk):
             state.num_host_tokens += num_new
             self.requests.counters["host_output_tokens"] += num_new
-        num_accepted = 0
-        if num_drafts:
-            num_right = len(sampled) - 1
-            num_accepted = min(num_right, num_new)
-            assert state.speculation is not None, f"{state.request_id} had drafts, but nothing that makes them"
-            state.speculation.learn(num_drafts, num_right)
-            self.requests.counters["accepted_drafts"] += num_accepted
-            self.requests.counters["rejected_drafts"] += num_drafts - num_accepted
         if reason is not None:
-            state.drop_pending()  # of a later step in flight, or behind the end
+            state.newest.drop_pending()  # of a later step in flight, or behind the end
             self.policy.on_end(state)
             self.requests.end(state)
-        return state.output(
+        new = state.output(
             tuple(token_ids),
             tuple(logprobs),
-            num_accepted_drafts=num_accepted,
-            num_rejected_drafts=num_drafts - num_accepted,
             prompt_logprobs=prompt_logprobs,
             reason=reason,
             stop_reason=stop_reason,
             now_s=now_s,
         )
+        return self._complete(told, new, num_sampled=len(sampled))
+
+    def _complete(self, told: Told, output: RequestOutput, *, num_sampled: int) -> RequestOutput:
+        """Return an output with what features add to it."""
+        for feature in self.requests.features.on:
+            output = feature.on_output(told.state, told.row, output, num_sampled)
+        return output
 
     def discount(self, output: RequestOutput, left: RequestOutput) -> None:
         """Do not count tokens of a step's output that a stop string has cut off: only ``left`` is of use."""
         self._output_tokens[output.service_class] -= len(output.new_token_ids) - len(left.new_token_ids)
-        num_rejected = output.num_accepted_drafts - left.num_accepted_drafts
-        self.requests.counters["accepted_drafts"] -= num_rejected
-        self.requests.counters["rejected_drafts"] += num_rejected
+        for feature in self.requests.features.on:
+            feature.discount(output, left)
 
     # -- what others ask -----------------------------------------------------------------------------------------
 
@@ -442,14 +321,11 @@ class Scheduler:
         """True while a request is unfinished or a slot or move has not been given back."""
         return not self.requests.is_empty
 
-    @property
-    def is_saving(self) -> bool:
-        """True while prefixes are being copied to the host or to disk."""
-        return self.requests.prefixes.is_saving or self.requests.loads.is_writing
-
     def stats(self) -> SchedulerStats:
         """Return gauges and counters."""
         counters: dict[str, Any] = dict(self.requests.counters)
+        for feature in self.requests.features.on:
+            counters |= feature.stats()
         waiting, running = dict.fromkeys(self._classes, 0), dict.fromkeys(self._classes, 0)
         for state in self.requests.states.values():
             has_kv = state.phase not in (Phase.WAITING, Phase.LOADING)
@@ -464,14 +340,12 @@ class Scheduler:
             device_blocks_by_class=blocks[Tier.DEVICE],
             host_blocks_by_class=blocks[Tier.HOST],
             host_requests=len(self.requests.residents.queue),
-            host_token_steps=self.requests.residents.num_token_steps,
+            host_token_steps=self.requests.residents.tokens.num_token_steps,
             output_tokens=dict(self._output_tokens),
             prompt_tokens=dict(self._prompt_tokens),
-            state_slots_used=self.requests.state_slots.num_used,
-            state_slots_total=self.requests.state_slots.num_slots,
             checkpoints=self.requests.checkpoints.num_blocks_copied,
             cached_tokens={name: self.requests.prefixes.num_cached_tokens[name] for name in self._classes},
-            restored_tokens={name: self.requests.prefixes.num_restored_tokens[name] for name in self._classes},
+            restored_tokens={name: self.requests.prefixes_on_host.num_restored_tokens[name] for name in self._classes},
             loaded_tokens=self.requests.loads.num_tokens(),
             **counters,
             rejected=dict(self._rejected),

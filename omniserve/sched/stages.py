@@ -9,25 +9,16 @@ Policies need not know: the queues do not yield what the step that is planned ca
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from omniserve.core.config import EngineConfig
 from omniserve.core.plan import StepOutput, StepPlan
-from omniserve.core.request import Request, RequestOutput
+from omniserve.core.request import RequestOutput
 from omniserve.sched.policy import policy_of
 from omniserve.sched.scheduler import Scheduler
 from omniserve.sched.state import RequestQueue, RequestState
 
-if TYPE_CHECKING:
-    from omniserve.sched.speculation import Speculation
-
 
 class StagedScheduler(Scheduler):
     """A scheduler for as many steps in flight as ``pipeline_parallel_size`` says, all of them advanced."""
-
-    def _speculation(self, request_id: str, request: Request) -> Speculation | None:
-        """Return None: a step in another stage cannot go back to the last right draft."""
-        return None
 
     def _ask_policy(self, now_s: float) -> StepPlan:
         hidden = self.requests.hidden
@@ -54,19 +45,19 @@ class StagedScheduler(Scheduler):
 
     def advance(self, plan: StepPlan, output: StepOutput | None = None) -> None:
         super().advance(plan, output)
-        in_flight = {row.state for row in self._in_flight[plan.step_id].rows}
+        in_flight = {row.state for row in self._in_flight[plan.step_id]}
         self.requests.hidden.update(in_flight)
         self.requests.pinned.update(in_flight)
 
     def settle(self, plan: StepPlan, output: StepOutput, now_s: float) -> list[RequestOutput]:
-        settled = {row.state for row in self._in_flight[plan.step_id].rows}
+        settled = {row.state for row in self._in_flight[plan.step_id]}
         self.requests.hidden.difference_update(settled)
         self.requests.pinned.difference_update(settled)
         return super().settle(plan, output, now_s)
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        in_flight = {row.state for advanced in self._in_flight.values() for row in advanced.rows}
+        in_flight = {row.state for told in self._in_flight.values() for row in told}
         assert self.requests.hidden == self.requests.pinned == in_flight
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 from omniserve.core.plan import PENDING_TOKEN, PromptScores
 from omniserve.core.request import (
@@ -18,15 +18,14 @@ from omniserve.core.request import (
     Request,
     RequestOutput,
     RequestTimes,
+    SamplingParams,
     ServiceClass,
     Stay,
     TokenLogprob,
     add_stay,
 )
 from omniserve.kv.prefix_cache import PrefixKeys
-
-if TYPE_CHECKING:
-    from omniserve.sched.speculation import Speculation
+from omniserve.sched.host_rows import AwayToken
 
 F = TypeVar("F")
 LS, BE = ServiceClass.LS, ServiceClass.BE
@@ -43,37 +42,6 @@ class Phase(enum.StrEnum):
     HOST = "host"  # KV on the host tier; decodes there
     DRAINING = "draining"  # ended, but a copy or a host task still touches its KV
     FINISHED = "finished"
-
-
-@dataclass(slots=True, eq=False)
-class AwayToken:
-    """The one token of a HOST request that is on its way through the layers, with drafts of those behind it."""
-
-    position: int
-    layer: int
-    """The layer whose attention is being computed for the token, or is done and waits to join."""
-    ready: bool = False
-    entered: int = 0
-    """The step in which it went away at layer 0, by their number since the start."""
-    sent: int = 0
-    """The step in which its row was sent to this layer's attention."""
-    was_passed_over: bool = False
-    """The last step had no seat for it, as its result was not expected in time."""
-    draft_ids: tuple[int, ...] = ()
-    before: AwayToken | None = None
-    """The token's place if it misses the step in flight that it is assumed to join; None: its place is certain."""
-    may_be_expected: bool = False
-    """The host tier may still expect its row of a step in flight, which will not send it."""
-
-
-@dataclass(frozen=True, slots=True)
-class HaltedChunk:
-    """Tokens that left a step between two layers; their hidden states wait on the device."""
-
-    layer: int
-    """The next one to compute."""
-    start: int
-    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -99,6 +67,80 @@ class PrefixUse:
     """Tokens of the prompt that were found at the first admission; None: there was none yet."""
 
 
+class NewestTokens:
+    """The end of a request's tokens: those that steps in flight sample, and what ends the request.
+
+    Args:
+        token_ids: The request's tokens, which this changes.
+        sampling: What the request asked for.
+        max_num_tokens: Tokens of the prompt and the longest output.
+    """
+
+    __slots__ = ("_max_num_tokens", "_sampling", "_token_ids", "num_pending")
+
+    def __init__(self, token_ids: list[int], sampling: SamplingParams, max_num_tokens: int) -> None:
+        self._token_ids, self._sampling, self._max_num_tokens = token_ids, sampling, max_num_tokens
+        self.num_pending = 0
+        """Number of PENDING_TOKEN at the end of the tokens."""
+
+    def expect(self, max_model_len: int) -> bool:
+        """Append a pending token; return whether it will be the last, whatever it is."""
+        if self._sampling.max_tokens > 0:  # else the prompt's log-probabilities are all that is asked for
+            self._token_ids.append(PENDING_TOKEN)
+            self.num_pending += 1
+        num_tokens = len(self._token_ids)
+        return num_tokens >= self._max_num_tokens or num_tokens >= max_model_len
+
+    def put(self, token_id: int) -> None:
+        """Say what the first pending token is."""
+        self._token_ids[-self.num_pending] = token_id
+        self.num_pending -= 1
+
+    def drop_pending(self) -> None:
+        """Forget pending tokens: the request has ended before them."""
+        if self.num_pending:
+            del self._token_ids[-self.num_pending :]
+            self.num_pending = 0
+
+    def finish_reason(
+        self, token_id: int, eos_token_ids: tuple[int, ...], max_model_len: int
+    ) -> tuple[FinishReason | None, int | None]:
+        """Return why the newest token that is not pending ends the request, and the stop token if it is one."""
+        if token_id in self._sampling.stop_token_ids:
+            return FinishReason.STOP, token_id
+        if not self._sampling.ignore_eos and token_id in eos_token_ids:
+            return FinishReason.STOP, None
+        num_tokens = len(self._token_ids) - self.num_pending
+        if num_tokens >= self._max_num_tokens or num_tokens >= max_model_len:
+            return FinishReason.LENGTH, None
+        return None, None
+
+
+@dataclass(slots=True)
+class HostStays:
+    """A request's stays on the host tier: from when it got a slot of the tier until it gave the slot back."""
+
+    since_s: float | None = None
+    """Time at which the present stay began; None: the request had no slot when the last step was planned."""
+    ended: list[Stay] = field(default_factory=list)
+    """Stays that ended and were not told yet."""
+
+    def note(self, has_slot: bool, now_s: float) -> None:
+        """Note whether the request has a slot now: a stay begins or ends if that has changed."""
+        if has_slot and self.since_s is None:
+            self.since_s = now_s
+        elif not has_slot and self.since_s is not None:
+            add_stay(self.ended, (self.since_s, now_s))
+            self.since_s = None
+
+    def take_ended(self) -> tuple[Stay, ...]:
+        """Return the stays that have ended since the last call."""
+        if not self.ended:
+            return ()
+        stays, self.ended = tuple(self.ended), []
+        return stays
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """The mutable side of a request.
@@ -119,14 +161,11 @@ class RequestState:
     token_ids: list[int]
     phase: Phase = Phase.WAITING
     num_computed_tokens: int = 0
-    num_pending_tokens: int = 0
-    """Number of PENDING_TOKEN at the end of ``token_ids``: steps in flight sample them."""
     slot: int = -1
     epoch: int = -1
     state_slot: int = -1
     """Slot of the recurrent states; -1: no token is computed, or the model has no such states."""
     away: AwayToken | None = None
-    halted: HaltedChunk | None = None
     num_host_tokens: int = 0
     blocked_since_s: float | None = None
     first_scheduled_s: float | None = None
@@ -146,27 +185,25 @@ class RequestState:
     admission let it in; 0: that was not why."""
     is_probe: bool = False
     """Admission let it in to see whether its prompt really takes longer than its own objective allows."""
-    host_since_s: float | None = None
-    """Time at which the request got its slot of the host tier; None: it had none when the last step was planned."""
-    host_stays: list[Stay] = field(default_factory=list)
-    """Stays on the host tier that ended and were not told yet."""
+    host_stays: HostStays = field(default_factory=HostStays)
     moved_s: float = -math.inf
     """Time at which the request last began to move to another tier."""
     max_num_tokens: int = field(init=False)
+    newest: NewestTokens = field(init=False)
     num_scored_rows: int = 0
     """Rows of the prompt that have told their successor's log-probability. A preemption takes nothing back."""
     num_rows_to_score: int = field(init=False)
     """Rows of the prompt whose successor's log-probability is wanted: none unless asked for."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    speculation: Speculation | None = None
-    """Makes its drafts; None: it gets none."""
     prefix: PrefixUse | None = None
     """The request's part in the prefix cache; None: it has none."""
     facts: dict[type, object] = field(default_factory=dict)
     """Records of features that only some engines have, by type; see ``fact``."""
 
     def __post_init__(self) -> None:
-        self.max_num_tokens = len(self.token_ids) + self.request.sampling.max_tokens
+        sampling = self.request.sampling
+        self.max_num_tokens = len(self.token_ids) + sampling.max_tokens
+        self.newest = NewestTokens(self.token_ids, sampling, self.max_num_tokens)
         self.num_rows_to_score = self.request.num_rows_to_score
 
     @property
@@ -212,9 +249,9 @@ class RequestState:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Tokens of its prompt that it did not have to compute at its first admission."""
-        return self.prefix.num_prompt_tokens or 0 if self.prefix is not None else 0
+    def num_pending_tokens(self) -> int:
+        """Number of PENDING_TOKEN at the end of ``token_ids``: steps in flight sample them."""
+        return self.newest.num_pending
 
     @property
     def num_ready_tokens(self) -> int:
@@ -248,61 +285,11 @@ class RequestState:
             first_row=first - start, token_ids=tuple(self.token_ids[first + 1 : end + 1]), num_top=num_top
         )
 
-    def expect_token(self, max_model_len: int) -> bool:
-        """Append a pending token; return whether it will be the last, whatever it is."""
-        if self.request.sampling.max_tokens > 0:  # else the prompt's log-probabilities are all that is asked for
-            self.token_ids.append(PENDING_TOKEN)
-            self.num_pending_tokens += 1
-        return self._is_complete(max_model_len, num_pending=0)
-
-    def put_token(self, token_id: int) -> None:
-        """Say what the first pending token is."""
-        self.token_ids[-self.num_pending_tokens] = token_id
-        self.num_pending_tokens -= 1
-
-    def drop_pending(self) -> None:
-        """Forget pending tokens: the request has ended before them."""
-        if self.num_pending_tokens:
-            del self.token_ids[-self.num_pending_tokens :]
-            self.num_pending_tokens = 0
-
-    def _is_complete(self, max_model_len: int, *, num_pending: int) -> bool:
-        """Tell whether its length ends the request, of its tokens the last ``num_pending`` not counted."""
-        num_tokens = len(self.token_ids) - num_pending
-        return num_tokens >= self.max_num_tokens or num_tokens >= max_model_len
-
-    def finish_reason(
-        self, token_id: int, eos_token_ids: tuple[int, ...], max_model_len: int
-    ) -> tuple[FinishReason | None, int | None]:
-        """Return why the newest token that is not pending ends the request, and the stop token if it is one."""
-        sampling = self.request.sampling
-        if token_id in sampling.stop_token_ids:
-            return FinishReason.STOP, token_id
-        if not sampling.ignore_eos and token_id in eos_token_ids:
-            return FinishReason.STOP, None
-        if self._is_complete(max_model_len, num_pending=self.num_pending_tokens):
-            return FinishReason.LENGTH, None
-        return None, None
-
-    def note_slot(self, now_s: float) -> None:
-        """Note when a stay on the host tier begins or ends: it has a slot of it now, or has none any more."""
-        if self.slot >= 0 and self.host_since_s is None:
-            self.host_since_s = now_s
-        elif self.slot < 0 and self.host_since_s is not None:
-            self._end_stay(now_s)
-
-    def _end_stay(self, now_s: float) -> None:
-        assert self.host_since_s is not None
-        add_stay(self.host_stays, (self.host_since_s, now_s))
-        self.host_since_s = None
-
     def output(
         self,
         new_token_ids: tuple[int, ...] = (),
         new_logprobs: tuple[TokenLogprob, ...] = (),
         *,
-        num_accepted_drafts: int = 0,
-        num_rejected_drafts: int = 0,
         prompt_logprobs: tuple[TokenLogprob, ...] = (),
         reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
@@ -312,11 +299,8 @@ class RequestState:
 
         Pending tokens do not count. Stays on the host tier are told once.
         """
-        if reason is not None and now_s is not None and self.host_since_s is not None:
-            self._end_stay(now_s)
-        host_stays: tuple[Stay, ...] = ()
-        if self.host_stays:
-            host_stays, self.host_stays = tuple(self.host_stays), []
+        if reason is not None and now_s is not None:
+            self.host_stays.note(False, now_s)
         return RequestOutput(
             request_id=self.request_id,
             service_class=self.service_class,
@@ -328,18 +312,16 @@ class RequestState:
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens - self.num_pending_tokens,
             num_host_tokens=self.num_host_tokens,
-            num_cached_tokens=self.num_cached_tokens,
+            num_cached_tokens=self.prefix.num_prompt_tokens or 0 if self.prefix is not None else 0,
             times=RequestTimes(
                 arrival_s=self.arrival_s,
                 first_scheduled_s=self.first_scheduled_s,
                 first_token_s=self.first_token_s,
                 finished_s=now_s if reason is not None else None,
                 predicted_ttft_s=self.predicted_ttft_s,
-                host_since_s=self.host_since_s,
+                host_since_s=self.host_stays.since_s,
             ),
-            host_stays=host_stays,
-            num_accepted_drafts=num_accepted_drafts,
-            num_rejected_drafts=num_rejected_drafts,
+            host_stays=self.host_stays.take_ended(),
         )
 
 
@@ -398,6 +380,6 @@ class RequestQueue:
         return len(self._states)
 
 
-def by_arrival(queues: Iterable[RequestQueue]) -> list[RequestState]:
+def by_arrival(queues: Iterable[Iterable[RequestState]]) -> list[RequestState]:
     """Merge queues, oldest request first, whatever its class."""
     return sorted(itertools.chain(*queues), key=lambda state: state.order)

@@ -21,7 +21,7 @@ from typing import NamedTuple, Self
 from omniserve.core.request import ServiceClass
 from omniserve.sched.batch import Batch
 from omniserve.sched.options import SchedulerLimits
-from omniserve.sched.prefixes import Coming
+from omniserve.sched.prefixes_on_host import Coming
 from omniserve.sched.state import Phase, RequestState
 from omniserve.sched.step_cost import LS_HEADROOM, TTFT_HEADROOM, Forecast, StepCost, tpot_bound, ttft_left_s
 

@@ -214,24 +214,24 @@ class _EngineCollector(Collector):
         yield _counter("engine_restarts", "Engines started after another's death", self.num_restarts)
         if self.stats is None:
             return
-        s = self.stats
+        s, sched = self.stats, self.stats.scheduler
         by_class, by_tier = ["service_class"], ["tier"]
-        blocks_used = {"device": s.device_blocks_used, "host": s.host_blocks_used}
-        blocks = {"device": s.device_blocks_total, "host": s.host_blocks_total}
+        blocks_used = {"device": s.kv.device_used, "host": s.kv.host_used}
+        blocks = {"device": s.kv.device_total, "host": s.kv.host_total}
         if s.disk.blocks_total:
             blocks_used["disk"], blocks["disk"] = s.disk.blocks_used, s.disk.blocks_total
-        by_tier_and_class = {"device": s.device_blocks_by_class, "host": s.host_blocks_by_class}
+        by_tier_and_class = {"device": sched.device_blocks_by_class, "host": sched.host_blocks_by_class}
         held = {(tier, name): n for tier, counts in by_tier_and_class.items() for name, n in counts.items()}
-        yield _gauge("requests_waiting", "Requests not scheduled yet, or preempted", s.waiting, by_class)
-        yield _gauge("requests_running", "Requests that hold KV on a tier", s.running, by_class)
+        yield _gauge("requests_waiting", "Requests not scheduled yet, or preempted", sched.waiting, by_class)
+        yield _gauge("requests_running", "Requests that hold KV on a tier", sched.running, by_class)
         yield _gauge("kv_blocks_used", "KV blocks in use", blocks_used, by_tier)
         yield _gauge("kv_blocks", "KV blocks in all", blocks, by_tier)
         yield _gauge("kv_blocks_held", "KV blocks that requests hold", held, [*by_tier, *by_class])
-        yield _gauge("host_requests", "Requests whose KV is on the host tier", s.host_requests)
-        yield _gauge("state_slots_used", "Requests that hold recurrent states", s.state_slots_used)
-        yield _gauge("state_slots", "Requests that can hold recurrent states", s.state_slots_total)
+        yield _gauge("host_requests", "Requests whose KV is on the host tier", sched.host_requests)
+        yield _gauge("state_slots_used", "Requests that hold recurrent states", sched.state_slots_used)
+        yield _gauge("state_slots", "Requests that can hold recurrent states", sched.state_slots_total)
         yield _gauge(
-            "host_healthy", "1 while the host tier has a living thread and gets on with its work", int(s.host_healthy)
+            "host_healthy", "1 while the host tier has a living thread and gets on with its work", int(s.host.healthy)
         )
         if s.cpu_hosts:
             of_host, hosts = ["cpu_host"], s.cpu_hosts.items()
@@ -258,23 +258,25 @@ class _EngineCollector(Collector):
                 ("prefill_engine_failures", "Of these, those that did not come", {n: e.failed for n, e in engines}),
             ):
                 yield _counter(name, help_text, values, of_engine)
-        yield _gauge("latency_error", "Mean |predicted - measured| / measured of steps", s.latency_error)
-        yield _gauge("latency_drift", "Measured over predicted time of steps, uncorrected", s.latency_drift)
+        yield _gauge("latency_error", "Mean |predicted - measured| / measured of steps", s.latency.error)
+        yield _gauge("latency_drift", "Measured over predicted time of steps, uncorrected", s.latency.drift)
         yield _gauge(
             "latency_profile_coarse",
             "1 while the latency profile is coarse and a margin is kept, until it is refined",
-            int(s.latency_profile_is_coarse),
+            int(s.latency.is_coarse),
         )
-        yield _counter("output_tokens", "Output tokens", s.output_tokens, by_class)
-        yield _counter("prompt_tokens", "Prompt tokens", s.prompt_tokens, by_class)
-        yield _counter("cached_tokens", "Prompt tokens that the prefix cache had", s.cached_tokens, by_class)
+        yield _counter("output_tokens", "Output tokens", sched.output_tokens, by_class)
+        yield _counter("prompt_tokens", "Prompt tokens", sched.prompt_tokens, by_class)
+        yield _counter("cached_tokens", "Prompt tokens that the prefix cache had", sched.cached_tokens, by_class)
         help_text = "Tokens of prefixes whose KV was copied back from the host"
-        yield _counter("restored_tokens", help_text, s.restored_tokens, by_class)
+        yield _counter("restored_tokens", help_text, sched.restored_tokens, by_class)
         help_text = "Tokens of prefixes whose KV was read from disk"
-        yield _counter("disk_tokens", help_text, s.loaded_from("disk"), by_class)
+        yield _counter("disk_tokens", help_text, sched.loaded_from("disk"), by_class)
         help_text = "Tokens of prompts whose KV has come from prefill engines"
-        yield _counter("prefilled_tokens", help_text, s.loaded_from("prefilled"), by_class)
-        yield _counter("swaps", "Requests whose KV moved", {"out": s.swaps_out, "in": s.swaps_in}, ["direction"])
+        yield _counter("prefilled_tokens", help_text, sched.loaded_from("prefilled"), by_class)
+        yield _counter(
+            "swaps", "Requests whose KV moved", {"out": sched.swaps_out, "in": sched.swaps_in}, ["direction"]
+        )
         by_threads = {str(num_threads): num_steps for num_threads, num_steps in sorted(s.steps_by_threads.items())}
         yield _counter("steps_by_threads", "Steps by the device tier's CPU threads", by_threads, ["threads"])
         for name, help_text, value in (
@@ -282,17 +284,17 @@ class _EngineCollector(Collector):
             ("step_seconds", "Time spent in steps", s.step_seconds),
             ("device_tokens", "Device rows computed", s.device_tokens),
             ("piggyback_rows", "Piggyback rows that joined, over all layers", s.piggyback_rows),
-            ("accepted_drafts", "Output tokens that were guessed right", s.accepted_drafts),
-            ("rejected_drafts", "Guessed tokens that were computed and are not in an output", s.rejected_drafts),
-            ("host_output_tokens", "Output tokens whose attention the host tier computed", s.host_output_tokens),
-            ("preemptions", "Requests whose memory was taken back, to be resumed", s.preemptions),
-            ("preempted_tokens", "Tokens that preempted requests had computed", s.preempted_tokens),
-            ("layer_preemptions", "Chunks that left a step between two layers", s.layer_preemptions),
-            ("checkpoints", "KV blocks of running requests copied to the host tier", s.checkpoints),
-            ("resumed_tokens", "Tokens of preempted requests that were not recomputed", s.resumed_tokens),
-            ("host_kv_read_bytes", "K and V bytes that host attention went through", s.host_kv_bytes_read),
-            ("host_busy_seconds", "Time of host threads at work, attention and copies", s.host_busy_seconds),
-            ("host_failures", "Host attention tasks and moves that failed", s.host_failures),
+            ("accepted_drafts", "Output tokens that were guessed right", sched.accepted_drafts),
+            ("rejected_drafts", "Guessed tokens that were computed and are not in an output", sched.rejected_drafts),
+            ("host_output_tokens", "Output tokens whose attention the host tier computed", sched.host_output_tokens),
+            ("preemptions", "Requests whose memory was taken back, to be resumed", sched.preemptions),
+            ("preempted_tokens", "Tokens that preempted requests had computed", sched.preempted_tokens),
+            ("layer_preemptions", "Chunks that left a step between two layers", sched.layer_preemptions),
+            ("checkpoints", "KV blocks of running requests copied to the host tier", sched.checkpoints),
+            ("resumed_tokens", "Tokens of preempted requests that were not recomputed", sched.resumed_tokens),
+            ("host_kv_read_bytes", "K and V bytes that host attention went through", s.host.kv_bytes_read),
+            ("host_busy_seconds", "Time of host threads at work, attention and copies", s.host.busy_seconds),
+            ("host_failures", "Host attention tasks and moves that failed", s.host.failures),
             ("disk_read_bytes", "Bytes of KV read from disk", s.disk.bytes_read),
             ("disk_written_bytes", "Bytes of KV written to disk", s.disk.bytes_written),
             ("disk_failures", "Copies from and to disk that failed, of damaged blocks among them", s.disk.failures),

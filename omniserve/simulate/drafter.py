@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from omniserve.sched.drafter import Drafter
+from omniserve.sched.features.drafter import Drafter
 from omniserve.simulate.machine import TOKEN
 
 _WRONG = 1

@@ -14,13 +14,15 @@ from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
 from omniserve.kv import KV_MANAGERS, KVManager, Tier
 from omniserve.latency import CorrectedModel
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
+from omniserve.sched.admission import scaled_slo
+from omniserve.sched.features.base import FeatureSettings
 from omniserve.sched.options import LayerPreemptionOptions
 from omniserve.simulate.host_tier import SimulatedHostTier
 from omniserve.simulate.machine import Machine, host_speed_of
 from omniserve.simulate.runner import Chances, PrefillPeers, SimulatedRunner, StepRecord
 
 if TYPE_CHECKING:
-    from omniserve.sched.drafter import Drafter
+    from omniserve.sched.features.drafter import Drafter
 
 
 class SimulatedEngine:
@@ -111,7 +113,8 @@ class SimulatedEngine:
         scheduler = Scheduler
         if num_stages > 1:
             from omniserve.sched.stages import StagedScheduler as scheduler
-        return scheduler(policy, options, limits=limits, kv=self.kv, forecast=forecast, drafter_of=self._drafter)
+        settings = FeatureSettings(drafter_of=self._drafter)
+        return scheduler(policy, options, limits=limits, kv=self.kv, forecast=forecast, settings=settings)
 
     @property
     def now_s(self) -> float:
@@ -131,7 +134,7 @@ class SimulatedEngine:
         spec = self._config.class_named(request.service_class)
         slo = request.slo if request.slo is not None else spec.slo
         ttft_s = self.scheduler.add(request_id, request, slo, self.now_s, arrival_s=arrival_s)
-        scaled = self.scheduler.scaled_slo(request_id)
+        scaled = scaled_slo(self.scheduler.requests.states[request_id])
         self.stepper.requests[request_id] = OpenRequest(request.service_class, scaled or slo, ttft_s, scaled)
         self._outputs.open(request_id, request)
 

@@ -18,7 +18,6 @@ from omniserve.core.config import EngineConfig, ParallelConfig, PrefillConfig
 from omniserve.core.errors import RequestRejected
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.core.work import CancelPrefill, Done, HostEvent, PrefilledKV, PrefillEngineJoined, RemotePrefill
-from omniserve.kv.base import KeepsPrefixesOnHost
 from omniserve.kv.prefix_cache import PrefixKeys
 from omniserve.latency.features import AlphaBeta
 from omniserve.simulate.engine import SimulatedEngine
@@ -59,7 +58,7 @@ class _Engine:
         self._state_bytes = machine.spec.state_bytes
         self.engine = SimulatedEngine(machine, config, Chances(seed), caches_prefixes=True)
         require_shared_kv(self.engine, "a prefill engine")
-        self.engine.scheduler.requests.prefixes.save_all()
+        self.engine.scheduler.requests.prefixes_on_host.save_all()
         self._inbox: deque[tuple[float, float, RemotePrefill | int]] = deque()
         """(comes at, sent at, a prompt or the ``move_id`` of one to stop)."""
         self._exports: dict[str, _Export] = {}
@@ -112,7 +111,7 @@ class _Engine:
             engine.stepper.start_moves()
             for request_id, export in waiting:
                 self._send_blocks(request_id, export, tell)
-            if engine.now_s > until_s or not engine.scheduler.is_saving:
+            if engine.now_s > until_s or not engine.scheduler.requests.loads.is_saving:
                 return
             engine.now_s += _LOOK_S
 
@@ -148,11 +147,10 @@ class _Engine:
 
     def _send_blocks(self, request_id: str, export: _Export, tell: _Tell) -> None:
         """Send what has come to the host of a prompt, and its end."""
-        kv = self.engine.kv
-        assert isinstance(kv, KeepsPrefixesOnHost)
+        prefixes = self.engine.kv.prefixes
+        assert prefixes is not None and prefixes.host is not None
         first = export.num_sent
-        while export.num_sent < len(export.keys) and kv.host_block_of(export.keys[export.num_sent]) is not None:
-            export.num_sent += 1
+        export.num_sent += prefixes.host.match(export.keys[first:])
         if count := export.num_sent - first:
             begin_s = max(self._link_free_s, self.engine.now_s)
             self._link_free_s = begin_s + self._link.beta_s * count * self._block_bytes
@@ -164,7 +162,7 @@ class _Engine:
 
     def _give_up_if_stuck(self, request_id: str, export: _Export, tell: _Tell) -> None:
         """End a prompt that is computed, and of which no more comes to the host."""
-        if request_id in self._exports and export.is_computed and not self.engine.scheduler.is_saving:
+        if request_id in self._exports and export.is_computed and not self.engine.scheduler.requests.loads.is_saving:
             export.num_waits += 1
             if export.num_waits > _PATIENCE:
                 del self._exports[request_id]
@@ -249,7 +247,7 @@ def require_shared_kv(engine: SimulatedEngine, what: str) -> None:
     Raises:
         ValueError: It cannot.
     """
-    if engine.tier is None or not engine.caches_prefixes or not isinstance(engine.kv, KeepsPrefixesOnHost):
+    if engine.tier is None or engine.kv.prefixes is None or engine.kv.prefixes.host is None:
         raise ValueError(
             f"{what} needs a host tier and a prefix cache: give it hosts, set kv to tiered and host_kv_bytes above 0"
         )

@@ -25,9 +25,9 @@ from benchmarks.gpu import script as script_module
 from benchmarks.gpu.__main__ import NO_GPU
 from benchmarks.gpu.engines import (
     LLAMA_8B,
-    PRIMED,
     QWEN_32B,
     TINY,
+    add_decoding,
     config_of,
     drain,
     kv_token_bytes,
@@ -337,24 +337,24 @@ def test_primed_requests_decode_at_once_where_they_should() -> None:
     model = patch(random_model(TINY, CPU), compile=False)
     spec = model.omniserve.spec
     config = config_of(
-        model, scheduler=PRIMED, device_kv_bytes=6 * spec.kv_block_bytes(64), host_kv_bytes=4 * spec.kv_block_bytes(64),
+        model, device_kv_bytes=6 * spec.kv_block_bytes(64), host_kv_bytes=4 * spec.kv_block_bytes(64),
         max_host_requests=2, scheduler_options={"swap_in_delay_s": 1e9},
     )  # fmt: skip
     assert kv_token_bytes(model) * 64 == spec.kv_block_bytes(64)
     with open_engine(model, config) as engine:
         for name in (names := ["ls0", "be0", "be1"]):
-            engine.add(request(name, 70, 8))
+            add_decoding(engine, request(name, 70, 8))
             engine.scheduler.check_integrity()
         (output,) = engine.step()
         assert output.request_id == "ls0" and len(output.new_token_ids) == 1  # no prefill
         with pytest.raises(ValueError, match="no slot"):
-            engine.add(request("be2", 10, 8))
+            add_decoding(engine, request("be2", 10, 8))
         engine.abort("ls0")
         deadline_s = time.monotonic() + 30
-        while engine.stats().host_output_tokens < 2 and time.monotonic() < deadline_s:
+        while engine.stats().scheduler.host_output_tokens < 2 and time.monotonic() < deadline_s:
             engine.step()
             engine.wait(0.01)
-        assert engine.stats().host_output_tokens >= 2
+        assert engine.stats().scheduler.host_output_tokens >= 2
         drain(engine, names)
         engine.scheduler.check_integrity()
         renew(engine, 1, 70, 4)

@@ -39,7 +39,7 @@ def run(engine: Engine) -> Iterator[RequestOutput]:
 
 def is_clean(engine: Engine) -> bool:
     stats = engine.stats()
-    return stats.device_blocks_used == stats.host_blocks_used == 0 and not engine.scheduler._in_flight
+    return stats.kv.device_used == stats.kv.host_used == 0 and not engine.scheduler._in_flight
 
 
 def test_a_step_is_launched_before_the_one_before_it_is_collected(make_async: MakeEngine) -> None:
@@ -278,7 +278,7 @@ def test_a_request_decodes_on_the_host_tier_with_pending_tokens(make_async: Make
     engine.runner.launch = note  # type: ignore[method-assign]
     completions = engine.generate([request(12 + i, 30, "BE") for i in range(6)])
     assert [list(c.token_ids) for c in completions] == [hf_tokens(12 + i, 30) for i in range(6)]
-    assert engine.stats().host_output_tokens > 0 and pending > 0 and is_clean(engine)
+    assert engine.stats().scheduler.host_output_tokens > 0 and pending > 0 and is_clean(engine)
 
 
 def test_closing_drops_what_is_in_flight(make_async: MakeEngine) -> None:

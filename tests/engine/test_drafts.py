@@ -43,12 +43,12 @@ def test_greedy_tokens_are_hugging_faces_in_fewer_steps(make_engine: MakeEngine,
     tokens = hf_tokens(5, 40)
     (completion,) = engine.generate([guessed(request(5, 40, service_class), tokens, share_wrong=0.1)])
     assert list(completion.token_ids) == tokens
-    stats = engine.stats()
+    stats, counted = engine.stats(), engine.stats().scheduler
     assert stats.steps < 25
-    assert stats.output_tokens[service_class] == 40
-    assert completion.num_accepted_drafts == stats.accepted_drafts == 40 - stats.steps
-    assert completion.num_rejected_drafts == stats.rejected_drafts > 0
-    assert stats.device_tokens == 5 + 39 + stats.rejected_drafts
+    assert counted.output_tokens[service_class] == 40
+    assert completion.num_accepted_drafts == counted.accepted_drafts == 40 - stats.steps
+    assert completion.num_rejected_drafts == counted.rejected_drafts > 0
+    assert stats.device_tokens == 5 + 39 + counted.rejected_drafts
 
 
 @pytest.mark.parametrize("kv", ["paged", "tiered", "incremental", "bidirectional"])
@@ -68,8 +68,8 @@ def test_every_way_of_sampling_gives_what_it_gives_without_drafts(
         got = engine.generate(drafted)
         for one, other in zip(want, got, strict=True):
             check_same(one, other)
-        assert engine.stats().accepted_drafts > 20 and engine.stats().rejected_drafts > 0
-        assert (engine.stats().preemptions > 0) == (memory == 12)
+        assert engine.stats().scheduler.accepted_drafts > 20 and engine.stats().scheduler.rejected_drafts > 0
+        assert (engine.stats().scheduler.preemptions > 0) == (memory == 12)
 
 
 def test_a_repeating_text_is_drafted_from_itself(make_engine: MakeEngine) -> None:
@@ -91,10 +91,10 @@ def test_an_end_inside_a_run_drops_what_is_behind_it(make_engine: MakeEngine, nu
         engine = make_engine()
         (got,) = engine.generate([guessed(asked, tokens, share_wrong=0.0)])
         check_same(want, got)
-        stats = engine.stats()
-        assert stats.output_tokens["LS"] == len(want.token_ids)
-        assert got.num_accepted_drafts == stats.accepted_drafts <= len(want.token_ids) - 1
-        assert stats.device_tokens == 5 + stats.steps - 1 + stats.accepted_drafts + stats.rejected_drafts
+        stats, counted = engine.stats(), engine.stats().scheduler
+        assert counted.output_tokens["LS"] == len(want.token_ids)
+        assert got.num_accepted_drafts == counted.accepted_drafts <= len(want.token_ids) - 1
+        assert stats.device_tokens == 5 + stats.steps - 1 + counted.accepted_drafts + counted.rejected_drafts
         assert engine.kv.usage().device_used == 0
 
 
@@ -126,11 +126,11 @@ def test_stop_strings_end_inside_a_run(model: PreTrainedModel) -> None:
         want, _ = complete(stopping)
         got, engine = complete(guessed(stopping, whole.token_ids, share_wrong=0.1, seed=start))
         check_same(want, got)
-        stats = engine.stats()
-        assert stats.output_tokens["LS"] == len(want.token_ids) == len(want.logprobs)
-        assert (got.num_accepted_drafts, got.num_rejected_drafts) == (stats.accepted_drafts, stats.rejected_drafts)
+        stats, counted = engine.stats(), engine.stats().scheduler
+        assert counted.output_tokens["LS"] == len(want.token_ids) == len(want.logprobs)
+        assert (got.num_accepted_drafts, got.num_rejected_drafts) == (counted.accepted_drafts, counted.rejected_drafts)
         num_cut += got.num_accepted_drafts + stats.steps > len(want.token_ids)
-        assert stats.device_blocks_used == 0
+        assert stats.kv.device_used == 0
     assert want.finish_reason is FinishReason.STOP
 
 
@@ -155,7 +155,7 @@ def test_who_wants_no_drafts_gets_none(make_engine: MakeEngine) -> None:
     tokens = hf_tokens(5, 20)
     engine = make_engine()
     engine.generate([dataclasses.replace(guessed(request(5, 20), tokens), speculation=False)])
-    assert engine.stats().accepted_drafts == engine.stats().rejected_drafts == 0
+    assert engine.stats().scheduler.accepted_drafts == engine.stats().scheduler.rejected_drafts == 0
 
 
 def test_a_class_says_who_is_drafted_unless_the_request_does(make_engine: MakeEngine) -> None:
@@ -200,4 +200,4 @@ def test_steps_overlap_unless_a_draft_would_be_right(make_engine: MakeEngine) ->
     engine.add(guessed(request(5, 40), tokens, share_wrong=0.0))
     got = [token for output in run(engine) for token in output.new_token_ids]
     assert got == tokens
-    assert engine.stats().accepted_drafts > 20
+    assert engine.stats().scheduler.accepted_drafts > 20

@@ -139,7 +139,7 @@ def test_a_host_tier_that_hangs_costs_ls_no_token_and_those_that_wait_for_it_alo
     tier = engine.host_tier
     assert tier is not None
     got = {engine.add(request(12 + i, 30, "BE")): list[int]() for i in range(8)}
-    step_until(engine, got, lambda: engine.stats().host_output_tokens >= 4)
+    step_until(engine, got, lambda: engine.stats().scheduler.host_output_tokens >= 4)
     tier.inject(delay_s=3600)
     step_until(engine, got, lambda: tier.attends)  # from now on it does so for an hour
     tier._progress.patience_s = 0.2
@@ -149,7 +149,7 @@ def test_a_host_tier_that_hangs_costs_ls_no_token_and_those_that_wait_for_it_alo
     assert got[ls] == hf_tokens(6, 40)
     with pytest.raises(Stalled, match=r"[0-9]+ requests wait for the host tier, which is stalled"):
         step_until(engine, got, lambda: not engine.has_unfinished)
-    assert not engine.stats().host_healthy
+    assert not engine.stats().host.healthy
     ls = engine.add(request(7, 10))
     got[ls] = []
     step_until(engine, got, lambda: len(got[ls]) == 10)

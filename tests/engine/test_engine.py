@@ -129,7 +129,7 @@ def test_abort_at_any_step_frees_everything(make_engine: MakeEngine) -> None:
             assert engine.step() == []
             engine.wait(0.01)
         stats = engine.stats()
-        assert stats.device_blocks_used == stats.host_blocks_used == stats.host_requests == 0
+        assert stats.kv.device_used == stats.kv.host_used == stats.scheduler.host_requests == 0
         assert not engine.abort(ids[0])
 
 
@@ -211,7 +211,7 @@ def ls_tokens_per_step(engine: Engine, num_be: int, steps: int) -> list[int]:
         engine.add(request(12 + i, 40, "BE"))
     for _ in range(40):  # until BE decodes on the host
         engine.step()
-    assert engine.stats().host_requests > 0
+    assert engine.stats().scheduler.host_requests > 0
     ls = engine.add(request(6, steps))
     return [sum(len(o.new_token_ids) for o in engine.step() if o.request_id == ls) for _ in range(steps)]
 
@@ -237,15 +237,15 @@ def test_with_the_host_stopped_ls_goes_on_and_be_ends_with_the_same_tokens_after
         if engine.last_plan_was_empty:
             engine.wait(0.01)
 
-    while engine.stats().host_output_tokens < 10:
+    while engine.stats().scheduler.host_output_tokens < 10:
         step()
     engine.host_tier.inject(delay_s=3600.0)
-    frozen_from = engine.stats().host_output_tokens
+    frozen_from = engine.stats().scheduler.host_output_tokens
     ls = engine.add(request(6, 40))
     while len(got.get(ls, [])) < 40:
         step()
     # Tokens whose last layer was done when the host stopped may still have come through.
-    assert engine.stats().host_output_tokens <= frozen_from + engine.stats().host_requests + len(be)
+    assert engine.stats().scheduler.host_output_tokens <= frozen_from + engine.stats().scheduler.host_requests + len(be)
     engine.host_tier.inject(delay_s=0.0)
     while engine.has_unfinished:
         step()
@@ -262,7 +262,7 @@ def test_checkpoints_are_made_and_restored_beside_steps_that_have_all_cores(make
     completions = engine.generate([request(20, 24, "BE"), request(20, 24, "BE"), request(20, 24, "LS")])
     assert all(list(completion.token_ids) == hf_tokens(20, 24) for completion in completions)
     stats = engine.stats()
-    assert stats.checkpoints > 0 and stats.preemptions > 0 and stats.resumed_tokens > 0
+    assert stats.scheduler.checkpoints > 0 and stats.scheduler.preemptions > 0 and stats.scheduler.resumed_tokens > 0
     assert not any(worked)
 
 

@@ -75,4 +75,4 @@ def test_who_needs_a_feature_that_is_deleted_is_told() -> None:
         "from tests.sched.test_histories import run_history\nrun_history('omniserve', 1, kv='tiered', has_drafts=True)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert "omniserve.sched.drafter is deleted" in done.stderr
+    assert "omniserve.sched.features.drafts is deleted" in done.stderr

@@ -14,22 +14,38 @@ ROOT = Path(__file__).parents[2]
 FEATURES = {
     "safepoints": ("omniserve.runner.safepoint", "omniserve.engine.preemption"),
     "deferral": ("omniserve.sched.deferral",),
+    "policies but the default one": (
+        "omniserve.sched.apex",
+        "omniserve.sched.baselines",
+        "omniserve.sched.bros",
+        "omniserve.sched.conserve",
+        "omniserve.sched.disciplines",
+        "omniserve.sched.neo",
+        "omniserve.sched.omniserve_paper",
+        "omniserve.sched.parking",
+        "omniserve.sched.second_batch",
+    ),
     "second sub-batches and hybrid batches": ("omniserve.runner.pipelining",),
     "CUDA graphs": ("omniserve.runner.cuda_graphs",),
     "drafts": (
-        "omniserve.sched.drafter",
-        "omniserve.sched.speculation",
-        "omniserve.sched.draft_rows",
-        "omniserve.sched.host_draft_rows",
+        "omniserve.sched.features.drafts",
+        "omniserve.sched.features.drafter",
+        "omniserve.sched.features.speculation",
+        "omniserve.sched.features.draft_rows",
+        "omniserve.sched.features.host_draft_rows",
         "omniserve.simulate.drafter",
     ),
+    "chunks that left a step": ("omniserve.sched.features.halted_chunks",),
+    "recurrent states": ("omniserve.sched.features.state_slots",),
     "disk": (
         "omniserve.sched.sources.disk",
+        "omniserve.kv.disk_prefix_index",
         "omniserve.kv.disk_prefixes",
         "omniserve.host.disk",
         "omniserve.host.disk_file",
     ),
     "CPU hosts and prefill engines": (
+        "omniserve.kv.network",
         "omniserve.sched.network",
         "omniserve.remote",
         "omniserve.prefill",
@@ -38,8 +54,12 @@ FEATURES = {
         "omniserve.simulate.prefill_engines",
     ),
     "ranks": ("omniserve.parallel", "omniserve.cluster"),
-    "stages": ("omniserve.sched.stages",),
-    "bidirectional and incremental KV": ("omniserve.kv.bidirectional", "omniserve.kv.incremental"),
+    "stages": ("omniserve.sched.stages", "omniserve.runner.staged_loop", "omniserve.ops.stage_link"),
+    "bidirectional and incremental KV": (
+        "omniserve.kv.bidirectional",
+        "omniserve.kv.incremental",
+        "omniserve.sched.features.shared_blocks",
+    ),
 }
 """The modules of each feature; a package stands for all that is in it."""
 

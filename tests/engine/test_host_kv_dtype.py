@@ -31,7 +31,7 @@ def test_int8_blocks_take_a_byte_per_value_and_a_scale_per_row(make_engine: Call
     assert tier.num_blocks == 50 * spec.kv_block_bytes(BLOCK) // spec.host_block_bytes(BLOCK, "int8") > 100
     assert tier.scales_LBK2S is not None
     assert tier.pool_LBK2SH.nbytes + tier.scales_LBK2S.nbytes <= engine.config.host_kv_bytes
-    assert engine.stats().host_blocks_total == tier.num_blocks
+    assert engine.stats().kv.host_total == tier.num_blocks
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -71,5 +71,5 @@ def test_an_int8_engine_runs_to_the_end(model: PreTrainedModel, make_engine: Cal
             engine.wait(0.01)
     assert set(reasons.values()) == {FinishReason.LENGTH} and all(len(tokens[i]) == 24 for i in ids)
     stats = engine.stats()
-    assert stats.host_output_tokens > 0 and stats.swaps_out > 0 and stats.host_failures == 0
-    assert stats.host_kv_bytes_read > 0 and stats.host_busy_seconds > 0
+    assert stats.scheduler.host_output_tokens > 0 and stats.scheduler.swaps_out > 0 and stats.host.failures == 0
+    assert stats.host.kv_bytes_read > 0 and stats.host.busy_seconds > 0

@@ -36,7 +36,7 @@ def test_stays_on_the_host_tier_are_told_once_and_lie_within_the_decode(make_eng
             assert output.times is not None
             since_s = output.times.host_since_s
             assert since_s is None or any(start == since_s for start, _ in stays), "a stay that was never told"
-    assert num_stays > 0 and engine.stats().swaps_out > 0
+    assert num_stays > 0 and engine.stats().scheduler.swaps_out > 0
 
 
 def test_a_stop_string_ends_the_stay_too() -> None:

@@ -49,7 +49,7 @@ def test_a_rejected_request_leaves_nothing_behind(model: PreTrainedModel) -> Non
     with Engine(model, CONFIG, profile=profile_for(model, CONFIG)) as engine:
         with pytest.raises(RequestRejected, match=r"relax slo\.ttft_s"):
             engine.add(dataclasses.replace(request(ttft_s=1e-6), request_id="mine"))
-        assert not engine.has_unfinished and engine.stats().rejected == {"LS": 1, "BE": 0}
+        assert not engine.has_unfinished and engine.stats().scheduler.rejected == {"LS": 1, "BE": 0}
         engine.add(dataclasses.replace(request(), request_id="mine"))
         run(engine)
 
@@ -69,7 +69,7 @@ def test_without_a_profile_nothing_is_predicted_and_nobody_rejected(model: PreTr
     with Engine(model, CONFIG) as engine:
         assert engine.predicted_ttft_s(engine.add(request(ttft_s=1e-9))) is None
         run(engine)
-        assert engine.stats().latency_error == 0.0 and engine.stats().latency_drift == 1.0
+        assert engine.stats().latency.error == 0.0 and engine.stats().latency.drift == 1.0
 
 
 def test_the_engine_learns_how_long_its_steps_take(model: PreTrainedModel) -> None:
@@ -77,7 +77,7 @@ def test_the_engine_learns_how_long_its_steps_take(model: PreTrainedModel) -> No
         engine.add(request(num_output=40))
         run(engine)
         stats = engine.stats()
-        assert stats.latency_error > 0 and stats.latency_drift != 1.0
+        assert stats.latency.error > 0 and stats.latency.drift != 1.0
 
 
 def test_nothing_is_learnt_from_steps_that_rows_left_or_came_back_to(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -90,10 +90,10 @@ def test_nothing_is_learnt_from_steps_that_rows_left_or_came_back_to(model: PreT
         for _ in range(2):
             engine.step()
             engine.preemption.arrivals = tuple
-            assert engine.stats().latency_drift == 1.0
+            assert engine.stats().latency.drift == 1.0
         engine.add(request(num_output=1))
         run(engine)
-        assert engine.stats().latency_drift != 1.0
+        assert engine.stats().latency.drift != 1.0
     assert [step.is_whole for step in read_steps(path).steps] == [False, False, True]
 
 
@@ -125,9 +125,9 @@ def test_a_margin_is_kept_until_a_coarse_profile_is_replaced(model: PreTrainedMo
 
     with Engine(model, CONFIG, profile=coarse, clock=lambda: now_s) as engine:
         wide_s = predicted_s(engine)
-        assert engine.stats().latency_profile_is_coarse
+        assert engine.stats().latency.is_coarse
         engine.use_profile(refined)
-        assert not engine.stats().latency_profile_is_coarse
+        assert not engine.stats().latency.is_coarse
         assert wide_s == pytest.approx(COARSE_MARGIN * predicted_s(engine))
         other = dataclasses.replace(refined, fingerprint=dataclasses.replace(refined.fingerprint, block_size=99))
         with pytest.raises(ProfileMismatch, match="block_size"):

@@ -37,7 +37,7 @@ def test_chunked_prompts_are_scored_as_hugging_face_does(model, make_engine, max
     for prompt, completion in zip(prompts, done, strict=True):
         check_prompt_logprobs(list(completion.prompt_logprobs), prompt, logprobs_of(model, prompt))
         assert len(completion.token_ids) == max_tokens and completion.finish_reason == "length"
-    assert engine.stats().device_blocks_used == 0
+    assert engine.stats().kv.device_used == 0
 
 
 def test_requests_that_do_not_ask_get_none_and_cost_no_logits(make_engine) -> None:
@@ -76,7 +76,7 @@ def test_prompt_that_is_preempted_and_recomputed_is_scored_once(model, make_engi
                 num_told += 1
         if engine.last_plan_was_empty:
             engine.wait(0.01)
-    assert engine.stats().preemptions > 0, "it was never preempted"
+    assert engine.stats().scheduler.preemptions > 0, "it was never preempted"
     assert num_told == 1 and rows == list(range(len(prompt) - 1))
     check_prompt_logprobs(told, prompt, logprobs_of(model, prompt))
 

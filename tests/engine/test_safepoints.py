@@ -62,7 +62,7 @@ def test_rows_go_on_at_their_layer_or_begin_anew(make_engine: MakeEngine, keep: 
     request_id = engine.add(request("BE"))
     assert engine.step() == [], "the only chunk left the step"
     assert asked == [0], "nobody is asked once they have left"
-    assert engine.stats().layer_preemptions == 1
+    assert engine.stats().scheduler.layer_preemptions == 1
     assert tokens_of(engine, request_id) == expected
     assert plans[1].chunks[0].from_layer == (1 if keep else 0)
     assert not halted_rows(engine)
@@ -83,7 +83,7 @@ def test_what_is_not_latency_sensitive_preempts_nobody(make_engine: MakeEngine, 
     watch(engine, lambda: [Arrival(request(service_class))])
     engine.add(request("BE"))
     engine.step()
-    assert engine.stats().layer_preemptions == 0
+    assert engine.stats().scheduler.layer_preemptions == 0
 
 
 def test_what_an_aborted_request_left_is_forgotten(make_engine: MakeEngine) -> None:

@@ -11,7 +11,7 @@ from omniserve import Engine, Request, SamplingParams, patch
 from omniserve.core.config import EngineConfig
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.engine.capacity import fit_states, num_blocks, pool_bytes
-from omniserve.sched.state_slots import num_state_slots
+from omniserve.sched.options import num_state_slots
 from tests.parity.zoo import tiny
 
 SPEC = ModelSpec(
@@ -58,9 +58,9 @@ def test_an_engine_runs_no_more_requests_than_it_has_states_for(caplog: pytest.L
         assert f"holds the recurrent states of {most} requests: max_num_seqs is lowered from 256 to" in caplog.text
         assert 2 * engine.config.max_num_seqs + engine.config.max_host_requests <= most
         requests = [Request(prompt_token_ids=[3, 4], sampling=SamplingParams(max_tokens=3))] * 5
-        assert engine.stats().state_slots_total <= most
+        assert engine.stats().scheduler.state_slots_total <= most
         assert len({completion.token_ids for completion in engine.generate(requests)}) == 1
-        assert engine.stats().state_slots_used == 0
+        assert engine.stats().scheduler.state_slots_used == 0
 
 
 @pytest.mark.parametrize("kv_bytes", [4_096, 20_000, 1 << 20])

@@ -183,5 +183,5 @@ def test_a_scheduler_that_uses_both_tiers(kv: str, async_steps: bool, gpu: FakeR
         completions = fake.engine.generate(requests)
         assert [len(completion.token_ids) for completion in completions] == [12] * 5
         stats = fake.engine.stats()
-        assert stats.swaps_out and stats.host_output_tokens and stats.piggyback_rows
+        assert stats.scheduler.swaps_out and stats.scheduler.host_output_tokens and stats.piggyback_rows
         assert bool(gpu.num_replays) == (kv != "bidirectional"), "no graph holds blocks that run from the right"

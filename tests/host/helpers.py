@@ -16,8 +16,8 @@ from torch import Tensor
 
 from omniserve.core.setup import HostTierSetup
 from omniserve.core.spec import AttentionSpec, ModelSpec
+from omniserve.core.stats import HostTierStats
 from omniserve.core.work import HOST_BLOCKS, HostEvent, KVMove, MoveDirection
-from omniserve.host.progress import HostTierStats
 from omniserve.host.tier import HostTier
 from omniserve.remote import host_server, network_hosts
 from tests.events import ATTENTION_DONE, HOST_LOST, kind_of

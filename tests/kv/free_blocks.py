@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from omniserve.kv import KVManager, PagedKVManager, TieredKVManager
+from omniserve.kv import KVManager, PagedKVManager
 from omniserve.kv.base import Tier
+from omniserve.kv.two_tiers import TwoTierKVManager
 
 
 def free_block_ids(kv: KVManager, tier: Tier) -> list[int]:
@@ -14,6 +15,6 @@ def free_block_ids(kv: KVManager, tier: Tier) -> list[int]:
     """
     if isinstance(kv, PagedKVManager):
         return kv._pool.free_ids() if tier is Tier.DEVICE else []
-    if isinstance(kv, TieredKVManager):
-        return kv._pools[tier].free_ids()
+    if isinstance(kv, TwoTierKVManager):
+        return kv._tables.pools[tier].free_ids()
     raise TypeError(f"where does {type(kv).__name__} keep its free blocks?")

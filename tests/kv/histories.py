@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv import MoveResult, Tier, TieredKVManager
+from omniserve.kv.incremental import IncrementalKVManager
 from tests.kv.free_blocks import free_block_ids
 
 BLOCK = 4
@@ -27,7 +28,7 @@ class _Request:
 class PoisonedBlocks:
     """A random history. Blocks hold what was written there; what nobody owns is poisoned, and so is a torn copy."""
 
-    manager: type[TieredKVManager] = TieredKVManager
+    manager: type[TieredKVManager | IncrementalKVManager] = TieredKVManager
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -99,7 +100,7 @@ class PoisonedBlocks:
         num_tokens, max_blocks = self.requests[request_id].num_tokens, self.rng.randint(1, 4)
         reserve = self.rng.choice([0, 4])
         others = [r for r in self.requests if r != request_id and self.kv.tier(r) is Tier.DEVICE]
-        move = self.kv.start_checkpoint(
+        move = self.kv.checkpoints.start(
             request_id,
             num_tokens,
             max_blocks=max_blocks,
@@ -119,7 +120,7 @@ class PoisonedBlocks:
         request, tier = self.requests[request_id], self.kv.tier(request_id)
         length, copied = self.kv.num_blocks(request_id), self.copied()
         num_free = self.kv.num_free(Tier.DEVICE)
-        move = self.kv.start_move(
+        move = self.kv.moves.start(
             request_id,
             TO_HOST if tier is Tier.DEVICE else TO_DEVICE,
             reserve_blocks=self.rng.choice([0, 2]),
@@ -140,7 +141,7 @@ class PoisonedBlocks:
         self.start(move)
 
     def copied(self) -> dict[str, int]:
-        return {r: self.kv.num_checkpointed(r) for r in self.requests if self.kv.num_checkpointed(r)}
+        return {r: self.kv.checkpoints.num_blocks(r) for r in self.requests if self.kv.checkpoints.num_blocks(r)}
 
     def finish(self) -> None:
         if not self.copies:
@@ -152,8 +153,8 @@ class PoisonedBlocks:
             whole = self.memory.get((source, src)) == before
             self.memory[target, dst] = before if whole and succeeded else POISON
         mine = [r for r, request in self.requests.items() if request.move_id == move.move_id]
-        num_copied = self.kv.num_checkpointed(move.request_id)
-        result = self.kv.finish_move(move.move_id, succeeded=succeeded)
+        num_copied = self.kv.checkpoints.num_blocks(move.request_id)
+        result = self.kv.moves.finish(move.move_id, succeeded=succeeded)
         self.reached[("checkpoint " if move.is_checkpoint else "move ") + result] += 1
         if not mine:
             if move.is_checkpoint and result is not MoveResult.UNUSED:
@@ -161,7 +162,7 @@ class PoisonedBlocks:
                 num_copied += len(move.src_block_ids) if succeeded else 0
             else:
                 assert result is MoveResult.UNUSED
-            assert self.kv.num_checkpointed(move.request_id) == num_copied
+            assert self.kv.checkpoints.num_blocks(move.request_id) == num_copied
         elif result is MoveResult.LOST:
             assert not succeeded and self.kv.tier(mine[0]) is None
             self.lose(mine[0])
@@ -169,14 +170,14 @@ class PoisonedBlocks:
             assert result is (MoveResult.ARRIVED if succeeded else MoveResult.STAYED)
             assert self.kv.tier(mine[0]) is (target if succeeded else source)
             self.requests[mine[0]].move_id = None
-            self.reached["kept"] += move.direction is TO_DEVICE and self.kv.num_checkpointed(mine[0]) > 0
+            self.reached["kept"] += move.direction is TO_DEVICE and self.kv.checkpoints.num_blocks(mine[0]) > 0
 
     def abandon(self) -> None:
         request_id = self.pick(moving=True, tier=Tier.DEVICE)
         if request_id is not None:
             move_id = self.requests[request_id].move_id
             assert move_id is not None
-            self.kv.abandon_move(move_id)
+            self.kv.moves.abandon(move_id)
             assert self.kv.tier(request_id) is None and self.kv.num_blocks(request_id) == 0
             self.lose(request_id)
 
@@ -188,7 +189,7 @@ class PoisonedBlocks:
         if request_id is not None:
             self.kv.free(request_id)
             del self.requests[request_id]
-            assert self.kv.num_checkpointed(request_id) == 0
+            assert self.kv.checkpoints.num_blocks(request_id) == 0
 
     def check(self) -> None:
         """Poison what is free; every request at rest then still reads what it wrote."""
@@ -206,8 +207,8 @@ class PoisonedBlocks:
             assert read == [(request.life, position) for position in range(request.num_tokens)], request_id
 
 
-def checkpoint(kv: TieredKVManager, request_id: str, num_tokens: int) -> KVMove:
-    move = kv.start_checkpoint(request_id, num_tokens, max_blocks=100)
+def checkpoint(kv: TieredKVManager | IncrementalKVManager, request_id: str, num_tokens: int) -> KVMove:
+    move = kv.checkpoints.start(request_id, num_tokens, max_blocks=100)
     assert move is not None
-    assert kv.finish_move(move.move_id, succeeded=True) is MoveResult.ARRIVED
+    assert kv.moves.finish(move.move_id, succeeded=True) is MoveResult.ARRIVED
     return move

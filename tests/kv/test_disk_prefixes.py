@@ -7,7 +7,7 @@ import random
 import pytest
 
 from omniserve.core.work import DiskCopy, MoveDirection
-from omniserve.kv.base import KeepsPrefixesOnDisk, MoveResult, Tier
+from omniserve.kv.base import MoveResult, Tier
 from omniserve.kv.disk_prefixes import DiskPrefixes
 from omniserve.kv.tiered import TieredKVManager
 
@@ -35,7 +35,7 @@ def reading(disk: DiskPrefixes, names: str) -> DiskCopy:
 
 
 def kept(disk: DiskPrefixes, names: str) -> str:
-    return "".join(name for name in names if disk.has(name.encode()))
+    return "".join(name for name in names if disk.match([name.encode()]))
 
 
 def test_what_was_used_longest_ago_gives_way_but_none_that_is_read() -> None:
@@ -77,69 +77,77 @@ def manager(*, num_host_blocks: int = 6, num_slots: int = 8) -> TieredKVManager:
     )  # fmt: skip
 
 
+def is_on_host(kv: TieredKVManager, key: bytes) -> bool:
+    return kv.prefixes.host.match([key]) == 1
+
+
+def is_on_disk(kv: TieredKVManager, key: bytes) -> bool:
+    return kv.prefixes.disk.match([key]) == 1
+
+
 def filled(kv: TieredKVManager, names: str) -> None:
     """Let the host have the blocks of these keys, by a request that decoded there and was preempted."""
-    blocks = kv._host_pool.take(len(names))
+    blocks = kv._tables.pools[Tier.HOST].take(len(names))
     assert blocks is not None
-    kv._prefixes.adopt(keys(names), blocks)
+    kv._copies.prefixes.adopt(keys(names), blocks)
 
 
 def test_what_the_host_has_is_written_once_and_read_when_it_has_it_no_more() -> None:
     kv = manager()
-    assert isinstance(kv, KeepsPrefixesOnDisk) and kv.has_disk()
-    assert kv.start_writing_prefixes(max_blocks=4) is None
+    assert kv.abilities.disk and kv.prefixes.disk is not None
+    assert kv.prefixes.disk.write(max_blocks=4) is None
     filled(kv, "abcde")
-    copy = kv.start_writing_prefixes(max_blocks=2)
+    copy = kv.prefixes.disk.write(max_blocks=2)
     assert copy is not None and copy.to_disk and copy.keys == (b"a", b"b")
-    assert kv.finish_move(copy.move_id, succeeded=True) is MoveResult.ARRIVED
-    copy = kv.start_writing_prefixes(max_blocks=9)
+    assert kv.moves.finish(copy.move_id, succeeded=True) is MoveResult.ARRIVED
+    copy = kv.prefixes.disk.write(max_blocks=9)
     assert copy is not None and copy.keys == (b"c", b"d", b"e")
-    kv._prefixes.reclaim(9)
-    assert kv.has_on_host(b"c") and not kv.has_on_host(b"a"), "what is being written stays"
-    assert kv.finish_move(copy.move_id, succeeded=False) is MoveResult.STAYED
-    assert kv.start_writing_prefixes(max_blocks=9) is None, "a write is not tried again"
-    assert kv.has_on_disk(b"a") and not kv.has_on_disk(b"c") and kv.disk_usage() == (2, 8)
-    read = kv.start_reading_prefix([], keys("ab"))
+    kv._copies.prefixes.reclaim(9)
+    assert is_on_host(kv, b"c") and not is_on_host(kv, b"a"), "what is being written stays"
+    assert kv.moves.finish(copy.move_id, succeeded=False) is MoveResult.STAYED
+    assert kv.prefixes.disk.write(max_blocks=9) is None, "a write is not tried again"
+    assert is_on_disk(kv, b"a") and not is_on_disk(kv, b"c") and kv.prefixes.disk.usage() == (2, 8)
+    read = kv.prefixes.disk.read([], keys("ab"))
     assert read is not None and not read.to_disk and read.slots == (0, 1)
-    assert kv.reading_from_disk(b"a") == read.move_id and not kv.has_on_host(b"a")
+    assert kv.prefixes.disk.reading(b"a") == read.move_id and not is_on_host(kv, b"a")
     kv.check_integrity()
     assert kv.usage().host_used == 0, "prefixes do not count"
-    assert kv.finish_move(read.move_id, succeeded=True) is MoveResult.ARRIVED
-    assert kv.has_on_host(b"a") and kv.has_on_host(b"b") and kv.reading_from_disk(b"a") is None
-    assert kv.start_writing_prefixes(max_blocks=9) is None, "the disk has them"
+    assert kv.moves.finish(read.move_id, succeeded=True) is MoveResult.ARRIVED
+    assert is_on_host(kv, b"a") and is_on_host(kv, b"b") and kv.prefixes.disk.reading(b"a") is None
+    assert kv.prefixes.disk.write(max_blocks=9) is None, "the disk has them"
 
 
 def test_there_is_room_for_what_is_read_but_not_at_the_cost_of_what_will_be_used_with_it() -> None:
     kv = manager(num_host_blocks=4)
     filled(kv, "cde")
-    copy = kv.start_writing_prefixes(max_blocks=9)
+    copy = kv.prefixes.disk.write(max_blocks=9)
     assert copy is not None
-    kv.finish_move(copy.move_id, succeeded=True)
-    kv._prefixes.reclaim(9)
+    kv.moves.finish(copy.move_id, succeeded=True)
+    kv._copies.prefixes.reclaim(9)
     filled(kv, "xyba")
-    read = kv.start_reading_prefix(keys("ab"), keys("cde"), reserve_blocks=1)
+    read = kv.prefixes.disk.read(keys("ab"), keys("cde"), reserve_blocks=1)
     assert read is not None and read.keys == (b"c",), "two blocks of four stay, and one is left"
-    assert [kv.has_on_host(key) for key in keys("abxy")] == [True, True, True, False]
-    assert kv.start_reading_prefix([], keys("d"), reserve_blocks=1) is None
-    kv._prefixes.reclaim(9)
-    assert kv.has_on_host(b"a"), "it stays until the copy ends"
+    assert [is_on_host(kv, key) for key in keys("abxy")] == [True, True, True, False]
+    assert kv.prefixes.disk.read([], keys("d"), reserve_blocks=1) is None
+    kv._copies.prefixes.reclaim(9)
+    assert is_on_host(kv, b"a"), "it stays until the copy ends"
     kv.check_integrity()
-    assert kv.finish_move(read.move_id, succeeded=False) is MoveResult.STAYED
-    assert not kv.has_on_host(b"c") and not kv.has_on_disk(b"c"), "what cannot be read is forgotten"
+    assert kv.moves.finish(read.move_id, succeeded=False) is MoveResult.STAYED
+    assert not is_on_host(kv, b"c") and not is_on_disk(kv, b"c"), "what cannot be read is forgotten"
     assert kv.num_free(Tier.HOST) == 4
 
 
 def test_a_preempted_request_leaves_its_blocks_to_those_that_begin_like_it() -> None:
     kv = manager()
     kv.allocate("r", 3)
-    move = kv.start_move("r", MoveDirection.TO_HOST)
+    move = kv.moves.start("r", MoveDirection.TO_HOST)
     assert move is not None
-    kv.finish_move(move.move_id, succeeded=True)
-    kv.release("r", keys("ab"))
-    assert kv.has_on_host(b"a") and kv.has_on_host(b"b") and kv.tier("r") is None
+    kv.moves.finish(move.move_id, succeeded=True)
+    kv.free("r", keys("ab"))
+    assert is_on_host(kv, b"a") and is_on_host(kv, b"b") and kv.tier("r") is None
     kv.check_integrity()
-    kv._prefixes.reclaim(1)
-    assert kv.has_on_host(b"a") and not kv.has_on_host(b"b")
+    kv._copies.prefixes.reclaim(1)
+    assert is_on_host(kv, b"a") and not is_on_host(kv, b"b")
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -151,21 +159,23 @@ def test_random_copies_keep_the_books(seed: int) -> None:
     for _ in range(300):
         kind = rng.randrange(5)
         if kind == 0:
-            fresh = [name for name in rng.sample(names, 3) if not kv.has_on_host(name.encode())]
-            if len(fresh) <= kv._host_pool.num_free and not any(kv.reading_from_disk(n.encode()) for n in fresh):
+            fresh = [name for name in rng.sample(names, 3) if not is_on_host(kv, name.encode())]
+            if len(fresh) <= kv._tables.pools[Tier.HOST].num_free and not any(
+                kv.prefixes.disk.reading(n.encode()) for n in fresh
+            ):
                 filled(kv, "".join(fresh))
         elif kind == 1:
-            flights.append(kv.start_writing_prefixes(max_blocks=rng.randint(1, 4)))
+            flights.append(kv.prefixes.disk.write(max_blocks=rng.randint(1, 4)))
         elif kind == 2:
-            wanted = [k for k in keys("".join(rng.sample(names, 3))) if kv.has_on_disk(k) and not kv.has_on_host(k)]
-            wanted = [key for key in wanted if kv.reading_from_disk(key) is None]
-            flights.append(kv.start_reading_prefix([], wanted, reserve_blocks=rng.choice([0, 1])))
+            wanted = [k for k in keys("".join(rng.sample(names, 3))) if is_on_disk(kv, k) and not is_on_host(kv, k)]
+            wanted = [key for key in wanted if kv.prefixes.disk.reading(key) is None]
+            flights.append(kv.prefixes.disk.read([], wanted, reserve_blocks=rng.choice([0, 1])))
         elif kind == 3:
-            kv._prefixes.reclaim(rng.randint(0, 3))
+            kv._copies.prefixes.reclaim(rng.randint(0, 3))
         elif flights:
             over = flights.pop(rng.randrange(len(flights)))
             assert over is not None
-            kv.finish_move(over.move_id, succeeded=rng.random() < 0.7)
+            kv.moves.finish(over.move_id, succeeded=rng.random() < 0.7)
         flights = [copy for copy in flights if copy is not None]
         writing = {slot for copy in flights if copy and copy.to_disk for slot in copy.slots}
         others = [slot for copy in flights if copy and not copy.to_disk for slot in copy.slots]
@@ -184,14 +194,14 @@ def test_a_prefix_that_is_found_in_memory_stays_on_disk() -> None:
 def test_of_two_reads_with_a_block_in_common_each_ends_for_itself() -> None:
     kv = manager()
     filled(kv, "abc")
-    copy = kv.start_writing_prefixes(max_blocks=9)
+    copy = kv.prefixes.disk.write(max_blocks=9)
     assert copy is not None
-    kv.finish_move(copy.move_id, succeeded=True)
-    kv._prefixes.reclaim(9)
-    first, second = kv.start_reading_prefix([], keys("bc")), kv.start_reading_prefix([], keys("abc"))
+    kv.moves.finish(copy.move_id, succeeded=True)
+    kv._copies.prefixes.reclaim(9)
+    first, second = kv.prefixes.disk.read([], keys("bc")), kv.prefixes.disk.read([], keys("abc"))
     assert first is not None and second is not None
-    kv.finish_move(first.move_id, succeeded=True)
+    kv.moves.finish(first.move_id, succeeded=True)
     kv.check_integrity()
-    kv.finish_move(second.move_id, succeeded=True)
+    kv.moves.finish(second.move_id, succeeded=True)
     kv.check_integrity()
-    assert kv.num_free(Tier.HOST) == 6 and [kv.has_on_host(key) for key in keys("abc")] == [True] * 3
+    assert kv.num_free(Tier.HOST) == 6 and [is_on_host(kv, key) for key in keys("abc")] == [True] * 3

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from omniserve.core.work import MoveDirection
-from omniserve.kv import KV_MANAGERS, CanMove, PagedKVManager, Tier, TieredKVManager
+from omniserve.kv import KV_MANAGERS, PagedKVManager, Tier, TieredKVManager
 
 
 @pytest.mark.parametrize("name", KV_MANAGERS.names())
@@ -23,20 +23,20 @@ def test_no_block_is_lost_or_doubled(name: str, seed: int) -> None:
         action = rng.random()
         if request_id in moves.values():
             move_id = next(m for m, r in moves.items() if r == request_id)
-            assert isinstance(kv, CanMove)
+            assert kv.moves is not None
             with pytest.raises(RuntimeError):
                 kv.free(request_id)
             if action < 0.5:
-                kv.finish_move(move_id, succeeded=rng.random() < 0.7)
+                kv.moves.finish(move_id, succeeded=rng.random() < 0.7)
                 del moves[move_id]
             elif action < 0.7 and kv.tier(request_id) is Tier.DEVICE:
-                kv.abandon_move(move_id)
+                kv.moves.abandon(move_id)
                 assert kv.tier(request_id) is None
                 abandoned.add(move_id)
                 del moves[move_id], lengths[request_id]
         elif abandoned and action < 0.1:
-            assert isinstance(kv, CanMove)
-            kv.finish_move(abandoned.pop(), succeeded=rng.random() < 0.7)
+            assert kv.moves is not None
+            kv.moves.finish(abandoned.pop(), succeeded=rng.random() < 0.7)
         elif action < 0.6:
             wanted = lengths.get(request_id, 0) + rng.randint(1, 9)
             reserve = rng.choice([0, 5])
@@ -49,16 +49,16 @@ def test_no_block_is_lost_or_doubled(name: str, seed: int) -> None:
                 assert kv.num_free(kv.tier(request_id) or Tier.DEVICE) == before
         elif action < 0.75 and kv.tier(request_id) is not None:
             on_device = kv.tier(request_id) is Tier.DEVICE
-            if not isinstance(kv, CanMove):
+            if kv.moves is None:
                 continue
-            move = kv.start_move(request_id, MoveDirection.TO_HOST if on_device else MoveDirection.TO_DEVICE)
+            move = kv.moves.start(request_id, MoveDirection.TO_HOST if on_device else MoveDirection.TO_DEVICE)
             if move is not None:
                 assert len(move.src_block_ids) == len(move.dst_block_ids)
                 moves[move.move_id] = request_id
         elif action < 0.85 and (tier := kv.tier(request_id)) is not None:
             before, held = kv.num_free(tier), kv.num_blocks(request_id)
             more, reserve = lengths[request_id] + rng.randint(1, 9), rng.choice([0, 3])
-            blocks = kv.stretch(request_id, more, reserve_blocks=reserve)
+            blocks = kv.allocate_lookahead(request_id, more, reserve_blocks=reserve)
             if blocks is not None:
                 assert len(blocks) * 4 >= more and len(blocks) - held == before - kv.num_free(tier)
                 assert len(blocks) == held or kv.num_free(tier) >= reserve
@@ -70,8 +70,8 @@ def test_no_block_is_lost_or_doubled(name: str, seed: int) -> None:
             lengths.pop(request_id, None)
         kv.check_integrity()
     for move_id in [*moves, *abandoned]:
-        assert isinstance(kv, CanMove)
-        kv.finish_move(move_id, succeeded=True)
+        assert kv.moves is not None
+        kv.moves.finish(move_id, succeeded=True)
     for request_id in lengths:
         kv.free(request_id)
     usage = kv.usage()
@@ -89,5 +89,5 @@ def test_integrity_check_finds_a_lost_block() -> None:
 def test_a_move_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     kv = TieredKVManager(num_device_blocks=8, num_host_blocks=2, block_size=4)
     kv.allocate("a", 12)
-    assert kv.start_move("a", MoveDirection.TO_HOST) is None
+    assert kv.moves.start("a", MoveDirection.TO_HOST) is None
     assert kv.tier("a") is Tier.DEVICE and kv.num_free(Tier.HOST) == 2

@@ -25,7 +25,7 @@ def test_random_histories_keep_what_they_say(seed: int) -> None:
         if action < 0.5:
             tokens = rng.choice(prompts)
             keys = list(PrefixKeys(size).up_to(tokens, len(tokens) // size))
-            found = next((i for i, key in enumerate(keys) if not pool.has(key)), len(keys))
+            found = pool.match(keys)
             count, reserve = found + rng.randint(0, 4), rng.choice([0, 3])
             needed, free = count - found + pool.num_idle(keys[:found]), pool.num_free
             blocks = pool.begin(keys[:found], count, reserve=reserve, marks=rng.random() < 0.3)
@@ -64,7 +64,7 @@ def filled(pool: CachingPool, *names: str, marks: bool = False) -> None:
 
 
 def kept(pool: CachingPool, *names: str) -> str:
-    return "".join(name for name in names if pool.has(name.encode()))
+    return "".join(name for name in names if pool.match([name.encode()]))
 
 
 def test_the_blocks_that_were_idle_longest_are_forgotten_first_but_for_protected_ones() -> None:

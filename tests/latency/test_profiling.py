@@ -299,7 +299,7 @@ def test_measured_steps_end_as_told_and_leave_the_engine_empty(model: PreTrained
         assert len(samples) == 25
         assert not engine.has_unfinished
         assert engine.on_step is None
-        assert engine.stats().device_blocks_used == 0
+        assert engine.stats().kv.device_used == 0
     assert min(sample.seconds for sample in samples) > 0
 
 

@@ -94,7 +94,7 @@ def test_a_profile_is_refined_between_requests_whose_tokens_it_does_not_change(
         assert upkeep.is_done
         assert len(others.outputs) > 1 and all(output == expected for output in others.outputs)
         assert tokens(engine) == expected
-        assert not engine.stats().latency_profile_is_coarse
+        assert not engine.stats().latency.is_coarse
         engine.scheduler.check_integrity()
         num_steps = engine.stats().steps
     assert len(read_steps(trace).steps) == num_steps, "measured steps are not traced"
@@ -116,7 +116,7 @@ def test_a_profile_that_cannot_be_refined_stays_coarse_and_the_engine_serves(
             engine, model, config, compiling=None, refines=True, time_limit_s=0.5, folder=tmp_path
         )
         upkeep.run(Requests(engine))
-        assert upkeep.is_done and engine.stats().latency_profile_is_coarse
+        assert upkeep.is_done and engine.stats().latency.is_coarse
         assert "stays coarse" in caplog.text and "the host tier failed" in caplog.text
         assert tokens(engine)
     assert not list(tmp_path.iterdir())

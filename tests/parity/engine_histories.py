@@ -20,11 +20,15 @@ from omniserve.core.plan import PiggybackJoin, StepOutput, StepPlan
 from omniserve.core.request import Arrival
 from omniserve.core.work import HostEvent, KVMove, MoveDirection, SlotCopy
 from omniserve.engine.fingerprint import fingerprint_of
-from omniserve.kv import Tier, TieredKVManager
+from omniserve.kv import Tier
 from omniserve.kv.bidirectional import BidirectionalKVManager
+from omniserve.kv.host_prefixes import PrefixPool
+from omniserve.kv.two_tiers import TwoTierKVManager
 from omniserve.latency import ModelShape, Profile
 from omniserve.parallel.group import RankGroup
+from omniserve.runner.late_results import LateJoins
 from omniserve.runner.runner import LaunchedStep
+from omniserve.sched.features.state_slots import StateSlots
 from tests.engine_settings import flat_config
 from tests.kv.free_blocks import free_block_ids
 from tests.latency.samples import make_profile
@@ -274,7 +278,8 @@ def poison(engine: Engine) -> None:
         free_ids = [block for block in free_block_ids(engine.kv, tier) if block not in used[tier]]
         free = torch.tensor(free_ids, dtype=torch.long, device=blocks_LB.device)
         blocks_LB[:, free] = torch.nan
-    free_slots = [slot for slot in engine.scheduler.requests.state_slots._free if slot not in used_states]
+    state_slots = engine.scheduler.requests.features.get(StateSlots)
+    free_slots = [slot for slot in state_slots._free if slot not in used_states] if state_slots is not None else []
     free_states = torch.tensor(free_slots, dtype=torch.long)
     for states in engine.runner.states.pool.layers:
         for pool in states.values():
@@ -303,7 +308,11 @@ def watch_late_joins(engine: Engine, tally: Tally, rng: random.Random) -> None:
 
     Some steps dwell at a layer, so that results come meanwhile; some look a moment before the newest results come.
     """
-    late_results, tier = engine.runner._late_results, engine.host_tier
+    tier = engine.host_tier
+    if tier is None:
+        return
+    (late_joins,) = (each for each in engine.runner.strategies if isinstance(each, LateJoins))
+    late_results = late_joins._results
     settle = late_results.settle
 
     class NothingNew:
@@ -312,7 +321,6 @@ def watch_late_joins(engine: Engine, tally: Tally, rng: random.Random) -> None:
             return []
 
     def watched(joins: Sequence[PiggybackJoin], *, as_one: bool) -> list[bool]:
-        assert tier is not None
         if (is_early := rng.random() < 0.4) is False:
             tier.wait(0.002)
         late_results._tier = NothingNew() if is_early else tier  # type: ignore[assignment]
@@ -332,7 +340,7 @@ def watch_received_joins(engine: Engine, tally: Tally) -> None:
 
     def launch_and_note(plan: StepPlan) -> LaunchedStep:
         step = launch(plan)
-        if step.doubtful is not None:
+        if step.amend is not None:
             with_drafts = {join.request_id for join in plan.joins if join.draft_ids and not join.is_ready}
             doubtful[id(step)] = len(plan.doubtful), with_drafts
         return step
@@ -459,15 +467,16 @@ def run_history(
                 if output.finish_reason is not None:
                     reasons[output.request_id] = output.finish_reason
             engine.scheduler.check_integrity()
-            if isinstance(engine.kv, TieredKVManager):
-                users = engine.kv._host_pool._num_users
-                tally.shared_on_host += any(num_users > 1 for num_users in users.values())
+            if isinstance(engine.kv, TwoTierKVManager):
+                pool = engine.kv._tables.pools[Tier.HOST]
+                users = pool._num_users.values() if isinstance(pool, PrefixPool) else ()
+                tally.shared_on_host += any(num_users > 1 for num_users in users)
             if engine.last_plan_was_empty:
                 engine.wait(0.01)
         else:
             raise AssertionError(f"seed {seed}: unfinished after all steps: {engine.stats()}")
         stats = engine.stats()
-        tally.prefilled_tokens += sum(engine.stats().loaded_from("prefilled").values())
+        tally.prefilled_tokens += sum(engine.stats().scheduler.loaded_from("prefilled").values())
         if tier is not None:
             for host in tier.hosts():
                 tally.network_tasks += host.tasks_sent
@@ -477,10 +486,10 @@ def run_history(
             tally.constant_decodes += engine.runner.graphs.num_decode_steps
             tally.constant_chunks += engine.runner.graphs.num_chunk_steps
             tally.left_graphs += getattr(engine.runner.graphs, "num_steps_left", 0)
-        assert stats.device_blocks_used == stats.host_blocks_used == 0, stats
+        assert stats.kv.device_used == stats.kv.host_used == 0, stats
         if not engine.scheduler.requests.prefixes.is_on:
             num_free = len(free_block_ids(engine.kv, Tier.DEVICE))
-            assert num_free == stats.device_blocks_total, "somebody who ended keeps KV"
+            assert num_free == stats.kv.device_total, "somebody who ended keeps KV"
     assert set(reasons) == set(which), f"seed {seed}: {set(which) - set(reasons)} never ended"
     for request_id, (index, max_tokens) in which.items():
         want = list(reference.tokens[index][:max_tokens])
@@ -495,25 +504,25 @@ def run_history(
             check_prompt_logprobs(
                 scores[request_id], reference.prompts[index], reference.prompt_logprobs[index], reference.tolerance
             )
-    tally.host_tokens += stats.host_output_tokens
+    tally.host_tokens += stats.scheduler.host_output_tokens
     tally.piggyback_rows += stats.piggyback_rows
-    tally.preemptions += stats.preemptions
-    tally.halted += stats.layer_preemptions
-    tally.resumed_tokens += stats.resumed_tokens
-    tally.cached_tokens += sum(stats.cached_tokens.values())
-    tally.restored_tokens += sum(stats.restored_tokens.values())
-    tally.disk_tokens += sum(stats.loaded_from("disk").values())
+    tally.preemptions += stats.scheduler.preemptions
+    tally.halted += stats.scheduler.layer_preemptions
+    tally.resumed_tokens += stats.scheduler.resumed_tokens
+    tally.cached_tokens += sum(stats.scheduler.cached_tokens.values())
+    tally.restored_tokens += sum(stats.scheduler.restored_tokens.values())
+    tally.disk_tokens += sum(stats.scheduler.loaded_from("disk").values())
     tally.disk_failures += stats.disk.failures
     if isinstance(engine.kv, BidirectionalKVManager):
         tally.shared_blocks += engine.kv._device.num_shared_blocks
         tally.relocated_blocks += engine.kv._device.num_relocated_blocks
         tally.overwritten_tokens += engine.kv._device.num_overwritten_tokens
-    tally.checkpoints += stats.checkpoints
-    tally.accepted_drafts += stats.accepted_drafts
-    tally.rejected_drafts += stats.rejected_drafts
-    tally.swaps_out += stats.swaps_out
-    tally.swaps_in += stats.swaps_in
-    tally.failures += stats.host_failures
+    tally.checkpoints += stats.scheduler.checkpoints
+    tally.accepted_drafts += stats.scheduler.accepted_drafts
+    tally.rejected_drafts += stats.scheduler.rejected_drafts
+    tally.swaps_out += stats.scheduler.swaps_out
+    tally.swaps_in += stats.scheduler.swaps_in
+    tally.failures += stats.host.failures
     return tally
 
 

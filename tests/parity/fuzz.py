@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from omniserve import patch
 from omniserve.core.config import GIB, DiskKVConfig
 from omniserve.host.disk_file import DiskFile
-from omniserve.sched import SCHEDULERS, prefixes
+from omniserve.sched import SCHEDULERS, prefixes_on_host
 from tests.parity.engine_histories import Reference, Tally, run_history
 from tests.parity.models import MODELS, tiny_model
 from tests.parity.test_disk import damaging_write
@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the layers are tiny; the cores are for the host tier
-    prefixes.LEAST_RESTORED_TOKENS = 8  # contexts are short
+    prefixes_on_host.LEAST_RESTORED_TOKENS = 8  # contexts are short
     models = {}
     for family in args.families:
         model = _model(family, args.first_seed).to(args.device)

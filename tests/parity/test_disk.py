@@ -29,7 +29,7 @@ GIB = 1 << 30
 @pytest.fixture
 def damages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let files be damaged now and then, writes fail, and prefixes of a block be worth reading."""
-    monkeypatch.setattr("omniserve.sched.prefixes.LEAST_RESTORED_TOKENS", 8)
+    monkeypatch.setattr("omniserve.sched.prefixes_on_host.LEAST_RESTORED_TOKENS", 8)
     monkeypatch.setattr(DiskFile, "write", damaging_write(0))
 
 
@@ -108,7 +108,7 @@ def test_a_restart_finds_what_the_last_engine_has_computed(tmp_path: Path) -> No
     for life in range(3):
         with Engine(patch(tiny_model("llama"), compile=False), _config(tmp_path)) as engine:
             assert _generate(engine) == (expected, 96 if life else 0)
-            assert sum(engine.stats().loaded_from("disk").values()) == (96 if life else 0)
+            assert sum(engine.stats().scheduler.loaded_from("disk").values()) == (96 if life else 0)
             assert _generate(engine) == (expected, 96)
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -172,7 +172,7 @@ def test_requests_that_begin_alike_wait_for_one_read(tmp_path: Path) -> None:
         done = engine.generate(requests)
         assert [each.num_cached_tokens for each in done] == [96] * 4 and list(done[0].token_ids) == expected
         stats = engine.stats()
-        assert sum(stats.loaded_from("disk").values()) == 96
+        assert sum(stats.scheduler.loaded_from("disk").values()) == 96
         assert stats.disk.bytes_read == 12 * engine.disk.file.block_bytes
 
 
@@ -184,7 +184,7 @@ def test_a_request_that_ends_while_it_is_read_is_forgotten(tmp_path: Path) -> No
         request = Request(prompt_token_ids=_PROMPT, sampling=sampling, request_id="same")
         engine.add(request)
         engine.step()
-        assert engine.stats().waiting["LS"] == 1 and engine.stats().running["LS"] == 0
+        assert engine.stats().scheduler.waiting["LS"] == 1 and engine.stats().scheduler.running["LS"] == 0
         assert engine.abort("same") and not engine.has_unfinished
         engine.scheduler.check_integrity()
         assert _generate(engine) == (_expected(), 96)
@@ -260,18 +260,18 @@ def test_two_reads_bring_no_block_twice(tmp_path: Path, monkeypatch: pytest.Monk
     sampling = SamplingParams(max_tokens=4, ignore_eos=True)
     with Engine(patch(tiny_model("llama"), compile=False), _config(tmp_path)) as engine:
         engine.generate([Request(prompt_token_ids=_PROMPT[:17], sampling=sampling)])  # reads nothing: it is too short
-        assert sum(engine.stats().loaded_from("disk").values()) == 0
-        monkeypatch.setattr("omniserve.sched.prefixes.LEAST_RESTORED_TOKENS", 8)
+        assert sum(engine.stats().scheduler.loaded_from("disk").values()) == 0
+        monkeypatch.setattr("omniserve.sched.prefixes_on_host.LEAST_RESTORED_TOKENS", 8)
         kv, disk = engine.kv, engine.disk
         engine.add(Request(prompt_token_ids=_PROMPT, sampling=sampling, request_id="behind"))
         poll, disk.poll = disk.poll, lambda: []  # the first copy does not end
         engine.step()
         assert list(engine.scheduler.requests.states) == ["behind"]
-        kv._prefixes.reclaim(99)
-        for block in list(kv._cache._idle) + list(kv._cache._idle_marked):
-            kv._cache._forget(block)
+        kv._copies.prefixes.reclaim(99)
+        for block in list(kv.prefixes._pool._idle) + list(kv.prefixes._pool._idle_marked):
+            kv.prefixes._pool._forget(block)
         engine.add(Request(prompt_token_ids=_PROMPT, sampling=sampling, request_id="all"))
-        assert engine.step() == [] and engine.stats().waiting["LS"] == 2
+        assert engine.step() == [] and engine.stats().scheduler.waiting["LS"] == 2
         disk.poll = poll
         tokens: dict[str, list[int]] = {"behind": [], "all": []}
         while engine.has_unfinished:
@@ -281,4 +281,4 @@ def test_two_reads_bring_no_block_twice(tmp_path: Path, monkeypatch: pytest.Monk
             if engine.last_plan_was_empty:
                 engine.wait(0.01)
         assert tokens == {"behind": _expected(), "all": _expected()}
-        assert sum(engine.stats().loaded_from("disk").values()) == 96, "each block was read once"
+        assert sum(engine.stats().scheduler.loaded_from("disk").values()) == 96, "each block was read once"

@@ -283,7 +283,7 @@ def test_bf16_log_probabilities_are_close(device: str) -> None:
     ]
     with Engine(model, config) as engine:
         completions = engine.generate(requests)
-        assert engine.stats().host_output_tokens > 0
+        assert engine.stats().scheduler.host_output_tokens > 0
     errors, own_errors = [], []
     for prompt, completion, tokens in zip(reference.prompts, completions, reference.tokens, strict=True):
         ours = torch.tensor([entry.logprob for entry in completion.logprobs])

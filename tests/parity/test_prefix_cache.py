@@ -58,7 +58,7 @@ def test_models_over_random_histories(family: str, device: str) -> None:
 def test_prefixes_that_come_back_from_the_host(
     scheduler: str, overlaps: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omniserve.sched.prefixes.LEAST_RESTORED_TOKENS", 8)
+    monkeypatch.setattr("omniserve.sched.prefixes_on_host.LEAST_RESTORED_TOKENS", 8)
     model, reference = model_and_reference("llama", device)
     run_histories(
         model, reference, range(960, 964), reach=("cached_tokens", "restored_tokens", "preemptions"),
@@ -83,7 +83,7 @@ def test_a_prefix_that_the_device_has_forgotten_comes_back_from_the_host() -> No
                     assert list(done.token_ids) == tokens
                     engine.scheduler.check_integrity()
                     found.append(done.num_cached_tokens)
-            restored = engine.scheduler.requests.prefixes.num_restored_tokens["LS"]
+            restored = engine.scheduler.requests.prefixes_on_host.num_restored_tokens["LS"]
         if host_prefixes:
             assert found[3:] == [80] * 9 and restored > 0
         else:
@@ -167,7 +167,7 @@ def test_memory_comes_before_what_nobody_uses() -> None:
     model, _ = model_and_reference("llama", "cpu")
     with _engine(model, device_kv_bytes=9 * model.omniserve.spec.kv_block_bytes(8)) as engine:
         engine.generate([_request(*range(1, 41))])
-        assert engine.stats().device_blocks_used == 0, "idle blocks count as free"
+        assert engine.stats().kv.device_used == 0, "idle blocks count as free"
         assert len(free_block_ids(engine.kv, Tier.DEVICE)) == 4, "but five of nine have their KV"
         engine.generate([_request(*range(101, 149))])  # takes seven blocks
         (again,) = engine.generate([_request(*range(1, 41))])
@@ -203,7 +203,7 @@ def test_a_flood_of_best_effort_prompts_leaves_latency_sensitive_prefixes_their_
                 flood()
             request_id = engine.add(_request(*chat, max_tokens=8))
             is_running = True
-            while is_running or engine.stats().waiting["BE"] > 2:
+            while is_running or engine.stats().scheduler.waiting["BE"] > 2:
                 for output in engine.step():
                     if output.request_id == request_id:
                         chat += output.new_token_ids

@@ -29,7 +29,7 @@ SECRET = "a secret of some length"
 
 def make_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make prefixes of a block worth a copy, and have what was lost tried again soon."""
-    monkeypatch.setattr("omniserve.sched.prefixes.LEAST_RESTORED_TOKENS", 8)
+    monkeypatch.setattr("omniserve.sched.prefixes_on_host.LEAST_RESTORED_TOKENS", 8)
     monkeypatch.setattr("omniserve.remote.prefill_engines._FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("omniserve.remote.prefill_engines._LONGEST_PAUSE_S", 0.05)
 

@@ -161,7 +161,7 @@ def test_prompts_go_there_and_their_kv_is_found_again(secret_file: str) -> None:
             expected = _generate(alone, _PROMPTS)
         with _engine(model, _config([server.address], secret_file)) as engine:
             assert _generate(engine, _PROMPTS) == expected
-            assert sum(engine.stats().loaded_from("prefilled").values()) == 6 * 56
+            assert sum(engine.stats().scheduler.loaded_from("prefilled").values()) == 6 * 56
             assert server.stats() == {"asked": 6, "done": 6, "failed": 0, "blocks_sent": 42}
             assert _generate(engine, _PROMPTS, "BE") == expected  # what is here is not asked for again
             assert server.stats()["asked"] == 6
@@ -242,7 +242,7 @@ def test_an_engine_that_is_not_there_is_left_out_and_joins_later(secret_file: st
         address = server.address
     with _engine(model, _config([address], secret_file)) as engine:
         before = _generate(engine, _PROMPTS[:3])
-        assert sum(engine.stats().loaded_from("prefilled").values()) == 0
+        assert sum(engine.stats().scheduler.loaded_from("prefilled").values()) == 0
         with prefill_server("llama", port=address[1]):
             for _ in range(300):
                 engine.step()
@@ -250,7 +250,7 @@ def test_an_engine_that_is_not_there_is_left_out_and_joins_later(secret_file: st
                     break
                 time.sleep(0.02)
             after = _generate(engine, _PROMPTS[3:])
-            assert sum(engine.stats().loaded_from("prefilled").values()) == 3 * 56
+            assert sum(engine.stats().scheduler.loaded_from("prefilled").values()) == 3 * 56
     with _engine(model, PrefillConfig()) as alone:
         assert _generate(alone, _PROMPTS) == before + after
 

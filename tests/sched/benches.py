@@ -57,7 +57,7 @@ class Machine:
             block_size=BLOCK, num_layers=self.limits.num_layers, max_tokens=self.limits.config.max_num_batched_tokens,
             rng=random.Random(seed),
         )  # fmt: skip
-        self.device.abandoned = self.requests.abandoned_moves
+        self.device.abandoned = self.requests.moves.abandoned
         stepping = OverlappingStepping if overlaps else Stepping
         self._stepping = stepping(self.scheduler, self.device.execute)
         if isinstance(self.kv, BidirectionalKVManager):
@@ -110,12 +110,16 @@ class Bench(Machine):
 
     def __init__(
         self, policy: str, *, kv: str = "tiered", device_blocks: int = 8, host_blocks: int = 0, seed: int = 0,
-        num_protected: int | None = None, **settings: Any,
+        num_protected: int | None = None, host_prefixes: bool = False, **settings: Any,
     ) -> None:  # fmt: skip
-        """``num_protected``: there is a prefix cache, which protects so many blocks."""
+        """``num_protected``: there is a prefix cache, which protects so many blocks.
+
+        ``host_prefixes``: the cache goes on in host memory.
+        """
         caches: dict[str, Any] = {}
         if num_protected is not None:
             caches = {"prefix_cache": True, "num_protected_blocks": num_protected}
+            caches |= {"host_prefixes": True} if host_prefixes else {}
         super().__init__(
             policy, kv=kv, device_blocks=device_blocks, host_blocks=host_blocks, caches=caches, seed=seed,
             settings=settings,

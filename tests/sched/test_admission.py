@@ -9,7 +9,7 @@ import pytest
 
 from omniserve.core.errors import RequestRejected
 from omniserve.core.request import ClassSpec
-from omniserve.sched.admission import FIRST_MARGIN, SLO_SCALE, AdmissionMargin
+from omniserve.sched.admission import FIRST_MARGIN, SLO_SCALE, AdmissionMargin, scaled_slo
 from tests.sched.benches import Clock
 from tests.sched.phases import CLASSES, DEFAULT_TTFT_S, History, PhasedMachine
 
@@ -31,7 +31,7 @@ def add_long(bench: Clock | PhasedMachine, name: str = "ls-long", **settings: ob
 def test_a_prompt_that_takes_longer_than_the_classs_objective_is_served_and_its_objective_scaled() -> None:
     bench = Clock()
     predicted_s = add_long(bench)
-    slo = bench.scheduler.scaled_slo("ls-long")
+    slo = scaled_slo(bench.requests.states["ls-long"])
     assert (
         predicted_s is not None and slo is not None and slo.ttft_s == pytest.approx(SLO_SCALE * predicted_s, rel=0.05)
     )
@@ -43,7 +43,7 @@ def test_objectives_that_can_be_kept_or_are_the_requests_own_are_not_scaled() ->
     bench = Clock()
     bench.add("ls", prompt=60, ttft=DEFAULT_TTFT_S, by_default=True)
     bench.add("ls-own", prompt=60, ttft=5.0)
-    assert bench.scheduler.scaled_slo("ls") is None and bench.scheduler.scaled_slo("ls-own") is None
+    assert [scaled_slo(bench.requests.states[name]) for name in ("ls", "ls-own")] == [None, None]
 
 
 def test_best_effort_work_gets_no_time_of_a_request_that_is_late_in_any_case() -> None:
@@ -68,14 +68,14 @@ def test_a_long_prompt_holds_up_no_short_one_and_is_not_held_up_for_ever() -> No
             bench.add(name, prompt=20, output=1, ttft=DEFAULT_TTFT_S, by_default=True)
         bench.step()
     assert max(bench.first_s[name] - at_s for name, at_s in sent_s.items() if name in bench.first_s) <= DEFAULT_TTFT_S
-    slo = bench.scheduler.scaled_slo("ls-long")
+    slo = scaled_slo(bench.requests.states["ls-long"])
     assert len(sent_s) > 10 and slo is not None and slo.ttft_s is not None and bench.first_s["ls-long"] <= slo.ttft_s
 
 
 def test_a_tpot_that_no_decode_can_keep_is_scaled_too_so_that_prompts_go_on() -> None:
     bench = Clock(predict={"base": 200.0})
     bench.add("ls", prompt=4, output=300, ttft=2.0, tpot=0.1, by_default=True)
-    slo = bench.scheduler.scaled_slo("ls")
+    slo = scaled_slo(bench.requests.states["ls"])
     assert slo is not None and slo.tpot_s == pytest.approx(SLO_SCALE * 0.201, rel=0.02)
     bench.run_until(lambda: "ls" in bench.first_s)
     bench.add("ls2", prompt=100, output=1, ttft=2.0, tpot=0.1, by_default=True)

@@ -68,7 +68,7 @@ def test_priority_takes_no_memory_from_running_requests_for_one_that_waits() -> 
     for plan, _ in bench.steps_until(lambda: "be" in bench.finished):
         assert names(plan) == ["be"], "nobody overtakes the LS prompt either"
     assert names(bench.step()[0]) == ["ls", "be-small"]
-    assert bench.requests.num_preemptions == 0
+    assert bench.requests.counters["preemptions"] == 0
 
 
 def test_priority_recomputes_the_last_of_the_lowest_class_when_a_running_request_lacks_memory() -> None:
@@ -80,7 +80,7 @@ def test_priority_recomputes_the_last_of_the_lowest_class_when_a_running_request
     bench.step()
     # The LS request, which came last, needs a third block first.
     assert names(bench.step()[0]) == ["ls", "be0"]
-    assert bench.requests.num_preemptions == 1 and "be1" in bench.requests.states
+    assert bench.requests.counters["preemptions"] == 1 and "be1" in bench.requests.states
 
 
 def test_priority_admits_nobody_in_a_step_that_preempted() -> None:
@@ -91,7 +91,7 @@ def test_priority_admits_nobody_in_a_step_that_preempted() -> None:
     bench.add("ls", prompt=4)
     bench.step()
     assert names(bench.step()[0]) == ["be0"]
-    assert bench.requests.num_preemptions == 1
+    assert bench.requests.counters["preemptions"] == 1
     assert names(bench.step()[0]) == ["be0", "ls"]
 
 
@@ -128,7 +128,7 @@ def test_online_only_keeps_what_best_effort_requests_hold_until_an_ls_one_needs_
     assert tokens(bench) == {"be": 1}, "it goes on where it was"
     bench.add("ls1", prompt=24, output=1)
     assert names(bench.step()[0]) == ["ls1"]
-    assert bench.requests.num_preemptions == 1
+    assert bench.requests.counters["preemptions"] == 1
 
 
 # -- non-preemptive ----------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_non_preemptive_gives_a_running_best_effort_request_a_token_every_step()
         bench.add(f"ls{i}", prompt=10, output=5)
         assert {"be0", "be1"} <= set(names(bench.step()[0]))
     assert {"be0", "be1"} <= bench.finished
-    assert bench.requests.num_preemptions > 0, "memory was never short"
+    assert bench.requests.counters["preemptions"] > 0, "memory was never short"
 
 
 def test_non_preemptive_makes_an_ls_prompt_wait_for_the_memory_of_best_effort_requests() -> None:
@@ -197,10 +197,10 @@ def test_llumnix_ls_requests_take_the_reserve_first_and_then_the_memory_of_best_
     bench.step()
     bench.add("ls0", prompt=15)
     assert names(bench.step()[0]) == ["ls0", "be0", "be1"]
-    assert bench.requests.num_preemptions == 0
+    assert bench.requests.counters["preemptions"] == 0
     bench.add("ls1", prompt=11)
     assert "ls1" in names(bench.step()[0])
-    assert bench.requests.num_preemptions == 1 and "be1" in [s.request_id for s in bench.requests.waiting["BE"]]
+    assert bench.requests.counters["preemptions"] == 1 and "be1" in [s.request_id for s in bench.requests.waiting["BE"]]
 
 
 def test_llumnix_best_effort_requests_that_overflow_end_on_the_host_tier() -> None:
@@ -213,7 +213,7 @@ def test_llumnix_best_effort_requests_that_overflow_end_on_the_host_tier() -> No
         on_device_after |= moved & set(names(plan))
         moved |= {move.request_id for move in plan.side_work(KVMove)}
     assert moved and not on_device_after, "who moved stays"
-    assert bench.requests.num_preemptions == 0
+    assert bench.requests.counters["preemptions"] == 0
     assert bench.scheduler.stats().host_output_tokens > 0
 
 
@@ -226,13 +226,13 @@ def test_llumnix_best_effort_requests_hold_no_more_than_the_headroom_leaves() ->
         if number % 10 == 0:
             bench.add(f"ls{number}", prompt=30, output=10)
         on_device = [s.request_id for s in bench.requests.device["BE"]]
-        moving = [state.request_id for state, _ in bench.requests.moving.values()]
+        moving = [state.request_id for state, _ in bench.requests.moves.under_way.values()]
         held = sum(bench.kv.num_held(request_id, Tier.DEVICE) for request_id in (*on_device, *moving))
         assert held <= 8 or len(on_device) <= 1
         shared += len(on_device) > 1
         beside_ls += bool(on_device) and len(bench.requests.device["LS"]) > 0
     assert shared > 3 and beside_ls > 3
-    assert bench.scheduler.stats().host_output_tokens > 0 and bench.requests.num_preemptions == 0
+    assert bench.scheduler.stats().host_output_tokens > 0 and bench.requests.counters["preemptions"] == 0
 
 
 def test_llumnix_the_headroom_is_used_up_by_ls_requests_and_what_it_leaves_is_not() -> None:
@@ -254,7 +254,7 @@ def test_llumnix_a_best_effort_request_that_is_larger_than_its_share_runs_when_i
     bench.add("be0", prompt=9, output=100)
     bench.add("be1", prompt=60, output=5)
     bench.run_until(lambda: "be1" in bench.finished)
-    assert bench.finished == {"be1"} and bench.requests.num_preemptions == 0
+    assert bench.finished == {"be1"} and bench.requests.counters["preemptions"] == 0
 
 
 def test_llumnix_decodes_make_room_for_a_best_effort_prompt_on_the_host_the_youngest_first() -> None:

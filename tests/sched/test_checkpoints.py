@@ -94,7 +94,7 @@ def test_a_request_goes_on_while_its_full_blocks_are_copied() -> None:
     for event in bench.device.poll(1.0):
         bench.end(event)
     assert not bench.checkpoints.busy
-    num_blocks = bench.kv.num_checkpointed("be0")
+    num_blocks = bench.kv.checkpoints.num_blocks("be0")
     assert num_blocks >= 3 and len(copied) == num_blocks == bench.checkpoints.num_blocks_copied
     slots = [block * BLOCK + offset for block in copied for offset in range(BLOCK)]
     assert [bench.device.kv["host", slot] for slot in slots] == state.token_ids[: num_blocks * BLOCK]
@@ -137,7 +137,7 @@ def test_who_is_not_on_the_device_is_passed_over() -> None:
     bench = CheckpointBench()
     moving, waiting, _ = bench.add(8), bench.add(8), bench.add(8)
     bench.step([])
-    assert bench.kv.start_move("be0", MoveDirection.TO_HOST) is not None
+    assert bench.kv.moves.start("be0", MoveDirection.TO_HOST) is not None
     moving.phase = Phase.MOVING
     bench.kv.free("be1")
     waiting.phase = Phase.WAITING
@@ -170,7 +170,7 @@ def test_the_fake_device_tears_a_copy_of_a_block_that_is_still_written() -> None
     bench = CheckpointBench()
     state = bench.add(6)
     bench.step([])
-    move = bench.kv.start_checkpoint("be0", 8, max_blocks=2)
+    move = bench.kv.checkpoints.start("be0", 8, max_blocks=2)
     assert move is not None
     state.token_ids.append(999)
     bench.step([move])
@@ -198,6 +198,6 @@ def test_where_checkpoints_are_restored_the_oldest_gives_way_if_host_memory_is_s
         bench.plan()
         for move in bench.moves:
             bench.end(done(move))
-    assert [bench.kv.num_checkpointed(state.request_id) for state in bench.states] == copied
+    assert [bench.kv.checkpoints.num_blocks(state.request_id) for state in bench.states] == copied
     assert bench.plan() == [], "nobody takes anything back from a younger one"
     bench.kv.check_integrity()

@@ -83,11 +83,11 @@ def test_who_was_parked_comes_back_before_anybody_new_enters(policy: str) -> Non
     bench = with_checkpoints(policy, device_blocks=8, prompt=19, output=40)
     bench.add("ls", prompt=11, output=10)
     bench.step()
-    assert len(bench.requests.residents.queue) + len(bench.requests.moving) == 1
+    assert len(bench.requests.residents.queue) + len(bench.requests.moves.under_way) == 1
     bench.add("be-new", prompt=3, output=3)
     order = [name for _ in range(20) for name in names(bench.step()[0]) if name.startswith("be")]
     assert order[0] == "be0" and "be-new" in order
-    assert bench.requests.num_preemptions == 0
+    assert bench.requests.counters["preemptions"] == 0
 
 
 @both
@@ -104,7 +104,7 @@ def test_a_parked_request_stays_away_while_an_ls_prompt_waits_for_memory(policy:
     bench.run_until(lambda: "ls-large" in bench.finished)
     for _ in range(5):
         bench.step()
-    assert len(bench.requests.device["BE"]) == 1 and bench.requests.num_preemptions == 0
+    assert len(bench.requests.device["BE"]) == 1 and bench.requests.counters["preemptions"] == 0
 
 
 @both
@@ -113,7 +113,7 @@ def test_a_parked_request_as_large_as_the_device_comes_back(policy: str) -> None
     bench.add("ls", prompt=15, output=3)
     for _ in range(12):
         bench.step()
-    assert bench.finished == {"be0", "ls"} and bench.requests.num_preemptions == 0
+    assert bench.finished == {"be0", "ls"} and bench.requests.counters["preemptions"] == 0
 
 
 @both
@@ -174,7 +174,7 @@ def test_conserve_without_a_forecast_is_sarathi(kv: str, host_blocks: int) -> No
                 bench.add(rng.choice(["ls", "be"]) + str(i), prompt=rng.randint(1, 20), output=rng.randint(1, 20))
             chunks = bench.step()[0].chunks
             plans[policy].append(tuple(dataclasses.replace(chunk, is_preemptible=False) for chunk in chunks))
-        assert bench.requests.num_preemptions > 3
+        assert bench.requests.counters["preemptions"] > 3
     assert plans["sarathi"] == plans["conserve"]
 
 
@@ -182,7 +182,7 @@ def test_conserve_without_a_forecast_is_sarathi(kv: str, host_blocks: int) -> No
 def test_best_effort_requests_with_checkpoints_leave_the_device_at_once_and_come_back_as_they_were(policy: str) -> None:
     bench = with_checkpoints(policy, device_blocks=12, prompt=11, output=12, num_be=3, max_num_batched_tokens=64)
     bench.step()
-    assert bench.kv.num_checkpointed("be2") == 3 and bench.kv.num_free(Tier.DEVICE) == 0
+    assert bench.kv.checkpoints.num_blocks("be2") == 3 and bench.kv.num_free(Tier.DEVICE) == 0
     bench.add("ls", prompt=11, output=6)
     plan, _ = bench.step(host_chance=0.0)
     assert "ls" in names(plan), "it does not wait for a copy"
@@ -194,7 +194,7 @@ def test_best_effort_requests_with_checkpoints_leave_the_device_at_once_and_come
         assert not plan.entries
         returns.update(move.request_id for move in plan.side_work(KVMove) if move.direction is MoveDirection.TO_DEVICE)
     assert returns[outgoing[0].request_id] == 1
-    assert bench.requests.num_preemptions == 0, "nothing was computed twice"
+    assert bench.requests.counters["preemptions"] == 0, "nothing was computed twice"
 
 
 @both

@@ -136,5 +136,5 @@ def test_what_was_deferred_goes_on_if_the_higher_class_has_no_memory() -> None:
     bench.run_until(lambda: len(bench.first_s) == 15)
     bench.step_with_arrival("gold", after_s=0.001, prompt=300, ttft=0.3925)
     silver = {f"silver{i}" for i in range(15)}
-    assert bench.scheduler.policy._deferral.waiting(bench.now_s) == silver  # type: ignore[attr-defined]
+    assert bench.scheduler.policy.step.deferral.waiting(bench.now_s) == silver  # type: ignore[attr-defined]
     assert chunks(bench.step()) == dict.fromkeys(silver, (1, 1))

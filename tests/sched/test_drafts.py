@@ -3,6 +3,7 @@ step."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -12,12 +13,15 @@ from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.core.work import MoveDirection
 from omniserve.kv import KV_MANAGERS, Tier
 from omniserve.sched import Scheduler, policy_of
-from omniserve.sched.draft_rows import MAX_DRAFTS_WITHOUT_FORECAST, with_drafts
-from omniserve.sched.drafter import Drafter, PromptLookup
-from omniserve.sched.host_draft_rows import HostSeats, with_host_drafts
-from omniserve.sched.speculation import MAX_DRAFTS, Speculation
-from omniserve.sched.state import AwayToken, RequestState
-from omniserve.sched.step_cost import num_seats
+from omniserve.sched.features.base import OpenStep
+from omniserve.sched.features.draft_rows import MAX_DRAFTS_WITHOUT_FORECAST, with_drafts
+from omniserve.sched.features.drafter import Drafter, PromptLookup
+from omniserve.sched.features.drafts import Drafts
+from omniserve.sched.features.host_draft_rows import with_host_drafts
+from omniserve.sched.features.speculation import MAX_DRAFTS, Speculation, speculation_of
+from omniserve.sched.host_rows import AwayToken, HostRows
+from omniserve.sched.seats import num_seats
+from omniserve.sched.state import RequestState
 from tests.sched.limits import BLOCK, make_limits
 from tests.sched.predictor import forecast
 
@@ -153,7 +157,8 @@ def test_nothing_waits_for_drafts_that_a_step_has_just_declined() -> None:
     assert [speculation.knows_next(text, end) for end in (10, 25, 26)] == [False, False, True]
     state = decoding("a")
     assert Step(state).drafts(costs=(0.0, 5.0)) == [0]
-    assert state.speculation is not None and not state.speculation.knows_next(state.token_ids, state.num_tokens)
+    found = speculation_of(state)
+    assert found is not None and not found.knows_next(state.token_ids, state.num_tokens)
 
 
 # -- rows of a step ----------------------------------------------------------------------------------------------------
@@ -167,8 +172,8 @@ def decoding(name: str, num_tokens: int = 5, *, max_tokens: int = 40, guess: tup
     )  # fmt: skip
     state.token_ids += [1] * (num_tokens - 3)
     state.num_computed_tokens = num_tokens - 1
-    state.speculation = Speculation(_Fixed(*(guess or range(20))))
-    state.speculation.learn(400, 400)  # it is always right
+    state.facts[Speculation] = speculation = Speculation(_Fixed(*(guess or range(20))))
+    speculation.learn(400, 400)  # it is always right
     return state
 
 
@@ -193,7 +198,7 @@ class Step:
             cost = forecast(2, base=costs[0], row=costs[1], key=0.0).step()
             for chunk in self.chunks:
                 cost.add_chunk(chunk.start, 1, samples=1)
-        settings = {"tokens_left": 100, "max_model_len": 1000, "without": ()} | more
+        settings = {"tokens_left": 100, "max_model_len": 1000} | more
         found = with_drafts(self.chunks, self.states, self.kv, cost=cost, bound_s=bound_s, **settings)  # type: ignore[arg-type]
         for request_id, chunk in found.items():
             assert chunk.request_id == request_id and len(chunk.drafts) == chunk.num_drafts > 0
@@ -226,7 +231,9 @@ def test_drafts_fit_the_token_budget_and_the_length() -> None:
     assert Step(decoding("a", max_tokens=5)).drafts() == [2], "three more tokens, of which one is certain"
     assert Step(decoding("a", max_tokens=3)).drafts() == [0], "the next token is the last"
     assert Step(decoding("a")).drafts(max_model_len=7) == [1]
-    assert Step(decoding("a"), decoding("b")).drafts(without={"a"}) == [0, 4]
+    step = Step(decoding("a"), decoding("b"))
+    step.chunks[0] = dataclasses.replace(step.chunks[0], is_preemptible=True)
+    assert step.drafts() == [0, 4]
 
 
 @pytest.mark.parametrize("kv", KV_MANAGERS.names())
@@ -245,18 +252,18 @@ def test_drafts_take_free_blocks_only(kv: str) -> None:
 def test_drafts_take_nothing_from_evicted_requests(kv: str) -> None:
     step = Step(decoding("a", 4), kv=kv, blocks=3)
     assert step.kv.allocate("evicted", 8) is not None
-    step.kv.evict("evicted", 8)  # type: ignore[attr-defined]
+    step.kv.evictions.evict("evicted", 8)  # type: ignore[union-attr]
     assert step.kv.num_free(Tier.DEVICE) == 2 and step.drafts() == [0]
-    assert step.kv.num_kept_tokens("evicted", Tier.DEVICE) == 8  # type: ignore[attr-defined]
+    assert step.kv.evictions.num_kept_tokens("evicted", Tier.DEVICE) == 8  # type: ignore[union-attr]
 
 
 def test_drafts_do_not_grow_into_a_shared_block() -> None:
     ls = decoding("ls", 5)
     kv = KV_MANAGERS.get("bidirectional")(num_device_blocks=3, num_host_blocks=8, block_size=8)
-    kv.declare("be", ServiceClass.BE)  # type: ignore[attr-defined]
+    kv.sharing.declare("be", ServiceClass.BE)  # type: ignore[union-attr]
     assert kv.allocate("be", 18) is not None and kv.allocate("ls", 5) is not None, "it moves in beside the other"
-    assert kv.stretch("ls", 6) is None and kv.take_relocations() == ()  # type: ignore[attr-defined]
-    assert kv.stretch("ls", 5) == kv.allocate("ls", 5)
+    assert kv.allocate_lookahead("ls", 6) is None and kv.sharing.take_relocations() == ()  # type: ignore[union-attr]
+    assert kv.allocate_lookahead("ls", 5) == kv.allocate("ls", 5)
     assert ls.num_tokens == 5
     kv.check_integrity()
 
@@ -269,7 +276,8 @@ def test_who_has_a_drafter(request_fields: dict[str, object]) -> None:
     scheduler = Scheduler(*policy_of(limits.config), limits=limits, kv=kv)
     request = Request(prompt_token_ids=[1], **{"speculation": True, **fields})  # type: ignore[arg-type]
     scheduler.add("a", request, SLO(), 0.0)
-    assert (scheduler.requests.states["a"].speculation is not None) == (not request_fields)
+    assert (speculation_of(scheduler.requests.states["a"]) is not None) == (not request_fields)
+    assert (scheduler.requests.features.get(Drafts) is not None) == (not request_fields)
 
 
 # -- rows on the host tier ---------------------------------------------------------------------------------------------
@@ -284,8 +292,8 @@ class HostStep:
         self.away.away = AwayToken(position=4, layer=layer, draft_ids=tuple(range(num_away)))
         for state in (self.entering, self.away):
             assert self.kv.allocate(state.request_id, state.num_tokens) is not None
-            move = self.kv.start_move(state.request_id, MoveDirection.TO_HOST)  # type: ignore[attr-defined]
-            self.kv.finish_move(move.move_id, succeeded=True)  # type: ignore[attr-defined]
+            move = self.kv.moves.start(state.request_id, MoveDirection.TO_HOST)  # type: ignore[union-attr]
+            self.kv.moves.finish(move.move_id, succeeded=True)  # type: ignore[union-attr]
         blocks = self.kv.allocate("entering", 5)
         assert blocks is not None
         place = {"position": 4, "slot": 0, "epoch": 1}
@@ -306,11 +314,15 @@ class HostStep:
             cost = forecast(2, key_ms, draft_key_ms, base=costs[0], row=costs[1], key=0.0).step()
             cost.add_piggyback(1, 1, [self.join.layer == layer for layer in range(2)])
         states = {"entering": self.entering, "away": self.away}
-        seats = HostSeats(taken=1, most=most, most_rows=most_rows, most_drafts=most_drafts)
-        (entry,), (join,) = with_host_drafts(
-            [self.entry], [self.join], states, self.kv, seats, cost=cost, bound_s=bound_s, chunks=(),
-            max_model_len=1000, reserve_blocks=reserve_blocks,
+        limits = make_limits(
+            "sarathi", max_piggyback_seats=most, num_layers=2, max_host_drafts=most_drafts, max_model_len=1000
+        )
+        step = OpenStep(
+            chunks={}, host_rows=HostRows(entries=[self.entry], joins=[self.join], max_rows=most_rows), states=states,
+            cost=cost, bound_s=bound_s, tokens_left=100, reserve_host_blocks=reserve_blocks,
         )  # fmt: skip
+        rows = with_host_drafts(step, self.kv, limits)
+        (entry,), (join,) = rows.entries, rows.joins
         assert self.away.away is not None
         assert join.draft_ids == self.away.away.draft_ids[: len(join.draft_ids)], "the first ones, in their order"
         assert len(entry.block_ids) * BLOCK >= entry.position + entry.num_rows
@@ -339,9 +351,10 @@ def test_seats_for_drafts_are_as_many_as_bring_most() -> None:
     assert HostStep().drafts(costs=(5.0, 0.01)) == (7, 4)
     step = HostStep()
     for state in (step.entering, step.away):
-        assert state.speculation is not None
+        speculation = speculation_of(state)
+        assert speculation is not None
         for _ in range(40):
-            state.speculation.learn(2, 1)
+            speculation.learn(2, 1)
     assert step.drafts(costs=(0.0, 5.0)) == (0, 0), "a draft costs as much as a token, and is right half of the time"
     assert HostStep().drafts(costs=(5.0, 0.01), bound_s=0.0) == (0, 0)
 

@@ -16,10 +16,11 @@ from omniserve.core.errors import RequestRejected
 from omniserve.core.plan import Bound, StepOutput, StepPlan
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams, ServiceClass, Stay
 from omniserve.core.work import KVMove, MoveDirection, TierDown
-from omniserve.kv import KV_MANAGERS, Tier, TieredKVManager
+from omniserve.kv import KV_MANAGERS, Tier
 from omniserve.kv.base import KVManager
 from omniserve.kv.bidirectional import BidirectionalKVManager
 from omniserve.kv.host_prefixes import PrefixPool
+from omniserve.kv.two_tiers import TwoTierKVManager
 from omniserve.latency import features_of
 from omniserve.sched import SCHEDULERS, Forecast, Scheduler, policy_of
 from omniserve.sched.admission import LARGEST_MARGIN
@@ -104,7 +105,7 @@ def make(
     )
     oracle = draw_forecast(rng, limits.num_layers) if has_forecast else None
     made = Scheduler(*policy_of(limits.config), limits=limits, kv=kv, forecast=oracle)
-    device.abandoned = made.requests.abandoned_moves
+    device.abandoned = made.requests.moves.abandoned
     if isinstance(kv, BidirectionalKVManager):
         device.sharers = kv._device.sharers
     return made, device
@@ -261,7 +262,9 @@ def run_history(
             if state.away is not None:  # drafts that are dropped on the way keep their blocks
                 needed = -(-(state.num_tokens + sched.requests.limits.max_host_drafts) // BLOCK)
             assert held <= needed, f"{state.request_id} holds {held} blocks, {needed} would do"
-        if has_prefixes and isinstance(pool := getattr(sched.requests.kv, "_host_pool", None), PrefixPool):
+        if has_prefixes and isinstance(kv_made := sched.requests.kv, TwoTierKVManager):
+            pool = kv_made._tables.pools[Tier.HOST]
+            assert isinstance(pool, PrefixPool)
             num_shared_on_host += any(num_users > 1 for num_users in pool._num_users.values())
         if step % 8 == 0:
             check_blocks_by_class(sched)
@@ -294,7 +297,7 @@ def run_history(
             "overwritten": getattr(shared_blocks, "num_overwritten_tokens", 0),
             "host_drafts": device.num_host_drafts, "dropped_drafts": device.num_dropped_drafts,
             "cached": sum(sched.requests.prefixes.num_cached_tokens.values()),
-            "came_back": sum(sched.requests.prefixes.num_restored_tokens.values()),
+            "came_back": sum(sched.requests.prefixes_on_host.num_restored_tokens.values()),
             "shared_on_host": num_shared_on_host, "read": device.num_read_blocks,
             "failed_disk_copies": device.num_failed_disk_copies,
             "failed_returns": device.num_failed_returns, "right_drafts": device.num_right_drafts,
@@ -341,9 +344,8 @@ def check_tokens(request: Request, got: list[int], reason: FinishReason, *, abou
 def holding(sched: Scheduler) -> Counter[ServiceClass]:
     """Return how many requests of each kind are on the device or on their way to it."""
     holding = Counter({kind: len(sched.requests.device[kind]) for kind in ServiceClass})
-    holding.update(
-        state.kind for state, move in sched.requests.moving.values() if move.direction is MoveDirection.TO_DEVICE
-    )
+    moving = sched.requests.moves.under_way.values()
+    holding.update(state.kind for state, move in moving if move.direction is MoveDirection.TO_DEVICE)
     return holding
 
 
@@ -354,15 +356,15 @@ def watch_returns(sched: Scheduler, may_check: Callable[[], bool]) -> None:
         def begin_and_check(state: RequestState, *args: Any, **kwargs: Any) -> Any:
             begun = begin(state, *args, **kwargs)
             if begun and may_check() and state.kind is ServiceClass.BE:
-                (move,) = (move for moved, move in sched.requests.moving.values() if moved is state)
+                (move,) = (move for moved, move in sched.requests.moves.under_way.values() if moved is state)
                 full = holding(sched).total() > sched.requests.limits.config.max_num_seqs
                 assert not full or move.direction is MoveDirection.TO_HOST, holding(sched)
             return begun
 
         return begin_and_check
 
-    for name in ("start_move", "start_restore"):
-        setattr(sched.requests, name, watched(getattr(sched.requests, name)))
+    for name in ("start", "start_restore"):
+        setattr(sched.requests.moves, name, watched(getattr(sched.requests.moves, name)))
 
 
 def check_stays(output: RequestOutput, stays: list[Stay], *, overlaps: bool) -> None:
@@ -393,19 +395,19 @@ def check_blocks_by_class(sched: Scheduler) -> None:
     in_use = usage.device_used + sum(sched.requests.kv.tier(be) is not None for _, be in sharers)
     assert on_device >= in_use if sched.requests.prefixes.is_on else on_device == in_use
     in_use = usage.host_used - num_given_up(sched.requests.kv)
-    assert on_host >= in_use if sched.requests.prefixes.shares_on_host else on_host == in_use
+    assert on_host >= in_use if sched.requests.prefixes.is_on else on_host == in_use
 
 
 def num_given_up(kv: KVManager) -> int:
     """Return how many host blocks copies go to that nobody waits for any more."""
-    if not isinstance(kv, TieredKVManager):
+    if not isinstance(kv, TwoTierKVManager):
         return 0
-    blocks = [move.dst_block_ids for move, _ in kv._abandoned.values()]
+    blocks = [move.dst_block_ids for move, _ in kv.moves._abandoned.values()]
     if isinstance(kv, BidirectionalKVManager):
         blocks += [tuple(flight.copies) for flight in kv._saved._flights.values() if not flight.is_wanted]
-    checkpoints = kv._checkpoints._checkpoints
+    checkpoints = kv._copies.checkpoints._checkpoints
     wanted = [checkpoint.flight for checkpoint in checkpoints.values()]
-    blocks += [move.dst_block_ids for move in kv._checkpoints._flights.values() if move not in wanted]
+    blocks += [move.dst_block_ids for move in kv._copies.checkpoints._flights.values() if move not in wanted]
     return sum(map(len, blocks))
 
 
@@ -507,7 +509,7 @@ def test_bounded_steps_lose_nothing_and_keep_their_bounds(scheduler: str) -> Non
 def test_prefixes_change_no_token_over_random_histories(
     scheduler: str, kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omniserve.sched.prefixes.LEAST_RESTORED_TOKENS", BLOCK)
+    monkeypatch.setattr("omniserve.sched.prefixes_on_host.LEAST_RESTORED_TOKENS", BLOCK)
     totals = [
         run_history(
             scheduler, 26_000 + seed, kv=kv, has_prefixes=True, has_forecast=seed % 2 == 0, overlaps=seed % 3 == 0,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from omniserve.core.request import SLO, Request, ServiceClass
 from omniserve.core.work import AttentionResult
+from omniserve.sched.away_tokens import AssumedJoin
 from omniserve.sched.late_joins import ResultOdds
-from omniserve.sched.residents import AssumedJoin, HostResidents
+from omniserve.sched.residents import HostResidents
 from omniserve.sched.state import Phase, RequestState
+from tests.sched.limits import make_limits
 
 
 def test_odds_of_an_age_follow_what_came_and_leave_other_ages_alone():
@@ -22,6 +24,10 @@ def test_odds_of_an_age_follow_what_came_and_leave_other_ages_alone():
     assert odds.are_good(10_000, has_device_rows=True)
 
 
+def make_residents(num_slots: int, *, num_layers: int, late_layers: int) -> HostResidents:
+    return HostResidents(make_limits(num_host_slots=num_slots, num_layers=num_layers, late_layers=late_layers))
+
+
 def resident(residents: HostResidents, name: str) -> RequestState:
     request = Request(prompt_token_ids=[1, 2], service_class="BE")
     state = RequestState(
@@ -34,9 +40,9 @@ def resident(residents: HostResidents, name: str) -> RequestState:
 
 
 def enter(residents: HostResidents, *states: RequestState) -> None:
-    residents.count_step([], has_device_rows=True)
+    residents.tokens.count_step([], has_device_rows=True)
     for state in states:
-        residents.enter(state, 2)
+        residents.tokens.enter(state, 2)
 
 
 def done(state: RequestState, layer: int) -> AttentionResult:
@@ -44,79 +50,79 @@ def done(state: RequestState, layer: int) -> AttentionResult:
 
 
 def test_results_that_wait_have_the_first_seats_and_expected_ones_the_others():
-    residents = HostResidents(num_slots=4, num_layers=2, late_layers=2)
+    residents = make_residents(4, num_layers=2, late_layers=2)
     a, b, c = (resident(residents, name) for name in "abc")
     enter(residents, a, b, c)
-    residents.on_event(done(c, 0))
+    residents.tokens.on_event(done(c, 0))
     expected = residents.expected(has_device_rows=True)
     joins = residents.plan_joins(10, 2, expected)
     assert [(join.request_id, join.is_ready) for join in joins] == [("c", True), ("a", False)]
     assert residents.num_joinable(residents.expected(has_device_rows=True)) == [3, 0]
-    residents.count_step(joins, has_device_rows=True)
-    assert not residents.advance(c, has_device_rows=True) and not residents.advance(a, has_device_rows=True)
+    residents.tokens.count_step(joins, has_device_rows=True)
+    assert not any([residents.tokens.advance(state, has_device_rows=True) for state in (c, a)])
     assert residents.num_joinable(residents.expected(has_device_rows=True)) == [1, 2]
 
 
 def test_a_token_that_misses_its_layer_stays_there_and_takes_a_step_more():
-    residents = HostResidents(num_slots=1, num_layers=1, late_layers=1)
+    residents = make_residents(1, num_layers=1, late_layers=1)
     a = resident(residents, "a")
     enter(residents, a)
     for joins_in in (2, 3):
         joins = residents.plan_joins(1, 1, residents.expected(has_device_rows=True))
         assert [join.is_ready for join in joins] == [False]
-        residents.count_step(joins, has_device_rows=True)
+        residents.tokens.count_step(joins, has_device_rows=True)
         if joins_in == 2:
-            residents.miss(a, has_device_rows=True)
+            residents.tokens.miss(a, has_device_rows=True)
             assert a.away is not None and a.away.layer == 0
-    assert residents.advance(a, has_device_rows=True)
-    assert a.away is None and residents.num_token_steps == 2
+    assert residents.tokens.advance(a, has_device_rows=True)
+    assert a.away is None and residents.tokens.num_token_steps == 2
 
 
 def test_a_result_that_a_late_join_has_used_is_known_when_its_event_comes():
     """The token may have passed all layers by then, or its request may have left the slot to another one."""
-    residents = HostResidents(num_slots=1, num_layers=2, late_layers=2)
+    residents = make_residents(1, num_layers=2, late_layers=2)
     a = resident(residents, "a")
     enter(residents, a)
     events = [done(a, 0), done(a, 1)]
-    assert not residents.take_used(events[0]), "it is awaited"
-    assert not residents.advance(a, has_device_rows=True)
-    assert residents.advance(a, has_device_rows=True) and a.away is None
-    assert residents.take_used(events[0]) and not residents.take_used(events[0]), "a second one is stale"
+    assert not residents.tokens.take_used(events[0]), "it is awaited"
+    assert not residents.tokens.advance(a, has_device_rows=True)
+    assert residents.tokens.advance(a, has_device_rows=True) and a.away is None
+    assert residents.tokens.take_used(events[0]) and not residents.tokens.take_used(events[0]), "a second one is stale"
     residents.queue.remove(a)
     residents.release_slot(a)
     resident(residents, "b")
-    assert residents.take_used(events[1]) and not residents.take_used(events[1])
+    assert residents.tokens.take_used(events[1]) and not residents.tokens.take_used(events[1])
 
 
 def test_so_is_one_that_a_settled_join_has_used_and_one_whose_event_came_first_is_not():
-    residents = HostResidents(num_slots=2, num_layers=2, late_layers=2)
+    residents = make_residents(2, num_layers=2, late_layers=2)
     a, b = (resident(residents, name) for name in "ab")
     enter(residents, a, b)
-    joins = [residents.assume(state, has_device_rows=True) for state in (a, b)]
-    residents.on_event(done(b, 0))
+    joins = [residents.tokens.assume(state, has_device_rows=True) for state in (a, b)]
+    residents.tokens.on_event(done(b, 0))
     for join in joins:
-        residents.settle(join, joined=True)
-    assert residents.take_used(done(a, 0)) and not residents.take_used(done(b, 0))
+        residents.tokens.settle(join, joined=True)
+    assert residents.tokens.take_used(done(a, 0)) and not residents.tokens.take_used(done(b, 0))
 
 
 def test_without_late_joins_nothing_is_expected():
-    residents = HostResidents(num_slots=1, num_layers=1, late_layers=0)
+    residents = make_residents(1, num_layers=1, late_layers=0)
     enter(residents, resident(residents, "a"))
     assert residents.num_joinable(residents.expected(has_device_rows=True)) == [0]
     assert residents.plan_joins(1, 1, residents.expected(has_device_rows=True)) == []
 
 
 def test_rows_that_get_no_seat_show_whether_one_would_have_been_of_use():
-    residents = HostResidents(num_slots=1, num_layers=1, late_layers=1)
+    residents = make_residents(1, num_layers=1, late_layers=1)
     a = resident(residents, "a")
     for _ in range(10):  # results always come at the third step
         enter(residents, a)
         for _ in range(3):
-            residents.count_step(residents.plan_joins(1, 1), has_device_rows=True)
-        residents.on_event(done(a, 0))
+            residents.tokens.count_step(residents.plan_joins(1, 1), has_device_rows=True)
+        residents.tokens.on_event(done(a, 0))
         joins = residents.plan_joins(1, 1)
-        residents.count_step(joins, has_device_rows=True)
-        assert residents.advance(a, has_device_rows=True)
+        residents.tokens.count_step(joins, has_device_rows=True)
+        assert residents.tokens.advance(a, has_device_rows=True)
     enter(residents, a)
     assert not residents.expected(has_device_rows=True)[0], "none has come after one step"
 
@@ -124,13 +130,13 @@ def test_rows_that_get_no_seat_show_whether_one_would_have_been_of_use():
 def assumed(residents: HostResidents, *states: RequestState) -> list[AssumedJoin]:
     """Let tokens be assumed to join a step in flight."""
     joins = [residents.join_of(state) for state in states]
-    residents.count_step(joins, has_device_rows=True)
-    return [residents.assume(state, has_device_rows=True) for state in states]
+    residents.tokens.count_step(joins, has_device_rows=True)
+    return [residents.tokens.assume(state, has_device_rows=True) for state in states]
 
 
 def one_assumed(*, num_layers: int = 2) -> tuple[HostResidents, RequestState, AssumedJoin]:
     """Return a resident that is assumed to join a step in flight at layer 0; no join is late at the last one."""
-    residents = HostResidents(num_slots=1, num_layers=num_layers, late_layers=num_layers - 1)
+    residents = make_residents(1, num_layers=num_layers, late_layers=num_layers - 1)
     a = resident(residents, "a")
     enter(residents, a)
     (join,) = assumed(residents, a)
@@ -138,71 +144,71 @@ def one_assumed(*, num_layers: int = 2) -> tuple[HostResidents, RequestState, As
 
 
 def test_a_token_that_was_assumed_to_join_goes_back_if_it_did_not() -> None:
-    residents = HostResidents(num_slots=2, num_layers=3, late_layers=2)
+    residents = make_residents(2, num_layers=3, late_layers=2)
     a, b = (resident(residents, name) for name in "ab")
     enter(residents, a, b)
     of_a, of_b = assumed(residents, a, b)
     next_of_a, next_of_b = assumed(residents, a, b)  # the next step is planned before it is known
     assert a.away is not None and a.away.layer == 2
-    residents.settle(of_a, joined=False)
-    residents.settle(of_b, joined=True)
+    residents.tokens.settle(of_a, joined=False)
+    residents.tokens.settle(of_b, joined=True)
     assert (a.away.layer, a.away.ready, a.away.sent) == (0, False, 1)
     assert residents.expected(has_device_rows=True) == [[a], [], []]
-    residents.settle(next_of_a, joined=False)
-    residents.settle(next_of_b, joined=True)
+    residents.tokens.settle(next_of_a, joined=False)
+    residents.tokens.settle(next_of_b, joined=True)
     assert a.away.layer == 0 and b.away is not None and b.away.layer == 2 and b.away.before is None
 
 
 def test_a_result_that_comes_too_late_for_the_step_it_was_assumed_in_joins_the_next_one() -> None:
     residents, a, join = one_assumed()
-    assert residents.on_event(done(a, 0)) is a, "it is known, and changes nothing yet"
+    assert residents.tokens.on_event(done(a, 0)) is a, "it is known, and changes nothing yet"
     assert residents.num_ready == [0, 0]
-    residents.settle(join, joined=False)
+    residents.tokens.settle(join, joined=False)
     assert residents.num_ready == [1, 0]
     assert [each.is_ready for each in residents.plan_joins(1, 1)] == [True]
 
 
 def test_the_event_of_a_result_that_joined_late_is_no_news() -> None:
     residents, a, join = one_assumed()
-    residents.settle(join, joined=True)
-    assert residents.on_event(done(a, 0)) is a and residents.num_ready == [0, 0]
-    assert residents.on_event(done(a, 1)) is a and residents.num_ready == [0, 1]
-    assert residents.on_event(done(a, 1)) is None
+    residents.tokens.settle(join, joined=True)
+    assert residents.tokens.on_event(done(a, 0)) is a and residents.num_ready == [0, 0]
+    assert residents.tokens.on_event(done(a, 1)) is a and residents.num_ready == [0, 1]
+    assert residents.tokens.on_event(done(a, 1)) is None
 
 
 def test_a_next_result_tells_that_a_token_has_joined() -> None:
     residents, a, join = one_assumed(num_layers=3)
-    residents.on_event(done(a, 1))
+    residents.tokens.on_event(done(a, 1))
     assert residents.num_ready == [0, 1, 0]
-    residents.count_step([residents.join_of(a)], has_device_rows=True)
-    residents.advance(a, has_device_rows=True)
-    residents.settle(join, joined=True)
+    residents.tokens.count_step([residents.join_of(a)], has_device_rows=True)
+    residents.tokens.advance(a, has_device_rows=True)
+    residents.tokens.settle(join, joined=True)
     assert a.away is not None and a.away.layer == 2
 
 
 def test_a_request_that_has_left_the_host_tier_does_not_come_back() -> None:
     residents, a, join = one_assumed()
-    residents.on_event(done(a, 0))
+    residents.tokens.on_event(done(a, 0))
     a.phase = Phase.DRAINING
-    residents.settle(join, joined=False)
+    residents.tokens.settle(join, joined=False)
     assert residents.num_ready == [0, 0]
-    assert not residents.is_last(done(a, 0), a), "the step may have sent its row on"
+    assert not residents.tokens.is_last(done(a, 0), a), "the step may have sent its row on"
     failed = AttentionResult(ok=False, slot=a.slot, epoch=a.epoch, layer=1, position=2)
-    assert residents.is_last(failed, a)
+    assert residents.tokens.is_last(failed, a)
 
 
 def test_what_missed_a_step_is_waited_for_when_its_request_ends() -> None:
     residents, a, join = one_assumed()
-    residents.settle(join, joined=False)
-    residents.on_event(done(a, 0))
-    assert a.away is not None and a.away.ready and not residents.is_last(done(a, 0), a)
+    residents.tokens.settle(join, joined=False)
+    residents.tokens.on_event(done(a, 0))
+    assert a.away is not None and a.away.ready and not residents.tokens.is_last(done(a, 0), a)
     assert residents.withdraw(a), "its slot may be in use"
     assert residents.num_ready == [0, 0], "and it joins no step any more"
     residents.release_slot(a)
-    assert residents.num_free_slots == 1
+    assert residents.slots.num_free == 1
 
 
 def test_no_result_is_expected_at_the_last_layer_of_a_device_that_looks_itself() -> None:
     residents, _, join = one_assumed()
-    residents.settle(join, joined=True)
+    residents.tokens.settle(join, joined=True)
     assert residents.expected(has_device_rows=True) == [[], []]

@@ -11,7 +11,7 @@ import pytest
 from omniserve.core.plan import Bound, PiggybackEntry, PiggybackJoin
 from omniserve.latency import BatchFeatures, HostSpeed
 from omniserve.latency.omniserve import OmniServeModel
-from omniserve.sched.apex import HostWatch, LayerTimes, pipelining_pays
+from omniserve.sched.apex import APEXPolicy, HostWatch, LayerTimes, pipelining_pays
 from tests.latency.samples import LAYERS, make_profile
 from tests.sched.benches import Bench, Clock
 
@@ -190,12 +190,17 @@ def test_a_cohort_for_whose_rows_a_step_has_no_time_splits() -> None:
     assert sizes and min(sizes) < 3
 
 
+def make_host_fast(bench: Bench) -> None:
+    policy = bench.scheduler.policy
+    assert isinstance(policy, APEXPolicy) and policy.rows.watch is not None
+    policy.rows.watch = HostWatch(HostSpeed(1e-9, 0.0, 1e-9, 1))
+
+
 def test_a_partially_advanced_token_goes_on_from_its_layer() -> None:
     bench = overfull("apex", predict={"host_key": 1.0}, min_host_per_device=0)
     next(plan for plan in bench.steps_until(lambda: False) if plan.entries)
     # The host became fast: what is under way comes first, from where it is.
-    assert bench.scheduler.policy._host is not None  # type: ignore[attr-defined]
-    bench.scheduler.policy._host = HostWatch(HostSpeed(1e-9, 0.0, 1e-9, 1))  # type: ignore[attr-defined]
+    make_host_fast(bench)
     rows = bench.step().pipelined
     assert rows and all(isinstance(row, PiggybackJoin) and row.layer == 0 for row in rows)
     assert all(isinstance(row, PiggybackEntry) for row in bench.step().pipelined)
@@ -242,7 +247,7 @@ def test_a_hybrid_first_sub_batch_has_a_share_of_the_rows_that_begin_a_token() -
 def test_tokens_on_their_way_are_in_the_second_sub_batch() -> None:
     bench = overfull("apex", predict={"host_key": 1.0}, min_host_per_device=0, hybrid_first_batch=True)
     next(plan for plan in bench.steps_until(lambda: False) if plan.entries)
-    bench.scheduler.policy._host = HostWatch(HostSpeed(1e-9, 0.0, 1e-9, 1))  # type: ignore[attr-defined]
+    make_host_fast(bench)
     plan = bench.step()
     assert plan.pipelined and all(isinstance(row, PiggybackJoin) for row in plan.pipelined) and not plan.hybrid
     assert bench.step().hybrid

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omniserve.core.work import AttentionResult, KVMove, MoveDirection
-from omniserve.sched.step_cost import seat_bucket
+from omniserve.sched.seats import seat_bucket
 from tests.sched.benches import Bench, names
 
 
@@ -41,7 +41,7 @@ def test_an_ls_prompt_gets_memory_that_be_holds(policy: str) -> None:
     bench.add("ls", prompt=16)
     plan, _ = bench.step()
     assert names(plan)[0] == "ls"
-    assert bench.requests.num_preemptions >= 1
+    assert bench.requests.counters["preemptions"] >= 1
 
 
 def test_an_ls_prompt_waits_for_a_swap_out_only_as_long_as_it_is_patient() -> None:
@@ -87,7 +87,7 @@ def test_be_decodes_that_find_no_memory_go_to_the_host_and_finish_there() -> Non
         if not bench.scheduler.has_unfinished:
             break
     assert len(host_tokens) == 4 and sum(host_tokens.values()) > 0
-    assert bench.requests.num_preemptions == 0
+    assert bench.requests.counters["preemptions"] == 0
 
 
 def test_kv_comes_back_only_after_memory_was_light_for_a_while() -> None:
@@ -130,7 +130,7 @@ def test_kv_comes_back_only_where_the_request_limit_has_room(policy: str) -> Non
     for _ in range(200):
         bench.step()
         requests = bench.requests
-        returning = sum(move.direction is MoveDirection.TO_DEVICE for _, move in requests.moving.values())
+        returning = sum(move.direction is MoveDirection.TO_DEVICE for _, move in requests.moves.under_way.values())
         num_holding = sum(map(len, requests.device.values())) + returning
         assert num_holding <= 2
         num_full += num_holding == 2 and len(requests.residents.queue) > 0
@@ -182,7 +182,7 @@ def test_a_best_effort_prompt_without_memory_sends_a_decode_to_the_host(policy: 
     bench.add("be2", prompt=17, output=2)
     bench.run_until(lambda: bench.requests.states["be2"].num_computed_tokens > 0, most=4)
     assert bench.scheduler.stats().swaps_out == 1
-    assert bench.requests.num_preemptions == 0
+    assert bench.requests.counters["preemptions"] == 0
 
 
 def test_an_id_is_not_reused_while_a_copy_still_uses_its_blocks() -> None:
@@ -190,9 +190,9 @@ def test_an_id_is_not_reused_while_a_copy_still_uses_its_blocks() -> None:
     bench = Bench("omniserve", device_blocks=8, host_blocks=24)
     for i in range(4):
         bench.add(f"be{i}", prompt=6, output=20)
-    while not bench.requests.moving:
+    while not bench.requests.moves.under_way:
         bench.step(host_chance=0.0)
-    ((state, _),) = list(bench.requests.moving.values())[:1]
+    ((state, _),) = list(bench.requests.moves.under_way.values())[:1]
     bench.scheduler.abort(state.request_id, bench.now_s)
     with pytest.raises(ValueError, match="still uses; choose another"):
         bench.add(state.request_id)

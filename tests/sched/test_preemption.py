@@ -70,7 +70,7 @@ def test_eviction_starts_no_copy_and_takes_no_more_blocks_than_are_needed() -> N
     bench.add("ls", prompt=4 * BLOCK, output=2)
     plan, _ = bench.step()
     assert names(plan) == ["ls"] and not plan.side_work(KVMove)
-    assert bench.kv.num_kept_tokens("be", Tier.DEVICE) == 4 * BLOCK
+    assert bench.kv.evictions.num_kept_tokens("be", Tier.DEVICE) == 4 * BLOCK
     plans, _ = run_to_the_end(bench)
     copied = [len(move.src_block_ids) for plan in plans for move in restores(plan)]
     assert copied == [1], "the LS request grew by a block since, so the last of the four full ones was lost"
@@ -130,7 +130,7 @@ def test_the_first_in_line_is_restored_before_its_turn() -> None:
     old, be = (bench.requests.states[name] for name in ("be-old", "be"))
     for state in (be, old):
         bench.requests.preempt(state)
-    bench.kv._checkpoints.drop("be-old")  # type: ignore[attr-defined]
+    bench.kv._copies.checkpoints.drop("be-old")  # type: ignore[attr-defined]
     bench.kv.allocate("other", 40 * BLOCK)
     bench.kv.free("other")
     bench.step()
@@ -164,7 +164,7 @@ def test_after_a_failed_restore_a_request_is_recomputed() -> None:
     assert tokens_of("be", plan) == state.num_tokens - 1 and not restores(plan)
     after = bench.scheduler.stats()
     assert after.preempted_tokens == before.preempted_tokens > 0, "it gave way once"
-    assert bench.requests.num_preemptions == 1 and after.resumed_tokens == 0
+    assert bench.requests.counters["preemptions"] == 1 and after.resumed_tokens == 0
     bench.device.failure_rate = 0.0
     _, tokens = run_to_the_end(bench)
     assert tokens["be"] == expected_tokens((7,) * 16, 12)[5:]
@@ -209,10 +209,10 @@ def test_who_is_aborted_on_its_way_to_the_host_leaves_nothing_when_its_move_is_a
     bench.add("be", prompt=16, output=12)
     for _ in range(4):
         bench.step()
-    move = bench.requests.start_move(bench.requests.states["be"], MoveDirection.TO_HOST)
-    assert move is not None and bench.kv.num_checkpointed("be") == 0, "its checkpoint is the front of the target"
+    move = bench.requests.moves.start(bench.requests.states["be"], MoveDirection.TO_HOST)
+    assert move is not None and bench.kv.checkpoints.num_blocks("be") == 0, "its checkpoint is the front of the target"
     bench.scheduler.abort("be", bench.now_s)
-    bench.requests.abandon_move(move.move_id)
+    bench.requests.moves.abandon(move.move_id)
     bench.scheduler.notify([Done(ok=True, move_id=move.move_id)])
     assert holds_nothing(bench) and not bench.scheduler.has_unfinished
 
@@ -223,5 +223,5 @@ def test_a_manager_that_keeps_nothing_frees_what_is_preempted() -> None:
     bench.step()
     state = bench.requests.states["be"]
     bench.requests.preempt(state)
-    assert bench.kv.usage().device_used == 0 and bench.requests.num_kept_tokens(state, Tier.DEVICE) == 0
-    assert not bench.requests.needs_restore(state)
+    assert bench.kv.usage().device_used == 0 and bench.requests.kept.num_tokens(state, Tier.DEVICE) == 0
+    assert not bench.requests.kept.needs_restore(state)

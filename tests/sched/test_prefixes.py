@@ -136,9 +136,9 @@ def test_a_disk_that_was_slow_once_is_tried_again() -> None:
         name = f"ls{number}"
         clock.add(name, prompt=500, output=1, ttft=60.0, salt="kept")
         clock.run_until(lambda: name in clock.first_s)  # noqa: B023
-        for block in [*clock.kv._cache._idle, *clock.kv._cache._idle_marked]:
-            clock.kv._cache._forget(block)
-        clock.kv._prefixes.reclaim(999)
+        for block in [*clock.kv.prefixes._pool._idle, *clock.kv.prefixes._pool._idle_marked]:
+            clock.kv.prefixes._pool._forget(block)
+        clock.kv._copies.prefixes.reclaim(999)
         if clock.device.num_read_blocks:
             break
     assert 0 < number < 199

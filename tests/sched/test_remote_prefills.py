@@ -24,8 +24,9 @@ class _Bench(Bench):
     def __init__(self, *, device_blocks: int, host_blocks: int) -> None:
         prefill = PrefillConfig(prefill_engines=("there:1",), prefill_secret_file="file", prefill_placement="always")
         super().__init__(
-            "omniserve", device_blocks=device_blocks, host_blocks=host_blocks, num_protected=0, prefill=prefill
-        )
+            "omniserve", device_blocks=device_blocks, host_blocks=host_blocks, num_protected=0, host_prefixes=True,
+            prefill=prefill,
+        )  # fmt: skip
         self.scheduler.notify([PrefillEngineJoined(1)])
         self.computed: Counter[str] = Counter()
         """Tokens of chunks that this engine computed, by request."""

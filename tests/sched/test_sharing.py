@@ -22,7 +22,7 @@ def test_an_ls_request_moves_in_beside_a_be_request_that_goes_on(
     bench.add("ls", prompt=1, output=2)
     plan, _ = bench.step()
     assert sorted(names(plan)) == sorted(first), "else the BE request has to give way"
-    assert bench.requests.num_preemptions == num_preemptions
+    assert bench.requests.counters["preemptions"] == num_preemptions
     bench.run_until(lambda: {"be", "ls"} <= bench.finished)
 
 
@@ -50,11 +50,11 @@ def test_bros_goes_on_with_the_be_request_of_which_least_must_be_copied_back() -
     assert isinstance(kv, BidirectionalKVManager)
     for name in ("be1", "be2"):
         requests.preempt(requests.states[name])
-    for move in kv.start_saving(num_ahead=12, max_blocks=12):
-        kv.finish_move(move.move_id, succeeded=True)
+    for move in kv.sharing.start_saving(num_ahead=12, max_blocks=12):
+        kv.moves.finish(move.move_id, succeeded=True)
     assert kv.allocate("somebody", 8 * BLOCK) is not None
     kv.free("somebody")
-    assert requests.needs_restore(requests.states["be1"]) and not requests.needs_restore(requests.states["be2"])
+    assert [requests.kept.needs_restore(requests.states[name]) for name in ("be1", "be2")] == [True, False]
     bench.add("ls", prompt=4)
     plan, _ = bench.step()
     assert names(plan) == ["ls", "be2"] and requests.states["be1"].phase is Phase.WAITING

@@ -41,6 +41,8 @@ class ShelfSource(KVSource):
     def __init__(self, context: SourceContext) -> None:
         super().__init__(context)
         self._context = context
+        assert context.kv.prefixes is not None and context.kv.prefixes.host is not None
+        self._host = context.kv.prefixes.host
         self._coming: dict[int, tuple[RequestState | None, int]] = {}
 
     def start(self, state: RequestState, outlook: Outlook) -> bool:
@@ -49,9 +51,7 @@ class ShelfSource(KVSource):
         wanted = [*itertools.takewhile(SHELF.__contains__, itertools.islice(keys, first, None))]
         if not wanted:
             return False
-        taken = self._context.kv.start_awaiting_prefix(  # type: ignore[attr-defined]
-            keys[on_device:first], wanted, reserve_blocks=outlook.reserve_blocks
-        )
+        taken = self._host.begin_awaiting(keys[on_device:first], wanted, reserve_blocks=outlook.reserve_blocks)
         if taken is None:
             return False
         move_id, blocks = taken
@@ -62,7 +62,7 @@ class ShelfSource(KVSource):
 
     def _on_done(self, done: Done) -> None:
         state, num_blocks = self._coming.pop(done.move_id)
-        self._context.kv.end_awaiting_prefix(done.move_id, num_blocks if done.ok else 0)  # type: ignore[attr-defined]
+        self._host.end_awaiting(done.move_id, num_blocks if done.ok else 0)
         if state is not None:
             self.num_tokens[state.service_class] += done.ok * num_blocks * BLOCK
             self._context.end_loading([state])

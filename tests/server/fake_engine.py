@@ -16,7 +16,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
 from omniserve.core.request import SLO, FinishReason, Request, RequestLimits, RequestOutput, RequestTimes, TokenLogprob
 from omniserve.core.spec import AttentionSpec, ModelSpec
-from omniserve.core.stats import EngineStats
+from omniserve.core.stats import EngineStats, HostTierStats, KVUsage, LatencyStats, SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -262,32 +262,29 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         names = [spec.name for spec in self.config.classes]
         running = {name: sum(e.request.service_class == name for e in self._running.values()) for name in names}
-        return EngineStats(
+        scheduler = SchedulerStats(
             waiting=dict.fromkeys(names, 0),
             running=running,
             output_tokens=dict.fromkeys(names, 5),
             prompt_tokens=dict.fromkeys(names, 6),
-            device_blocks_used=len(self._running),
-            device_blocks_total=100,
             device_blocks_by_class=running,
             host_blocks_by_class=dict.fromkeys(names, 2),
-            host_blocks_used=3,
-            host_blocks_total=200,
-            steps=self._num_steps,
-            steps_by_threads={1: 21, 2: 22},
-            piggyback_rows=11,
             preemptions=12,
             preempted_tokens=18,
             layer_preemptions=17,
             swaps_out=13,
             swaps_in=14,
-            host_failures=15,
-            host_kv_bytes_read=19,
-            host_busy_seconds=20.5,
             checkpoints=16,
             resumed_tokens=17,
-            latency_error=0.125,
-            latency_drift=1.25,
+        )
+        return EngineStats(
+            scheduler=scheduler,
+            kv=KVUsage(device_used=len(self._running), device_total=100, host_used=3, host_total=200),
+            host=HostTierStats(failures=15, kv_bytes_read=19, busy_seconds=20.5),
+            latency=LatencyStats(error=0.125, drift=1.25),
+            steps=self._num_steps,
+            steps_by_threads={1: 21, 2: 22},
+            piggyback_rows=11,
         )
 
     def prepare_grammars(self) -> None:

@@ -121,7 +121,7 @@ def test_requests_that_come_and_go_while_the_engine_hears_nothing(monkeypatch):
         async with asyncio.timeout(60):
             while client._untaken:  # how many goes the engine takes it in, the socket decides
                 await client.stats(60)
-        assert (await client.stats(60)).running == {"LS": 0, "BE": 0}
+        assert (await client.stats(60)).scheduler.running == {"LS": 0, "BE": 0}
         client.check_room()
         assert (client._num_untaken_bytes, client._untaken) == (0, {})
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from omniserve.core.request import SLO, ClassSpec, FinishReason
-from omniserve.core.stats import EngineStats
+from omniserve.core.stats import EngineStats, KVUsage, LatencyStats, SchedulerStats
 from omniserve.server.choice import Times
 from omniserve.server.dashboard.history import History
 from omniserve.server.dashboard.series import Reading, chart_values, quantile, read
@@ -89,22 +89,24 @@ def test_quantile_is_on_the_right_side_of_the_objective(metrics, ttft_s, is_kept
 
 
 def test_rates_and_gauges(metrics):
-    before = look(metrics, output_tokens={"LS": 5, "BE": 100}, prompt_tokens={"BE": 7}, host_output_tokens=40, steps=1)
-    now = look(
-        metrics,
-        2.0,
+    begun = SchedulerStats(output_tokens={"LS": 5, "BE": 100}, prompt_tokens={"BE": 7}, host_output_tokens=40)
+    scheduler = SchedulerStats(
         waiting={"LS": 3, "BE": 4},
         running={"LS": 1, "BE": 2},
         output_tokens={"LS": 25, "BE": 200},
         prompt_tokens={"BE": 47},
         host_output_tokens=100,
-        device_blocks_used=25,
-        device_blocks_total=100,
+    )
+    before = look(metrics, scheduler=begun, steps=1)
+    now = look(
+        metrics,
+        2.0,
+        scheduler=scheduler,
+        kv=KVUsage(device_used=25, device_total=100),
+        latency=LatencyStats(error=0.25, drift=1.5),
         piggyback_rows=600,
         steps=11,
         step_seconds=0.5,
-        latency_error=0.25,
-        latency_drift=1.5,
     )
     metrics.rejected("LS")
     values = chart_values(CLASSES, now, before, before)
@@ -128,11 +130,11 @@ def test_rates_and_gauges(metrics):
 
 
 def test_errors_of_predictions_are_of_steps_that_were_made_lately(metrics):
-    stats = {"latency_error": 0.39, "latency_drift": 1.7}
-    idle, later = look(metrics, steps=7, **stats), look(metrics, 5.0, steps=7, **stats)
+    latency = LatencyStats(error=0.39, drift=1.7)
+    idle, later = look(metrics, steps=7, latency=latency), look(metrics, 5.0, steps=7, latency=latency)
     values = chart_values(CLASSES, later, idle, idle)
     assert values["step_error"] is values["step_drift"] is values["step_time"] is None
-    values = chart_values(CLASSES, look(metrics, 6.0, steps=8, **stats), later, idle)
+    values = chart_values(CLASSES, look(metrics, 6.0, steps=8, latency=latency), later, idle)
     assert (values["step_error"], values["step_drift"]) == (0.39, 1.7)
 
 

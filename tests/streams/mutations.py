@@ -24,11 +24,11 @@ from omniserve.ops.streams import AsyncHostCopy, StreamEvent, wait_for
 from omniserve.runner import late_results
 from omniserve.runner.cuda_graphs.capture import CudaGraphCapture
 from omniserve.runner.cuda_graphs.inputs import StaticInputs
-from omniserve.runner.late_results import MissedJoins
+from omniserve.runner.late_results import MissedJoins, wanted_flags
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.runner import LaunchedStep, ModelRunner
 from omniserve.runner.safepoint import LayerThrottle
-from omniserve.runner.step_inputs import rows_of, wanted_flags
+from omniserve.runner.step_inputs import rows_of
 from tests.streams.tensors import LazyTensor
 
 Change = Callable[[], AbstractContextManager[None]]

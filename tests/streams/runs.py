@@ -238,7 +238,9 @@ class Bench:
                     assert num_empty < _EMPTY_STEPS, "the history stands still"
                     if engine.last_plan_was_empty:
                         engine.wait(0.01)
-                tally = dataclasses.asdict(engine.stats())
+                stats = engine.stats()
+                tally = dataclasses.asdict(stats.scheduler)
+                tally |= {"device_tokens": stats.device_tokens, "host_failures": stats.host.failures}
                 names = ("late_joins", "missed_joins", "late_drafts", "missed_drafts")
                 tally |= {name: getattr(joins, name) for name in names}
                 if (constant := engine.runner.graphs) is not None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from omniserve.core.work import SlotCopy
-from omniserve.kv.base import Tier
 from omniserve.kv.bidirectional.saved_blocks import SavedBlocks
 from omniserve.kv.block_pool import BlockPool
-from omniserve.kv.tiered import Table
+from omniserve.kv.table import Table
+from omniserve.kv.tiers import Tier
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from omniserve.kv.base import MoveResult
 from omniserve.kv.block_pool import BlockPool
+from omniserve.kv.tiers import MoveResult
 
 
 @dataclass(slots=True)

@@ -180,12 +180,12 @@ class CudaGraphRunner:
 
     def _output(self, plan: StepPlan, inputs: StaticInputs, hidden_TD: Tensor) -> LayersOutput:
         num_layers, device = self._memory.num_layers, self._memory.device
-        doubtful = None
+        amend = None
         if plan.doubtful:
             # A copy, as the next step writes to the same memory.
-            doubtful = MissedJoins(plan, range(num_layers - 1), inputs.joined_LP[:-1].clone()).result
+            amend = MissedJoins(plan, range(num_layers - 1), inputs.joined_LP[:-1].clone()).amend
         sampled = sampled_rows(plan, num_layers=num_layers, first_seat=inputs.shape.rows, device=device)
-        return LayersOutput(hidden_TD, sampled, doubtful=doubtful)
+        return LayersOutput(hidden_TD, sampled, amend=amend)
 
 
 @dataclass(frozen=True, slots=True)

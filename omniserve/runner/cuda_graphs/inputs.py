@@ -13,7 +13,8 @@ from omniserve.core.plan import StepPlan, joins_by_layer
 from omniserve.ops.attention import AttentionMetadata
 from omniserve.ops.streams import upload
 from omniserve.runner.cuda_graphs.shapes import StepShape
-from omniserve.runner.step_inputs import DeviceRows, positions_of, rows_of, wanted_flags
+from omniserve.runner.late_results import wanted_flags
+from omniserve.runner.step_inputs import DeviceRows, positions_of, rows_of
 
 
 class InputMemory:
@@ -124,7 +125,7 @@ class StaticInputs:
             first = self.shape.rows
             rows_LP, positions_LP = seat_rows.reshape(-1, seats), seat_positions.reshape(-1, seats)
             wanted_LP = wanted.reshape(-1, seats)
-            entering = [token_id for entry in plan.entries for token_id in (entry.token_id, *entry.draft_ids)]
+            entering = [token_id for entry in plan.entries for token_id in entry.token_ids]
             count = len(entering)
             token_ids[first : first + count] = entering
             positions[first : first + count] = positions_LP[0, :count] = positions_of(plan.entries)

@@ -80,8 +80,7 @@ class LeavableGraphRunner(CudaGraphRunner):
         # A copy, as the next step writes to the same memory.
         for earlier, joined_P in enumerate(inputs.joined_LP[: stop.layer, :num_seats].clone()):
             seats = run.inputs.joining.pop(earlier, None)  # without it, no row is sent at the layer behind it once more
-            if seats is not None and seats.late:
-                assert late is not None, "late joins have hooks"
+            if seats is not None and late is not None and late.unsettled.pop(earlier, None) is not None:
                 late.found[earlier] = joined_P
         run.hidden_TD = safepoints.leave(stop.request_ids, stop.layer, run.hidden_TD)
         return self._loop.go_on(run, hooks, first_layer=stop.layer)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from omniserve.core.config import EngineConfig
-from omniserve.kv.base import KeepsPrefixesOnDisk, KeepsPrefixesOnHost, KVManager
+from omniserve.kv.base import KVManager
 from omniserve.sched.sources.base import KVSource
 
 
@@ -25,7 +25,7 @@ class KVSourceEntry:
 
 
 def _has_disk(config: EngineConfig, kv: KVManager) -> bool:
-    return isinstance(kv, KeepsPrefixesOnDisk) and kv.has_disk()
+    return kv.prefixes is not None and kv.prefixes.disk is not None
 
 
 def _disk() -> type[KVSource]:
@@ -35,7 +35,7 @@ def _disk() -> type[KVSource]:
 
 
 def _has_prefill_engines(config: EngineConfig, kv: KVManager) -> bool:
-    return bool(config.prefill.prefill_engines) and isinstance(kv, KeepsPrefixesOnHost)
+    return bool(config.prefill.prefill_engines) and kv.prefixes is not None and kv.prefixes.host is not None
 
 
 def _prefill() -> type[KVSource]:

@@ -1,7 +1,7 @@
 """KVSource: a place from which KV of a waiting request's first tokens comes; KVLoads: the requests that wait for it.
 
 The KV comes into host memory while the request waits beside its queue (LOADING). From there it is copied to the device
-as the request is admitted, like any prefix that the host has (``sched.prefixes``).
+as the request is admitted, like any prefix that the host has (``sched.prefixes_on_host``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import HostEvent
 from omniserve.kv.base import KVManager
-from omniserve.sched import prefixes as prefixes_module
+from omniserve.sched import prefixes_on_host
 from omniserve.sched.options import SchedulerLimits
-from omniserve.sched.prefixes import Coming, Prefixes
+from omniserve.sched.prefixes_on_host import Coming, PrefixesOnHost
 from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.state import LS, Phase, RequestQueue, RequestState
 from omniserve.sched.step_cost import Forecast
@@ -29,7 +29,7 @@ class SourceContext:
     """What a source works with."""
 
     kv: KVManager
-    prefixes: Prefixes
+    prefixes: PrefixesOnHost
     side_work: SideWorkQueue
     config: EngineConfig
     end_loading: Callable[[Iterable[RequestState]], None]
@@ -111,7 +111,7 @@ class KVLoads:
         self,
         kinds: Iterable[type[KVSource]],
         kv: KVManager,
-        prefixes: Prefixes,
+        prefixes: PrefixesOnHost,
         side_work: SideWorkQueue,
         limits: SchedulerLimits,
         waiting: Mapping[ServiceClass, RequestQueue],
@@ -175,7 +175,8 @@ class KVLoads:
             source.look_again(state)
 
     def give_up(self) -> None:
-        """Begin nothing any more. What is under way still ends."""
+        """Find, publish, copy and load no KV any more, as a step has failed. What is under way still ends."""
+        self._prefixes.give_up()
         for source in self.sources:
             self._end([*source.give_up()])
 
@@ -189,7 +190,7 @@ class KVLoads:
         found = (source.coming(keys, first) for source in self.sources)
         more = next((coming for coming in found if coming is not None), Coming(0, 0.0))
         num_tokens = num_on_host * self._block_size + more.num_tokens
-        return Coming(num_tokens, more.seconds) if num_tokens >= prefixes_module.LEAST_RESTORED_TOKENS else None
+        return Coming(num_tokens, more.seconds) if num_tokens >= prefixes_on_host.LEAST_RESTORED_TOKENS else None
 
     def expected_s(self, state: RequestState) -> float | None:
         """Return in how many seconds a new request's first token is predicted by way of a source; None: unknown."""
@@ -216,9 +217,9 @@ class KVLoads:
             source.write()
 
     @property
-    def is_writing(self) -> bool:
-        """KV is being saved at a source."""
-        return any(source.is_writing for source in self.sources)
+    def is_saving(self) -> bool:
+        """KV is being copied to the host, or saved at a source, for later requests."""
+        return self._prefixes.is_saving or any(source.is_writing for source in self.sources)
 
     def num_tokens(self) -> dict[str, Mapping[str, int]]:
         """Return, by the name of the source, the tokens whose KV has come, by class."""

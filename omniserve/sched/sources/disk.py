@@ -1,6 +1,7 @@
 """DiskSource: requests whose first tokens have their KV on disk wait beside their queue until it is in host memory.
 
-From there it is copied to the device as they are admitted, like any prefix that the host has (``sched.prefixes``).
+From there it is copied to the device as they are admitted, like any prefix that the host has
+(``sched.prefixes_on_host``).
 Paper: omniserve 3.2.3 (KV that is loaded from disk).
 
 A request of which the disk has more than the host leaves its queue (LOADING) before the policy plans, and comes back to
@@ -16,9 +17,8 @@ from typing import ClassVar, NamedTuple
 
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import DiskCopy, Done
-from omniserve.kv.base import CanMove, KeepsPrefixesOnDisk
-from omniserve.sched import prefixes
-from omniserve.sched.prefixes import Coming
+from omniserve.sched import prefixes_on_host
+from omniserve.sched.prefixes_on_host import Coming
 from omniserve.sched.sources.base import KVSource, Outlook, SourceContext
 from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import Forecast
@@ -64,8 +64,8 @@ class DiskSource(KVSource):
     def __init__(self, context: SourceContext) -> None:
         super().__init__(context)
         kv = context.kv
-        assert isinstance(kv, KeepsPrefixesOnDisk) and isinstance(kv, CanMove)
-        self._kv, self._mover, self._is_on = kv, kv, True
+        assert kv.moves is not None and kv.prefixes is not None and kv.prefixes.disk is not None
+        self._disk, self._moves, self._is_on = kv.prefixes.disk, kv.moves, True
         self._context, self._prefixes, self._side_work = context, context.prefixes, context.side_work
         self._block_size = kv.block_size
         self._max_blocks = context.max_blocks
@@ -87,21 +87,21 @@ class DiskSource(KVSource):
         look_up.is_done = True
         keys, num_on_device, num_on_host = self._prefixes.parts(state)
         first = num_on_device + num_on_host
-        if first < len(keys) and (move_id := self._kv.reading_from_disk(keys[first])) is not None:
+        if first < len(keys) and (move_id := self._disk.reading(keys[first])) is not None:
             use.num_coming = num_on_host + self._num_on_disk(keys, first)
             self._reading[move_id].states[state] = None
             look_up.is_done = False  # what it lacks then may be on disk, too
             look_up.num_waits += 1
             return True
-        on_disk = [*itertools.takewhile(self._kv.has_on_disk, itertools.islice(keys, first, None))]
+        on_disk = keys[first : first + self._disk.match(itertools.islice(keys, first, None))]
         # What another copy brings is not read twice: the request is looked up again behind this one.
-        is_new = (self._kv.reading_from_disk(key) is None for key in on_disk)
+        is_new = (self._disk.reading(key) is None for key in on_disk)
         wanted = on_disk[: sum(1 for _ in itertools.takewhile(bool, is_new))]
-        if len(wanted) * self._block_size < prefixes.LEAST_RESTORED_TOKENS:
+        if len(wanted) * self._block_size < prefixes_on_host.LEAST_RESTORED_TOKENS:
             return False
         if not self._is_read_sooner(first, len(wanted), outlook.forecast):
             return False
-        copy = self._kv.start_reading_prefix(keys[num_on_device:first], wanted, reserve_blocks=outlook.reserve_blocks)
+        copy = self._disk.read(keys[num_on_device:first], wanted, reserve_blocks=outlook.reserve_blocks)
         if copy is None:
             look_up.is_done = not self._reading  # copies that end make room
             return False
@@ -115,7 +115,7 @@ class DiskSource(KVSource):
 
     def coming(self, keys: Sequence[bytes], first: int) -> Coming | None:
         num_on_disk = self._num_on_disk(keys, first)
-        if num_on_disk * self._block_size < prefixes.LEAST_RESTORED_TOKENS:
+        if num_on_disk * self._block_size < prefixes_on_host.LEAST_RESTORED_TOKENS:
             return None
         return Coming(num_on_disk * self._block_size, self._seconds(num_on_disk))
 
@@ -123,8 +123,7 @@ class DiskSource(KVSource):
         """Return how many keys, from one on, have their blocks on disk."""
         if not self._is_on:
             return 0
-        rest = itertools.islice(keys, first, None)
-        return sum(1 for _ in itertools.takewhile(self._kv.has_on_disk, rest))
+        return self._disk.match(itertools.islice(keys, first, None))
 
     def _is_read_sooner(self, first: int, count: int, forecast: Forecast | None) -> bool:
         if forecast is None:
@@ -149,7 +148,7 @@ class DiskSource(KVSource):
         if not self._is_on:
             return
         max_blocks = self._max_blocks - sum(self._writing.values())
-        if max_blocks > 0 and (copy := self._kv.start_writing_prefixes(max_blocks=max_blocks)) is not None:
+        if max_blocks > 0 and (copy := self._disk.write(max_blocks=max_blocks)) is not None:
             self._writing[copy.move_id] = len(copy.keys)
             self._side_work.expect(copy.move_id, self._on_written)
             self._side_work.begin(copy)
@@ -172,7 +171,7 @@ class DiskSource(KVSource):
         self._context.end_loading(states)
 
     def _finish(self, done: Done) -> None:
-        self._mover.finish_move(done.move_id, succeeded=done.ok)
+        self._moves.finish(done.move_id, succeeded=done.ok)
 
     def look_again(self, state: RequestState) -> None:
         look_up = state.fact(_LookUp)

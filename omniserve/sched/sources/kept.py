@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from omniserve.core.work import KVMove
-from omniserve.kv.base import CanEvict, KVManager, Tier
+from omniserve.kv.base import KVEvictions, KVManager, Tier
 from omniserve.sched.prefixes import Prefixes
+from omniserve.sched.prefixes_on_host import PrefixesOnHost
 from omniserve.sched.state import RequestState
 
 
@@ -42,43 +43,45 @@ class KeptKV(Protocol):
 class PrefixesKept:
     """Keeps what the prefix cache has, on the device and on the host."""
 
-    def __init__(self, prefixes: Prefixes) -> None:
-        self._prefixes = prefixes
+    def __init__(self, kv: KVManager, prefixes: Prefixes, on_host: PrefixesOnHost) -> None:
+        self._kv, self._prefixes, self._on_host = kv, prefixes, on_host
 
     def take_from(self, state: RequestState) -> None:
-        self._prefixes.release(state)
+        self._kv.free(state.request_id, self._on_host.full_keys(state))
 
     def num_tokens(self, state: RequestState, tier: Tier) -> int:
         return self._prefixes.num_tokens(state) if tier is Tier.DEVICE else 0
 
     def needs_restore(self, state: RequestState) -> bool:
-        return self._prefixes.is_worth_restoring(state)
+        return self._on_host.is_worth_restoring(state)
 
     def start_restore(self, state: RequestState, *, reserve_blocks: int) -> tuple[KVMove, int] | None:
-        return self._prefixes.start_restore(state, reserve_blocks=reserve_blocks)
+        return self._on_host.start_restore(state, reserve_blocks=reserve_blocks)
 
 
 class EvictionsKept:
     """Keeps what is left of the blocks of preempted requests."""
 
-    def __init__(self, kv: CanEvict) -> None:
-        self._kv = kv
+    def __init__(self, evictions: KVEvictions) -> None:
+        self._evictions = evictions
 
     def take_from(self, state: RequestState) -> None:
-        self._kv.evict(state.request_id, state.num_computed_tokens)
+        self._evictions.evict(state.request_id, state.num_computed_tokens)
 
     def num_tokens(self, state: RequestState, tier: Tier) -> int:
-        return self._kv.num_kept_tokens(state.request_id, tier)
+        return self._evictions.num_kept_tokens(state.request_id, tier)
 
     def needs_restore(self, state: RequestState) -> bool:
         return self.num_tokens(state, Tier.HOST) > self.num_tokens(state, Tier.DEVICE)
 
     def start_restore(self, state: RequestState, *, reserve_blocks: int) -> tuple[KVMove, int] | None:
         num_tokens = self.num_tokens(state, Tier.HOST)
-        move = self._kv.start_restore(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
+        move = self._evictions.start_restore(state.request_id, state.num_tokens, reserve_blocks=reserve_blocks)
         return None if move is None else (move, num_tokens)
 
 
-def kept_of(kv: KVManager, prefixes: Prefixes, *, keeps_evicted: bool) -> KeptKV:
+def kept_of(kv: KVManager, prefixes: Prefixes, on_host: PrefixesOnHost, *, keeps_evicted: bool) -> KeptKV:
     """Return what is kept of requests: what is left of their blocks (``keeps_evicted``), or their prefixes."""
-    return EvictionsKept(kv) if keeps_evicted and isinstance(kv, CanEvict) else PrefixesKept(prefixes)
+    if keeps_evicted and kv.evictions is not None:
+        return EvictionsKept(kv.evictions)
+    return PrefixesKept(kv, prefixes, on_host)

@@ -1,7 +1,8 @@
 """PrefillSource: requests whose prompts a prefill engine computes wait beside their queue until the KV is here.
 
 The KV comes into host memory. From there it is copied to the device as they are admitted, like any prefix that the host
-has (``sched.prefixes``); the last tokens, less than a block and one more, are computed here. Paper: omniserve 5.4.4.
+has (``sched.prefixes_on_host``); the last tokens, less than a block and one more, are computed here.
+Paper: omniserve 5.4.4.
 
 To the scheduler a prefill engine is one more place where prefixes come from, like the disk. A placement
 (``sources/placement.py``) chooses an engine for a request that waits, which then leaves its queue (LOADING) with host
@@ -21,8 +22,7 @@ from typing import ClassVar
 
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import CancelPrefill, Done, HostEvent, PrefillEngineJoined, PrefillEngineLost, RemotePrefill
-from omniserve.kv.base import KeepsPrefixesOnHost
-from omniserve.sched import prefixes
+from omniserve.sched import prefixes_on_host
 from omniserve.sched.sources.base import KVSource, Outlook, SourceContext
 from omniserve.sched.sources.placement import PLACEMENTS, PrefillEngine, Prompt
 from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
@@ -74,8 +74,8 @@ class PrefillSource(KVSource):
     def __init__(self, context: SourceContext) -> None:
         super().__init__(context)
         kv, config = context.kv, context.config
-        assert isinstance(kv, KeepsPrefixesOnHost)
-        self._kv, self._is_on = kv, context.prefixes.is_on
+        assert kv.prefixes is not None and kv.prefixes.host is not None
+        self._index, self._is_on = kv.prefixes.host, True
         self._context, self._prefixes, self._side_work = context, context.prefixes, context.side_work
         self._block_size = kv.block_size
         self._max_step_tokens = config.max_num_batched_tokens
@@ -116,7 +116,7 @@ class PrefillSource(KVSource):
         keys, num_on_device, num_on_host = self._prefixes.parts(state)
         first = num_on_device + num_on_host
         num_tokens = (len(keys) - first) * self._block_size
-        if num_tokens < prefixes.LEAST_RESTORED_TOKENS:
+        if num_tokens < prefixes_on_host.LEAST_RESTORED_TOKENS:
             return False
         local_s = self._local_s(state, first * self._block_size, outlook)
         left_s = ttft_left_s(state, now_s) if state.slo.ttft_s is not None else None
@@ -132,7 +132,7 @@ class PrefillSource(KVSource):
                 if self._rest_s is not None:
                     self._rest_s *= 1 - _FORGETTING
             return False
-        taken = self._kv.start_awaiting_prefix(
+        taken = self._index.begin_awaiting(
             keys[num_on_device:first], keys[first:], reserve_blocks=outlook.reserve_blocks
         )
         if taken is None:
@@ -165,7 +165,7 @@ class PrefillSource(KVSource):
             return None
         keys, num_on_device, num_on_host = self._prefixes.parts(state)
         num_tokens = (len(keys) - num_on_device - num_on_host) * self._block_size
-        if num_tokens < prefixes.LEAST_RESTORED_TOKENS:
+        if num_tokens < prefixes_on_host.LEAST_RESTORED_TOKENS:
             return None
         known = [engine for engine in map(self._view, self._token_s) if engine.token_s is not None]
         rest_s = self._rest_s or 0.0
@@ -210,7 +210,7 @@ class PrefillSource(KVSource):
         assert prefilled is not None
         if not self._is_on:
             return  # given up: nothing may be found in these blocks, so they stay taken
-        self._kv.end_awaiting_prefix(done.move_id, prefilled.num_blocks)
+        self._index.end_awaiting(done.move_id, prefilled.num_blocks)
         self.num_tokens[order.service_class] += prefilled.num_blocks * self._block_size
         if done.ok and order.engine in self._token_s:
             token_s, before_s = done.seconds / order.num_tokens, self._token_s[order.engine]

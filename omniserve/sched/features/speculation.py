@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from omniserve.core.plan import MAX_DRAFTS
-from omniserve.sched.drafter import Drafter
+from omniserve.sched.features.drafter import Drafter
+from omniserve.sched.state import RequestState
 
 _LEAST_CHANCE = 0.3
 """Least chance of a guess with which drafts are computed: rows may cost more than predicted."""
@@ -92,3 +93,10 @@ def _num_likely(chance: float) -> int:
     if chance >= 1:
         return MAX_DRAFTS
     return min(MAX_DRAFTS, int(math.log(_LEAST_CHANCE) / math.log(chance))) if chance > 0 else 0
+
+
+def speculation_of(state: RequestState) -> Speculation | None:
+    """Return what makes a request's drafts; None: it gets none (any more)."""
+    found = state.facts.get(Speculation)
+    assert found is None or isinstance(found, Speculation)
+    return found

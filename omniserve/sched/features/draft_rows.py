@@ -7,12 +7,12 @@ comes out does not depend on the drafts.
 They are added to a step that is complete otherwise, from what it leaves: tokens of the budget, time within the bound,
 free blocks. Nothing gives way to them.
 
-Drafts go where the expected tokens raise tokens a second, into blocks that no request uses (``KVManager.stretch``). A
-chunk of 1 + k rows gives 1 to k + 1 tokens: each row's token is picked as without drafts, with the random number and
-the penalties of its place, and counts while the rows before it gave the drafts (exact in fp32; in bf16 a chunk's
-attention rounds otherwise than a single row's). KV behind the last token that counts is overwritten later:
-``num_computed_tokens`` says what is valid, and the blocks that only wrong drafts needed go back (``trim``) before
-anything else is planned. So nothing else ever sees an unverified token.
+Drafts go where the expected tokens raise tokens a second, into blocks that no request uses
+(``KVManager.allocate_lookahead``). A chunk of 1 + k rows gives 1 to k + 1 tokens: each row's token is picked as without
+drafts, with the random number and the penalties of its place, and counts while the rows before it gave the drafts
+(exact in fp32; in bf16 a chunk's attention rounds otherwise than a single row's). KV behind the last token that counts
+is overwritten later: ``num_computed_tokens`` says what is valid, and the blocks that only wrong drafts needed go back
+(``trim``) before anything else is planned. So nothing else ever sees an unverified token.
 
 Drafts come from a ``Drafter``, and their number from how often it was right lately (``speculation.py``). There are no
 drafts for models with recurrent states, for rows that may leave between layers, and behind tokens that are
@@ -22,12 +22,12 @@ still pending.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from omniserve.core.plan import MAX_DRAFTS, PENDING_TOKEN, DeviceChunk
 from omniserve.kv.base import KVManager
-from omniserve.sched.speculation import Speculation
+from omniserve.sched.features.speculation import Speculation, speculation_of
 from omniserve.sched.state import RequestState
 from omniserve.sched.step_cost import StepCost
 
@@ -54,7 +54,6 @@ def with_drafts(
     bound_s: float,
     tokens_left: int,
     max_model_len: int,
-    without: Collection[str],
 ) -> dict[str, DeviceChunk]:
     """Return the chunks of a step that get drafts, by request, and add them to the cost.
 
@@ -64,12 +63,11 @@ def with_drafts(
         cost: The step with them; None: nothing predicts what drafts cost.
         bound_s: Most seconds of the step; a longer one gets no drafts.
         tokens_left: Most drafts in all.
-        without: Requests that get none.
     """
     offers = []
     for chunk, state in zip(chunks, states, strict=True):
-        speculation = state.speculation
-        if speculation is None or not _is_plain_decode(chunk, state) or chunk.request_id in without:
+        speculation = speculation_of(state)
+        if speculation is None or not _is_plain_decode(chunk, state):
             continue
         most = min(tokens_left, most_drafts(state, speculation, max_model_len, has_forecast=cost is not None))
         if drafts := speculation.draft(state.token_ids, state.num_tokens, most):
@@ -82,7 +80,7 @@ def with_drafts(
         if cost is not None and count:
             count = _num_that_pay(cost, offer, count, work=work, bound_s=bound_s)
         for num_drafts in _fitting(offer, count, kv.block_size):
-            block_ids = kv.stretch(offer.state.request_id, offer.state.num_tokens + num_drafts)
+            block_ids = kv.allocate_lookahead(offer.state.request_id, offer.state.num_tokens + num_drafts)
             if block_ids is None:
                 continue
             token_ids = (*offer.chunk.token_ids, *offer.drafts[:num_drafts])
@@ -126,6 +124,7 @@ def _is_plain_decode(chunk: DeviceChunk, state: RequestState) -> bool:
         and chunk.token_ids[0] != PENDING_TOKEN
         and chunk.from_layer == 0
         and chunk.scores is None
+        and not chunk.is_preemptible
     )
 
 

@@ -9,23 +9,28 @@ Certain rows have seats first; then as many drafts, the likeliest first, as brin
 Where the host's threads need longer than the step, its tokens come at their pace, so a draft must be worth its share of
 that, too (``HostSpeed.per_draft_key_s``, measured with the profile). A draft that finds no seat at some layer is
 dropped, with those behind it: the token goes on (``PiggybackJoin.draft_ids``, ``submit`` with fewer seats). A late
-token's drafts do as it does. Host blocks come from ``stretch``, which leaves residents room to grow, and go back with
-``trim``. On a GPU there are as many drafts as its rows of the residual store have a small share of its memory for
-(``engine/capacity.py``).
+token's drafts do as it does. Host blocks come from ``allocate_lookahead``, which leaves residents room to grow, and go
+back with ``trim``. On a GPU there are as many drafts as its rows of the residual store have a small share of its memory
+for (``engine/capacity.py``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, PiggybackEntry, PiggybackJoin
 from omniserve.kv.base import KVManager
-from omniserve.sched.draft_rows import most_drafts
+from omniserve.sched.features.base import OpenStep
+from omniserve.sched.features.draft_rows import most_drafts
+from omniserve.sched.features.speculation import speculation_of
+from omniserve.sched.host_rows import HostRows
+from omniserve.sched.options import SchedulerLimits
+from omniserve.sched.seats import num_seats
 from omniserve.sched.state import RequestState
-from omniserve.sched.step_cost import StepCost, num_seats
+from omniserve.sched.step_cost import StepCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,41 +102,28 @@ class _Rates:
         return self._device_work / step_s + host_work / host_s, step_s
 
 
-def with_host_drafts(
-    entries: Sequence[PiggybackEntry],
-    joins: Sequence[PiggybackJoin],
-    states: Mapping[str, RequestState],
-    kv: KVManager,
-    seats: HostSeats,
-    *,
-    cost: StepCost | None,
-    bound_s: float,
-    chunks: Sequence[DeviceChunk],
-    max_model_len: int,
-    reserve_blocks: int,
-) -> tuple[list[PiggybackEntry], list[PiggybackJoin]]:
-    """Return a step's entries and joins with the drafts that they take along, and add these to the cost.
+def with_host_drafts(step: OpenStep, kv: KVManager, limits: SchedulerLimits) -> HostRows:
+    """Return the host rows of a step with the drafts that they take along, and add these to its cost.
 
     A token that enters may get drafts; those that entered with it join with it, as long as they find seats. Certain
     rows have theirs first, then the drafts that are likeliest right.
-
-    Args:
-        entries: Tokens that enter, without drafts.
-        joins: Tokens that join, without drafts.
-        states: By request.
-        seats: What the step has for them.
-        cost: The step with these rows; None: nothing predicts what drafts cost.
-        bound_s: Most seconds of the step; drafts do not lengthen one beyond it.
-        chunks: The step's device rows.
-        reserve_blocks: Host blocks that stay free for tokens that are certain.
     """
+    entries, joins, states, cost = step.host_rows.entries, step.host_rows.joins, step.states, step.cost
+    most_seats, max_rows = limits.config.max_piggyback_seats, step.host_rows.max_rows
+    seats = HostSeats(
+        taken=num_seats(entries, joins, most_seats),
+        most=most_seats,
+        most_rows=most_seats * (limits.num_layers + 1) if max_rows is None else max_rows,
+        most_drafts=limits.max_host_drafts,
+    )
+    max_model_len, reserve_blocks = limits.max_model_len, step.reserve_host_blocks
     units = [_entering(entry, states[entry.request_id], seats, max_model_len, cost) for entry in entries]
     away = [states[join.request_id].away for join in joins]
     if not any([unit.drafts for unit in units]) and not any([token is not None and token.draft_ids for token in away]):
-        return list(entries), list(joins)
+        return step.host_rows
     units += [_joining(join, states[join.request_id]) for join in joins]
-    rates = _Rates(cost, chunks, units) if cost is not None else None
-    counts = _num_taken(units, seats, rates, bound_s=bound_s)
+    rates = _Rates(cost, tuple(step.chunks.values()), units) if cost is not None else None
+    counts = _num_taken(units, seats, rates, bound_s=step.bound_s)
     taken = [
         _with_drafts(unit, states[unit.row.request_id], count, kv, reserve_blocks) if count else unit.row
         for unit, count in zip(units, counts, strict=True)
@@ -145,13 +137,13 @@ def with_host_drafts(
             sum([len(row.draft_ids) for row in taken]),
             sum([len(join.draft_ids) for join in joins if join.layer == last]),
         )
-    return entries, joins
+    return dataclasses.replace(step.host_rows, entries=entries, joins=joins)
 
 
 def _entering(
     entry: PiggybackEntry, state: RequestState, seats: HostSeats, max_model_len: int, cost: StepCost | None
 ) -> _Unit:
-    speculation = state.speculation
+    speculation = speculation_of(state)
     if speculation is None or entry.token_id == PENDING_TOKEN or not seats.most_drafts:
         return _Unit(entry, -1)
     most = min(seats.most_drafts, most_drafts(state, speculation, max_model_len, has_forecast=cost is not None))
@@ -160,9 +152,10 @@ def _entering(
 
 def _joining(join: PiggybackJoin, state: RequestState) -> _Unit:
     assert state.away is not None
-    if state.speculation is None or not state.away.draft_ids:
+    speculation = speculation_of(state)
+    if speculation is None or not state.away.draft_ids:
         return _Unit(join, join.layer)
-    return _Unit(join, join.layer, state.away.draft_ids, state.speculation.chance)
+    return _Unit(join, join.layer, state.away.draft_ids, speculation.chance)
 
 
 def _num_taken(units: Sequence[_Unit], seats: HostSeats, rates: _Rates | None, *, bound_s: float) -> list[int]:
@@ -224,7 +217,7 @@ def _stretched(
     entry: PiggybackEntry, state: RequestState, count: int, kv: KVManager, reserve_blocks: int
 ) -> tuple[int, tuple[int, ...]]:
     """Return how many of up to ``count`` drafts there are host blocks for, and the request's blocks."""
-    block_ids = kv.stretch(state.request_id, state.num_tokens + count, reserve_blocks=reserve_blocks)
+    block_ids = kv.allocate_lookahead(state.request_id, state.num_tokens + count, reserve_blocks=reserve_blocks)
     if block_ids is not None:
         return count, block_ids
     return min(count, -state.num_tokens % kv.block_size), entry.block_ids

@@ -1,0 +1,77 @@
+"""HaltedChunks: chunks that left a step between two layers go on in a later step, before the layer where they left.
+
+Paper: conserve 4.3, omniserve 6. The runner keeps their hidden states (``runner/safepoint.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from omniserve.core.plan import DeviceChunk, StepOutput, StepPlan
+from omniserve.sched.features.base import FeatureContext, Row, StepFeature
+from omniserve.sched.state import Phase, RequestState
+from omniserve.sched.step_cost import StepCost
+
+
+@dataclass(frozen=True, slots=True)
+class HaltedChunk:
+    """Tokens that left a step between two layers; their hidden states wait on the device."""
+
+    layer: int
+    """The next one to compute."""
+    start: int
+    num_tokens: int
+
+
+def halted_chunk(state: RequestState) -> HaltedChunk | None:
+    """Return the chunk of a request that has left a step; None: there is none."""
+    found = state.facts.get(HaltedChunk)
+    assert found is None or isinstance(found, HaltedChunk)
+    return found
+
+
+class HaltedChunks(StepFeature):
+    """Has each such chunk go on as it is."""
+
+    def __init__(self, context: FeatureContext) -> None:
+        self._counters: Counter[str] = context.counters
+
+    def on_phase(self, state: RequestState, phase: Phase) -> None:
+        state.facts.pop(HaltedChunk, None)
+
+    def chunk_size(self, state: RequestState, tokens_left: int, cost: StepCost | None, bound_s: float) -> int | None:
+        """Return the size of the request's chunk; one that does not fit is forgotten, and the request begins anew."""
+        halted = halted_chunk(state)
+        if halted is None:
+            return None
+        fits = halted.num_tokens <= tokens_left
+        if fits and cost is not None and bound_s < math.inf:
+            samples = state.num_logits(halted.start, halted.num_tokens)
+            fits = cost.seconds_with(halted.start, halted.num_tokens, samples=samples) <= bound_s
+        if fits:
+            return halted.num_tokens
+        del state.facts[HaltedChunk]
+        return None
+
+    def on_chunk(self, state: RequestState, chunk: DeviceChunk) -> DeviceChunk:
+        halted = halted_chunk(state)
+        return chunk if halted is None else dataclasses.replace(chunk, from_layer=halted.layer)
+
+    def is_certain(self, plan: StepPlan) -> bool:
+        return not any(chunk.is_preemptible or chunk.from_layer for chunk in plan.chunks)
+
+    def takes_outcome(self, state: RequestState, row: Row, output: StepOutput) -> bool:
+        """Book a chunk that left the step."""
+        if not isinstance(row, DeviceChunk):
+            return False
+        state.facts.pop(HaltedChunk, None)
+        layer = output.halted.get(row.request_id)
+        if layer is None:
+            return False
+        self._counters["layer_preemptions"] += 1
+        if layer > 0:
+            state.facts[HaltedChunk] = HaltedChunk(layer, row.start, len(row.token_ids))
+        return True

@@ -1,0 +1,137 @@
+"""QueueingControl: what LS requests may expect, and what BE work must leave them, by the queue of LS requests.
+
+Paper: omniserve 3.3.3 (admission), 3.3.4 (bounds); ``ttft.py`` predicts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from omniserve.sched.admission import Admission
+from omniserve.sched.batch import Batch
+from omniserve.sched.state import BE, LS, RequestState
+from omniserve.sched.step_cost import Forecast, TimeBound, ttft_left_s
+from omniserve.sched.ttft import LSQueue, TTFTEstimator, TTFTPrediction
+from omniserve.sched.view import RequestView
+
+
+class QueueingControl:
+    """A ``LatencyControl``: prompts are chunked under S_d one after another, and each step leaves time for a newcomer.
+
+    Args:
+        slack: As in ``CoServingOptions``.
+        refuses: Requests that would come too late are refused.
+    """
+
+    def __init__(self, view: RequestView, forecast: Forecast, *, slack: str, refuses: bool) -> None:
+        self._view, self._memory, self._host = view, view.memory, view.host
+        self._forecast = forecast
+        self._estimator = TTFTEstimator(forecast, view.limits, slack)
+        self._admission = Admission(forecast, refuses=refuses)
+
+    # -- arrivals and ends ---------------------------------------------------------------------------------------
+
+    def on_arrival(self, state: RequestState, now_s: float, begin_s: float) -> float:
+        """Predict the time to first token of an LS request (3.3.3), and reject it if that is too long."""
+        prediction = self._predict(state, now_s)
+        self._admission.scale(state, prediction)
+        if state.has_scaled_ttft:  # shorter prompts behind it may be computed first
+            prediction = self._predict(state, now_s)
+        # What it will have waited before a step can have it.
+        waited_s = max(0.0, now_s - state.arrival_s) + (begin_s - now_s)
+        elsewhere_s = self._view.expected_s(state)
+        state.predicted_here_s = waited_s + prediction.expected_s
+        self._estimator.note(state)
+        self._admission.judge(
+            state,
+            prediction,
+            now_s=now_s,
+            waited_s=waited_s,
+            is_idle=self._view.is_only_ls(state),
+            elsewhere_s=elsewhere_s,
+        )
+        if elsewhere_s is not None and elsewhere_s < prediction.expected_s:
+            state.soonest_ttft_s = None  # the margin learns from what is computed here
+            return waited_s + elsewhere_s
+        return waited_s + prediction.expected_s
+
+    def on_first_token(self, state: RequestState, now_s: float) -> None:
+        """Learn from an LS request's first token."""
+        self._admission.learn(state, now_s)
+
+    def on_end(self, state: RequestState) -> None:
+        """Learn from the length of an LS request's output."""
+        self._estimator.note_end(state)
+
+    @property
+    def margin(self) -> float:
+        """The share of a TTFT that admission leaves, in [0, 1)."""
+        return self._admission.margin
+
+    def _predict(self, state: RequestState, now_s: float) -> TTFTPrediction:
+        device, waiting = self._view.device, self._view.waiting
+        loading = (other for other in self._view.loading if other.kind is LS)
+        in_line = (other for other in itertools.chain(device[LS], waiting[LS], loading) if other is not state)
+        ahead = [s for s in in_line if not s.decodes and s.prefill_key < state.prefill_key]
+        return self._estimator.predict(
+            state,
+            self._queue([other for other in device[LS] if other.decodes], ahead),
+            now_s,
+            has_best_effort=bool(waiting[BE] or device[BE]),
+            host_works=self._host.is_busy,
+            coming=self._view.coming(state),
+        )
+
+    def _queue(self, decoding: Sequence[RequestState], prompts: Sequence[RequestState]) -> LSQueue:
+        """Return the queue of these LS requests, with the blocks that they have or can have."""
+        device, memory = self._view.device, self._memory
+        held = {state.request_id: memory.num_blocks(state) for state in device[LS]}
+        of_ls = sum(held.values()) - sum(map(memory.num_shared_at_begin, device[LS]))
+        of_be = sum(map(memory.num_blocks, device[BE]))
+        of_be += sum(len(move.src_block_ids) for move in memory.moves_to_host)
+        free = memory.num_free
+        # Blocks that several requests share count for each, so BE requests have no more than all others.
+        num_free = free + min(of_be, max(0, memory.num_device_blocks - free - of_ls))
+        num_places = self._view.limits.config.max_num_seqs - memory.num_admitted(LS)
+        return LSQueue(decoding, prompts, held, num_free, num_places)
+
+    # -- bounds --------------------------------------------------------------------------------------------------
+
+    def long_prompt_bound_s(
+        self, batch: Batch, decoding: Sequence[RequestState], bound_s: float, begin_s: float
+    ) -> float:
+        """Return the most seconds of a step for a prompt with a scaled TTFT: a short one could wait for it."""
+        if not self._forecast.predictor.has_seen(1):
+            return math.inf
+        return self._newcomer_bound_s(batch, decoding, bound_s, begin_s)
+
+    def best_effort_bound(
+        self,
+        batch: Batch,
+        s_be: TimeBound,
+        decoding: Sequence[RequestState],
+        unfinished: Sequence[RequestState],
+        begin_s: float,
+    ) -> TimeBound:
+        """Return what BE work may lengthen the step to: no TPOT or TTFT may suffer, nor a newcomer's (3.3.4)."""
+        assert batch.cost is not None
+        ls_s, bound = batch.cost.seconds(), s_be
+        for state in self._view.device[LS]:
+            if state in batch and batch.samples(state) and state.num_output_tokens == 0:
+                bound = bound.or_tighter(max(ttft_left_s(state, begin_s), ls_s), f"ttft of {state.request_id}")
+        if unfinished:
+            queue = self._queue(decoding, unfinished)
+            for request_id, left_s in self._estimator.prompt_bounds(queue, batch, s_be.seconds, begin_s):
+                bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {request_id}")
+        newcomer_s = self._newcomer_bound_s(batch, decoding, s_be.seconds, begin_s)
+        return bound.or_tighter(newcomer_s, "ttft of a new request")
+
+    def _newcomer_bound_s(
+        self, batch: Batch, decoding: Sequence[RequestState], bound_s: float, begin_s: float
+    ) -> float:
+        """Return the longest step after which a new request can keep its TTFT."""
+        return self._estimator.newcomer_bound_s(
+            decoding, bound_s, margin=self._admission.margin, busy_s=begin_s - batch.now_s
+        )
