@@ -1,7 +1,7 @@
-"""The contract of a KV manager, and of the objects by which it offers what only some managers can.
+"""The interface of KV managers, and of the objects through which some of them offer more.
 
-``KVManager`` is the contract of all. An attribute that is None says that a manager lacks an ability; ``KVAbilities``
-says of a class what its managers can, before one is made.
+A manager that lacks an ability has None for its object. ``KVAbilities`` tells the same of a class, before a manager is
+made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from omniserve.kv.tiers import MoveResult, Tier
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVAbilities:
-    """What the managers of a class can do beside the contract, if they are asked to as they are made."""
+    """What managers of a class can do beyond ``KVManager``.
+
+    Prefixes, disk and network are there only if the constructor is asked for them.
+    """
 
     moves: bool = False
     """Requests move between the tiers: an engine with such a manager has a host tier (``host_kv_bytes``)."""
@@ -61,6 +64,10 @@ class KVMoves(Protocol):
             reserve_blocks: Blocks of the target tier that must still be free afterwards; those that only checkpoints of
                 others hold count as free.
             keep_tokens: To the device: the host blocks that these first tokens fill stay, as a checkpoint.
+
+        Raises:
+            RuntimeError: The request is moving, or its KV is not on the source tier.
+        Paper: omniserve 3.2.4, 3.3.5.
         """
 
     def abandon(self, move_id: int) -> None:
@@ -186,16 +193,19 @@ class BlockSharing(Protocol):
 
 
 class NetworkKV(Protocol):
-    """Has requests move to CPU hosts on the network, too: all blocks of a request are on one host."""
+    """Moves requests to CPU hosts on the network, too: all blocks of a request are on one host.
+
+    Paper: omniserve 4.
+    """
 
     def add_host(self, host: int, num_blocks: int, speed: float) -> None:
         """Note that a host can be used, with the blocks from ``host * HOST_BLOCKS`` on, which hold nothing.
 
-        ``speed`` says how much more KV it should get than another one.
+        ``speed`` is its share of KV relative to other hosts, for example its number of threads.
         """
 
     def lose_host(self, host: int) -> None:
-        """Note that a host is lost, and what is there: nothing moves there any more."""
+        """Note that a host is lost with its KV: nothing moves there any more."""
 
     def host_of(self, request_id: str) -> int:
         """Return the number of the host that a request is on; 0: it is on this machine, or moving."""
@@ -218,12 +228,16 @@ class KVManager(ABC):
     abilities: ClassVar[KVAbilities] = KVAbilities()
 
     moves: KVMoves | None = None
-    """None, as in the other attributes: the manager lacks the ability."""
+    """Moves between the tiers. None here and below: the manager lacks the ability. One with checkpoints, evictions,
+    shared blocks or prefixes on the host has moves: ``finish`` ends those copies, too."""
     prefixes: PrefixIndex | None = None
     """The prefix cache; None also if the manager was not asked to keep one."""
     checkpoints: KVCheckpoints | None = None
+    """Copies of device requests' blocks, ahead of need."""
     evictions: KVEvictions | None = None
+    """KV that is kept of preempted requests."""
     sharing: BlockSharing | None = None
+    """Device blocks that two requests share."""
     network: NetworkKV | None = None
     """None also if there are no CPU hosts."""
 
@@ -255,26 +269,35 @@ class KVManager(ABC):
     ) -> tuple[int, ...] | None:
         """Add free blocks to the table of a request that is not moving, on its tier, for tokens that may be dropped.
 
-        Only blocks that hold no KV are taken: nothing is evicted, reclaimed or copied.
+        Only free blocks are taken, those with idle prefixes included: no checkpoint and no evicted request loses a
+        block.
 
         Args:
             reserve_blocks: Such blocks of that tier that must still be there afterwards, if any block is taken at all.
 
         Returns:
             The whole table, or None (and nothing has changed) if that is not enough for ``num_tokens``.
+
+        Raises:
+            RuntimeError: The request is moving.
         """
 
     @abstractmethod
     def trim(self, request_id: str, num_tokens: int) -> None:
-        """Give back the blocks that the first ``num_tokens`` of a request at rest do not need."""
+        """Give back the blocks that the first ``num_tokens`` of a request do not need.
+
+        Raises:
+            RuntimeError: The request is moving.
+        """
 
     @abstractmethod
     def free(self, request_id: str, keys: Sequence[bytes] = ()) -> None:
         """Give back all blocks of a request, its checkpoint's and what an eviction kept too; none is no error.
 
         Args:
-            keys: Keys of its first, full blocks, for others to find them. With prefixes on the host, those there stay
-                there, and those on the device are copied, as long as there is memory that no request needs.
+            keys: Keys of its first, full blocks, for others to find them. With prefixes on the host, host blocks with
+                these keys stay in host memory, and device blocks with these keys are copied there, as long as no
+                request needs the memory.
 
         Raises:
             RuntimeError: The request is moving: a copy still reads or writes its blocks.
@@ -292,8 +315,9 @@ class KVManager(ABC):
     def num_held(self, request_id: str, tier: Tier) -> int:
         """Return how many blocks of a tier a request holds.
 
-        While it moves that is both its tables', on the host also what is copied there ahead of need. A block that two
-        requests share counts for both; device blocks that an evicted one has left are free, so they do not count.
+        While it moves, the blocks of both its tables count; on the host, copies made ahead of need count, too. A block
+        that two requests share counts for both. Device blocks that an evicted request has left are free: they do not
+        count.
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv.host_copies import HostCopies
-from omniserve.kv.tables import TierMoves, TierTables
+from omniserve.kv.tables import TableMoves, TierTables
 from omniserve.kv.tiers import Tier
 
 
@@ -22,7 +22,7 @@ class TierCheckpoints:
         copies: Keeps what they bring.
     """
 
-    def __init__(self, tables: TierTables, moves: TierMoves, copies: HostCopies) -> None:
+    def __init__(self, tables: TierTables, moves: TableMoves, copies: HostCopies) -> None:
         self._tables, self._moves, self._copies = tables, moves, copies
 
     def start(

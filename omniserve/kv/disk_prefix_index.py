@@ -27,7 +27,7 @@ class DiskPrefixIndex:
         """Key -> the copy from disk under way that brings its block."""
 
     def match(self, keys: Iterable[bytes]) -> int:
-        """Return how many of these keys, from the first one on, are those of blocks on disk."""
+        """Return for how many of these keys in a row, from the first one on, there is a block on disk."""
         return self._disk.match(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -44,6 +44,8 @@ class DiskPrefixIndex:
         ``KVMoves.finish`` ends the copy.
         """
         move_id, wanted = self._ends.next_id(), self._disk.wanted
+        if not wanted:
+            return None
         keys = [*itertools.islice(wanted, max_blocks)]
         slots = self._disk.begin_write(keys)
         keys = keys[: len(slots)]
@@ -64,7 +66,7 @@ class DiskPrefixIndex:
         ``KVMoves.finish`` ends the copy.
 
         Args:
-            host_keys: Blocks on the host that will be used with them, so that others make room.
+            host_keys: Keys of the host blocks before them, which stay until the copy ends.
             reserve_blocks: Host blocks that must still be free afterwards, those of prefixes counted as free.
 
         Returns:
@@ -95,5 +97,5 @@ class DiskPrefixIndex:
         return MoveResult.ARRIVED if succeeded else MoveResult.STAYED
 
     def usage(self) -> tuple[int, int]:
-        """Return the slots in use, and all."""
+        """Return how many slots hold a block or will, and how many there are."""
         return self._disk.num_used, self._disk.num_slots

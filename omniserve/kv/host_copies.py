@@ -174,7 +174,7 @@ class HostCopies:
 
     @property
     def num_unused(self) -> int:
-        """Blocks that no request uses, and that are not free because of prefixes or copies of some."""
+        """Blocks that no request uses, but that hold prefixes, or will when a copy ends."""
         return self.prefixes.num_held if self.prefixes is not None else 0
 
     def num_reclaimable(self, request_ids: Iterable[str]) -> int:
@@ -189,9 +189,10 @@ class HostCopies:
         self.checkpoints.reclaim(num_blocks - (self._pool.num_free - num_before), request_ids)
 
     def share(self, request_id: str, keys: Sequence[bytes]) -> bool:
-        """Make the blocks that prefixes have of these keys a request's checkpoint; False: it has one, or they cannot.
+        """Make the host blocks of these keys a request's checkpoint, so that its move copies only what follows.
 
-        A move to the host then copies what is behind them.
+        Returns:
+            False if there are no prefixes on the host, or the request has a checkpoint already.
         """
         if self.prefixes is None or self.checkpoints.num_held(request_id):
             return False
@@ -216,10 +217,10 @@ class HostCopies:
             yield from self.prefixes.owned_blocks()
 
     def check(self, table_lengths: dict[str, int]) -> None:
-        """Verify what there is; ``table_lengths`` as in ``HostCheckpoints.check``.
+        """Verify the books; ``table_lengths`` as in ``HostCheckpoints.check``.
 
         Raises:
-            AssertionError: It does not fit.
+            AssertionError: The books do not fit one another.
         """
         self.checkpoints.check(table_lengths)
         if self.prefixes is not None:

@@ -101,9 +101,9 @@ class HostPrefixes:
         self.blocks: OrderedDict[bytes, int] = OrderedDict()
         """Key -> host block, the last used last."""
         self.filling: dict[int, Sequence[int]] = {}
-        """Blocks that copies under way fill, by their numbers."""
+        """Number of a copy under way -> host blocks that it fills."""
         self._expected: dict[int, tuple[Sequence[bytes], Sequence[bytes]]] = {}
-        """Keys of host blocks that the KV continues, and its own, of what ``begin_filling`` was called for."""
+        """Number of a copy -> (keys of the host blocks before the KV that comes, keys of that KV)."""
         self._readers: Counter[bytes] = Counter()
         """Copies that read the block of a key; it stays meanwhile."""
 
@@ -175,6 +175,9 @@ class HostPrefixes:
             host_keys: Blocks here that will be used with them, and stay until ``end_filling``.
             least: Fewest blocks that are of use: with less room, None is returned, and nothing has changed.
             reserve: Blocks that must still be free afterwards, those of prefixes counted as free.
+
+        Returns:
+            The blocks, or None.
         """
         self.begin_reading(host_keys)
         count = min(len(keys), max(0, self.pool.num_free + self.num_reclaimable - reserve))
@@ -188,7 +191,7 @@ class HostPrefixes:
         return blocks
 
     def end_filling(self, move_id: int, num_blocks: int) -> None:
-        """Keep the first blocks of what was to come, which have come, and free the others."""
+        """Keep the first ``num_blocks`` blocks, whose KV has come, and free the others."""
         blocks, (host_keys, keys) = self.filling.pop(move_id), self._expected.pop(move_id)
         self.end_reading(host_keys)
         for number, (key, block) in reversed([*enumerate(zip(keys, blocks, strict=True))]):
@@ -224,10 +227,10 @@ class HostPrefixes:
         return itertools.chain.from_iterable(self.filling.values())
 
     def check(self) -> None:
-        """Verify what there is beside the blocks.
+        """Verify the books of keys, readers and fills.
 
         Raises:
-            AssertionError: It does not fit.
+            AssertionError: They do not fit one another.
         """
         assert self._readers.keys() <= self.blocks.keys() and self._expected.keys() <= self.filling.keys()
         if self._disk is not None:

@@ -22,7 +22,7 @@ from omniserve.kv.checkpoints import TierCheckpoints
 from omniserve.kv.host_copies import HostCopies
 from omniserve.kv.retained import RetainedKV, device_lengths
 from omniserve.kv.table import Table
-from omniserve.kv.tables import TierMoves, TierTables
+from omniserve.kv.tables import TableMoves, TierTables
 from omniserve.kv.tiers import MoveResult, Tier
 from omniserve.kv.two_tiers import CacheSettings, TierPools, TwoTierKVManager
 
@@ -78,7 +78,7 @@ class EvictedRequests(RetainedKV):
     def _give_way(self, spare: str) -> Sequence[str]:
         """Return the requests that may lose blocks of their checkpoint, in that order, without ``spare``.
 
-        The checkpoint of a request that still has its blocks may never be needed: it goes before those that will be.
+        A request that still has its device blocks may never need its checkpoint: it comes first.
         """
         others = (request_id for request_id in self._copies.checkpoints.request_ids() if request_id != spare)
         return sorted(others, key=self.by_request.__contains__)
@@ -124,7 +124,7 @@ class Evictions:
         copies: Copies on the host.
     """
 
-    def __init__(self, evicted: EvictedRequests, tables: TierTables, moves: TierMoves, copies: HostCopies) -> None:
+    def __init__(self, evicted: EvictedRequests, tables: TierTables, moves: TableMoves, copies: HostCopies) -> None:
         self._evicted, self._tables, self._moves = evicted.by_request, tables, moves
         self._checkpoints = copies.checkpoints
 
@@ -149,12 +149,8 @@ class Evictions:
         blocks = len(evicted.blocks) if tier is Tier.DEVICE else self._checkpoints.num_blocks(request_id)
         return min(evicted.num_tokens, blocks * self._tables.block_size)
 
-    def is_evicted(self, request_id: str) -> bool:
-        """Tell whether a request is evicted."""
-        return request_id in self._evicted
-
     def resume(self, request_id: str, num_tokens: int, *, reserve_blocks: int) -> bool:
-        """Make what the device has of an evicted request its table; False if it has no room to grow to ``num_tokens``.
+        """Give an evicted request a table of its device blocks; False if the device has no room for ``num_tokens``.
 
         What is not restored is recomputed: a checkpoint is never of more than that.
         """
@@ -230,10 +226,11 @@ class IncrementalKVManager(TwoTierKVManager):
         )
         self.checkpoints = TierCheckpoints(self._tables, self.moves, pools.copies)
         self.evictions = Evictions(evicted, self._tables, self.moves, pools.copies)
+        self._evicted = evicted.by_request
 
     def allocate(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
-        if not self.evictions.is_evicted(request_id):
-            return super().allocate(request_id, num_tokens, reserve_blocks=reserve_blocks)
+        if request_id not in self._evicted:
+            return self._tables.allocate(request_id, num_tokens, reserve_blocks=reserve_blocks)
         if not self.evictions.resume(request_id, num_tokens, reserve_blocks=reserve_blocks):
             return None
-        return super().allocate(request_id, num_tokens)
+        return self._tables.allocate(request_id, num_tokens)

@@ -92,7 +92,7 @@ class NetworkPools:
         return sum(map(_used, self._pools.values()))
 
     def check(self, owned: Sequence[tuple[BlockPool, Sequence[int]]]) -> None:
-        """Verify that of each pool that is there the blocks with their pool are those that are not free.
+        """Verify that, in each pool, the blocks in use are those in ``owned``.
 
         Raises:
             AssertionError: They are not.

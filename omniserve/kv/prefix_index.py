@@ -15,7 +15,7 @@ from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv.host_prefixes import HostPrefixes, PrefixCopies
 from omniserve.kv.prefix_cache import CachingPool
 from omniserve.kv.table import Table
-from omniserve.kv.tables import TierMoves, TierTables
+from omniserve.kv.tables import TableMoves, TierTables
 from omniserve.kv.tiers import CopyEnds, MoveResult, Tier
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _REUSE_RATE = 1 / 32
 _LEAST_REUSE = 0.01
-"""Prefixes of LS requests are protected while these find such a share of their prompts, or would if none had been
-forgotten: an average of which the last request makes ``_REUSE_RATE``."""
+"""Marked blocks are protected while LS prompts find at least this share of their tokens; forgotten blocks count as
+found. The share is a running average, in which a new prompt has the weight ``_REUSE_RATE``."""
 
 
 class DeviceTables(Protocol):
@@ -70,11 +70,11 @@ class PrefixIndex:
         self._ls_reuse = 2 * _LEAST_REUSE
 
     def match(self, keys: Iterable[bytes]) -> int:
-        """Return how many of these keys, from the first one on, are those of device blocks."""
+        """Return for how many of these keys in a row, from the first one on, there is a device block."""
         return self._pool.match(keys)
 
     def num_used(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the cached blocks of these keys have users. To share these takes no free block."""
+        """Return how many of the cached blocks of these keys have users. Sharing such blocks takes no free block."""
         return len(keys) - self._pool.num_idle(keys)
 
     @property
@@ -83,9 +83,9 @@ class PrefixIndex:
         return self._pool.num_protected
 
     def freed_by(self) -> Callable[[KVMove | HasRequestId], int]:
-        """Return a function that tells how many device blocks a move to the host, or a request there, will free.
+        """Return a function that tells how many blocks a request on the device, or a move to the host, will free there.
 
-        It counts on: a block with two users is free when the second of them was asked about.
+        Calls build on one another: a block with two users counts as freed by the second.
         """
         count, tables = self._pool.freed_by(), self._tables
         return lambda each: count(
@@ -99,6 +99,9 @@ class PrefixIndex:
 
         The rest is as in ``KVManager.allocate``: blocks for ``num_tokens`` in all. ``marks``: these cached blocks are
         marked.
+
+        Returns:
+            The table; None, and nothing has changed, if there is no room.
         """
         if self.disk is not None:
             self.disk.touch(keys)
@@ -131,7 +134,7 @@ class PrefixIndex:
 
 
 class HostPrefixIndex:
-    """The prefix cache in host memory: copies of blocks that the device may forget, and those of requests there.
+    """The prefix cache in host memory: copies of device blocks, and blocks of requests on the host.
 
     The host blocks are reclaimed when requests need them. ``KVMoves.finish`` ends all copies.
 
@@ -141,7 +144,7 @@ class HostPrefixIndex:
         pool: The device pool.
         tables: Block tables.
         moves: Moves and copies.
-        ends: Ends of what comes from elsewhere.
+        ends: Numbers for KV that comes from elsewhere.
     """
 
     def __init__(
@@ -151,14 +154,14 @@ class HostPrefixIndex:
         *,
         pool: CachingPool,
         tables: TierTables,
-        moves: TierMoves,
+        moves: TableMoves,
         ends: CopyEnds,
     ) -> None:
         self._prefixes, self._copies, self._pool = prefixes, copies, pool
         self._tables, self._moves, self._ends = tables, moves, ends
 
     def match(self, keys: Iterable[bytes]) -> int:
-        """Return how many of these keys, from the first one on, are those of host blocks."""
+        """Return for how many of these keys in a row, from the first one on, there is a host block."""
         blocks, count = self._prefixes.blocks, 0
         for key in keys:
             if key not in blocks:
@@ -171,7 +174,7 @@ class HostPrefixIndex:
         return self._prefixes.blocks.get(key)
 
     def want_copies(self, request_id: str, first: int, count: int) -> None:
-        """Note that blocks of a request on the device are worth a copy on the host: ``count`` from the first on."""
+        """Note that a device request's blocks are worth a copy on the host: ``count`` from number ``first`` on."""
         self._pool.want_copies(self._tables.device_blocks(request_id)[first : first + count])
 
     def save(self, *, num_ahead: int, max_blocks: int, reserve_blocks: int = 0) -> KVMove | None:
@@ -243,7 +246,7 @@ class HostPrefixIndex:
             reserve_blocks: Host blocks that must still be free afterwards, those of prefixes counted as free.
 
         Returns:
-            A number for ``end_awaiting``, which no move has, and the blocks.
+            A number for ``end_awaiting``, and the blocks. No move has that number.
         """
         move_id = self._ends.next_id()
         blocks = self._prefixes.begin_filling(move_id, host_keys, keys, least=len(keys), reserve=reserve_blocks)

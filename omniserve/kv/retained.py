@@ -16,7 +16,7 @@ class RetainedKV(ABC):
 
     @abstractmethod
     def num_reclaimable(self, tier: Tier, spare: str) -> int:
-        """Return how many blocks of a tier ``reclaim`` could free."""
+        """Return how many blocks of a tier ``reclaim`` could free, without those of the request ``spare``."""
 
     @abstractmethod
     def reclaim(self, tier: Tier, num_blocks: int, spare: str) -> None:
@@ -24,7 +24,10 @@ class RetainedKV(ABC):
 
     @abstractmethod
     def strand(self, request_id: str, blocks: list[int]) -> None:
-        """Dispose of host copies of a request's first blocks; its other blocks are lost, and it has no table."""
+        """Take over host blocks with copies of a request's first blocks.
+
+        Its move has failed or was abandoned: its other blocks are lost, and it has no table.
+        """
 
     @abstractmethod
     def drop(self, request_id: str) -> None:
@@ -40,10 +43,10 @@ class RetainedKV(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Verify what there is.
+        """Verify the books of retained KV.
 
         Raises:
-            AssertionError: It does not fit the tables.
+            AssertionError: The retained KV does not fit the tables.
         """
 
 

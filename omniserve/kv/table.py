@@ -1,4 +1,4 @@
-"""Table: the blocks of one request, and while it moves, of both its places."""
+"""Table: the blocks of one request; while it moves, those on the target tier, too."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Table:
     network: NetworkPool | None = None  # the blocks are on this host on the network; None: on this machine
     going_to: NetworkPool | None = None  # moving: the destination is there
     # While it moves, the target is ``arrived``, then the move's destination, then ``behind``.
-    arrived: list[int] = field(default_factory=list)  # what has been there before
-    behind: list[int] = field(default_factory=list)  # for what is not computed yet
+    arrived: list[int] = field(default_factory=list)  # target blocks that held its KV before the move
+    behind: list[int] = field(default_factory=list)  # target blocks for tokens that are not computed yet
     num_kept: int = 0  # moving to the device: source blocks that stay as its checkpoint
-    keys: Sequence[bytes] = ()  # moving to the host: of its full blocks, for others to find them there
+    keys: Sequence[bytes] = ()  # moving to the host: keys of its first, full blocks
 
     @property
     def target(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""TierTables and TierMoves: the block tables of two tiers, the pools below them, and the moves between them.
+"""TierTables and TableMoves: the block tables of two tiers, the pools below them, and the moves between them.
 
 A move keeps both copies until it is done; a failed move changes nothing. Full blocks of a request may have been copied
 to the host before: a move copies the rest, and gives the device blocks of what was copied back at once; if the rest
@@ -63,7 +63,7 @@ class TierTables:
         return table
 
     def put(self, request_id: str, blocks: list[int]) -> None:
-        """Make device blocks the table of a request that has none."""
+        """Make device blocks the table of a request, in the place of one that it has."""
         self.by_request[request_id] = Table(Tier.DEVICE, blocks)
 
     def device_blocks(self, request_id: str) -> Sequence[int]:
@@ -74,8 +74,11 @@ class TierTables:
 
     def allocate(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> tuple[int, ...] | None:
         """Grow a table, or make one on the device; see ``KVManager.allocate``."""
-        table = self.by_request.get(request_id) or Table(Tier.DEVICE, [])
-        table.require_still()
+        table = self.by_request.get(request_id)
+        if table is None:
+            table = Table(Tier.DEVICE, [])
+        elif table.move is not None:
+            table.require_still()
         missing = -(-num_tokens // self.block_size) - len(table.blocks)
         if missing > 0:
             after = table.blocks[-1] if table.blocks else None
@@ -92,16 +95,18 @@ class TierTables:
         return tuple(table.blocks)
 
     def has_unused(self, request_id: str, num_tokens: int, *, reserve_blocks: int = 0) -> bool:
-        """Tell whether a table at rest can grow to hold ``num_tokens`` by blocks that hold nothing, or prefixes alone.
+        """Tell whether a table at rest can grow to ``num_tokens`` without blocks of checkpoints or evicted requests.
 
-        ``reserve_blocks``: such blocks that must be left, if any is needed at all.
+        ``reserve_blocks``: free blocks that must be left, if any is needed at all.
         """
         table = self.at_rest(request_id)
         missing = -(-num_tokens // self.block_size) - len(table.blocks)
+        if missing <= 0:
+            return True
         num_free = self.pool_of(table).num_free
         if table.tier is Tier.HOST and table.network is None:
             num_free += self._copies.num_idle
-        return missing <= 0 or missing + reserve_blocks <= num_free
+        return missing + reserve_blocks <= num_free
 
     def trim(self, request_id: str, num_tokens: int) -> None:
         """Give back the blocks that the first ``num_tokens`` of a request at rest do not need."""
@@ -164,12 +169,12 @@ class TierTables:
                 yield table.going_to or self.pools[_TARGET[table.move.direction]], table.target
 
 
-class TierMoves:
+class TableMoves:
     """Moves requests between the tiers, and ends all copies that a manager has begun; see ``KVMoves``.
 
     Args:
         tables: Block tables.
-        copies: Copies on the host, behind which a move there goes on.
+        copies: Copies on the host: a move there copies only what follows them.
         retained: Gets what is left of requests whose move is lost.
         ends: Ends of moves and copies.
         network: Hosts on the network, to which requests move that this machine's host has no room for.
@@ -279,7 +284,7 @@ class TierMoves:
         *,
         is_checkpoint: bool = False,
     ) -> KVMove:
-        """Make a move or a copy into blocks that are taken."""
+        """Describe a copy of blocks ``src`` to ``dst``, which the caller has taken, with a number of its own."""
         return KVMove(
             request_id=request_id,
             move_id=self._ends.next_id(),
@@ -337,7 +342,7 @@ class TierMoves:
             yield pool, move.dst_block_ids
 
     def check(self) -> None:
-        """Verify that the moves are those of the tables.
+        """Verify that the moves under way are those in the tables.
 
         Raises:
             AssertionError: They are not.

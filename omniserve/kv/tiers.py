@@ -1,4 +1,4 @@
-"""The two tiers, and how the copies end that run between them, or from and to other places, beside the steps."""
+"""Tier and MoveResult; CopyEnds: numbers for moves and copies, and callbacks for their ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MoveResult(enum.StrEnum):
 class CopyEnds:
     """Numbers for moves and copies, and a callback for the end of each that is under way.
 
-    The code that begins a copy sets the callback, so no other code has to find out what a number is of.
+    The code that begins a copy sets the callback, so no other code needs to know what a number stands for.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TypedDict
 
 from omniserve.core.stats import KVUsage
-from omniserve.kv.base import KVManager
+from omniserve.kv.base import KVAbilities, KVManager
 from omniserve.kv.block_pool import BlockPool
 from omniserve.kv.host_copies import HostCopies
 from omniserve.kv.host_prefixes import HostPrefixes, PrefixCopies, PrefixPool
@@ -16,7 +16,7 @@ from omniserve.kv.prefix_cache import CachingPool
 from omniserve.kv.prefix_index import HostPrefixIndex, PrefixIndex
 from omniserve.kv.retained import RetainedKV
 from omniserve.kv.table import Table
-from omniserve.kv.tables import TierMoves, TierTables
+from omniserve.kv.tables import TableMoves, TierTables
 from omniserve.kv.tiers import CopyEnds, Tier
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ class CacheSettings(TypedDict, total=False):
     """Settings of the prefix cache, and their defaults."""
 
     prefix_cache: bool
-    """Keep one; False."""
+    """Keep a prefix cache. Default: False."""
     num_protected_blocks: int
-    """Most idle blocks of LS requests that are kept before all others; 0."""
+    """Most idle blocks of LS requests that are kept before all others. Default: 0."""
     host_prefixes: bool
-    """Keep prefixes in host memory, too, if there is a host tier; False."""
+    """Keep prefixes in host memory, too, if there is a host tier. Default: False."""
     disk: DiskPrefixes | None
-    """What is on disk; None: nothing ever is."""
+    """The disk tier. Default: None, there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class TierPools:
     cache: CachingPool | None = None
     """The device pool, if it keeps a prefix cache."""
     prefix_copies: PrefixCopies | None = None
-    """Copies of its blocks to the host; None: the cache is on the device alone."""
+    """Copies of the cache's blocks to the host; None: the cache is on the device alone."""
     disk: DiskPrefixes | None = None
 
     @classmethod
@@ -76,7 +76,7 @@ class TierPools:
         copies = HostCopies(host, prefixes)
         return cls(device=cache, host=host, copies=copies, cache=cache, prefix_copies=prefix_copies, disk=disk)
 
-    def index(self, tables: TierTables, moves: TierMoves, ends: CopyEnds) -> PrefixIndex | None:
+    def index(self, tables: TierTables, moves: TableMoves, ends: CopyEnds) -> PrefixIndex | None:
         """Make the index of the prefix cache; None: there is none."""
         if self.cache is None:
             return None
@@ -93,7 +93,7 @@ class TierPools:
 
 
 class TwoTierKVManager(KVManager):
-    """Paged KV on two tiers.
+    """Paged KV on two tiers; a subclass says what else it can in its ``abilities``.
 
     Args:
         tables: The dictionary of block tables, which is empty.
@@ -104,7 +104,9 @@ class TwoTierKVManager(KVManager):
         runs_from_right: Requests whose device blocks run from the right.
     """
 
-    moves: TierMoves
+    abilities = KVAbilities(moves=True)
+
+    moves: TableMoves
     network: NetworkPools | None = None
 
     def __init__(
@@ -134,7 +136,7 @@ class TwoTierKVManager(KVManager):
 
             self.network = NetworkPools(self._tables.network_pool)
         ends = CopyEnds()
-        self.moves = TierMoves(
+        self.moves = TableMoves(
             self._tables,
             copies=pools.copies,
             retained=retained,

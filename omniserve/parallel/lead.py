@@ -103,8 +103,7 @@ class LastStageRunner(LeadRunner):
     def launch(self, plan: StepPlan) -> Any:
         self._tell(plan)
         self._under_way[plan.step_id] = set()
-        has_host_rows = bool(plan.entries or plan.joins)
-        self.host_works = has_host_rows or (self._tier is not None and self._tier.attends)
+        self.host_works = plan.has_host_rows or (self._tier is not None and self._tier.attends)
         return plan
 
     @torch.inference_mode()

@@ -17,9 +17,10 @@ Executor = Callable[[Any], object]
 def make_executors(
     storage: DeviceKVStorage, states: StatePool, tier: HostTier | None, others: Mapping[type[SideWork], Executor]
 ) -> dict[type[SideWork], Executor]:
-    """Return the executor of each type; none refers to the runner, which would keep its KV if closed.
+    """Return the executor of each type.
 
-    ``others`` are those of side work that only some engines have.
+    None of them refers to the runner: a closed runner's KV would stay in memory otherwise. ``others`` are the executors
+    of side work that only some engines have.
     """
     executors: dict[type[SideWork], Executor] = {SlotCopy: storage.copy_slots, StateLoad: _load_into(states), **others}
     if tier is not None:

@@ -89,9 +89,9 @@ class MissedJoins:
         Raises:
             Stalled: The device did not finish the step in time.
         """
-        return dataclasses.replace(output, missed=output.missed | self.result())
+        return dataclasses.replace(output, missed=output.missed | self._result())
 
-    def result(self) -> frozenset[str]:
+    def _result(self) -> frozenset[str]:
         """Wait for the copy, and return the requests whose joins did not join.
 
         Raises:
@@ -189,5 +189,6 @@ class LateStep(StepHooks):
             output = dataclasses.replace(output, sampled=sampled, outcome=outcome)
         if self.found:
             missed = MissedJoins(run.plan, self.found.keys(), torch.stack([*self.found.values()]))
+            assert output.amend is None, "other hooks are to call what was there before them"
             output = dataclasses.replace(output, amend=missed.amend)
         return output

@@ -199,7 +199,7 @@ class ModelRunner:
             here = [row for row, request_id in enumerate(request_ids) if request_id not in self._ended]
             logits_RV, request_ids = logits_RV[here], [request_ids[row] for row in here]
             if not here:
-                return LaunchedStep(output, None, end=StreamEvent(self._model.device))
+                return LaunchedStep(output, None, end=StreamEvent(self._model.device), amend=layers.amend)
         if self._sampler is None:
             tokens_R = torch.empty(len(logits_RV), dtype=torch.int64, device=self._model.device)
             self._broadcast.share(tokens_R)

@@ -154,7 +154,7 @@ def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
 
 
 def rows_of(tokens: Sequence[PiggybackEntry | PiggybackJoin], max_host_rows: int) -> list[int]:
-    """Return the rows of host tokens, each with all that it has, as in ``SeatRows.rows_P``."""
+    """Return the rows of host tokens, all rows of a token side by side, as in ``SeatRows.rows_P``."""
     if all([token.num_rows == 1 for token in tokens]):
         return [token.slot * max_host_rows for token in tokens]
     return [token.slot * max_host_rows + i for token in tokens for i in range(token.num_rows)]

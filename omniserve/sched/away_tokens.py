@@ -52,7 +52,7 @@ class AwayTokens:
         """Requests with a result that waits to join, by layer."""
 
     def begin(self, state: RequestState) -> None:
-        """Forget what a slot's earlier holders have left, but for the last one: a request has just taken it."""
+        """Forget the used results of a slot's earlier holders but the last: a request has just taken the slot."""
         self._used[state.slot] = {key for key in self._used[state.slot] if key[0] >= state.epoch - 1}
 
     def forget(self, state: RequestState) -> None:

@@ -319,6 +319,7 @@ class Batch:
         )
         for feature in self._requests.features.on:
             feature.complete(step)
+        self._chunks, self.tokens_left = step.chunks, step.tokens_left
         return step.host_rows
 
 

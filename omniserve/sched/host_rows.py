@@ -50,7 +50,7 @@ NO_HOST_ROWS = HostRows()
 
 @dataclass(slots=True, eq=False)
 class AwayToken:
-    """The one token of a HOST request that is on its way through the layers, with drafts of those behind it."""
+    """The one token of a HOST request that is on its way through the layers, with drafts of the tokens behind it."""
 
     position: int
     layer: int

@@ -19,7 +19,7 @@ from omniserve.sched.state import Phase, RequestQueue, RequestState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoveContext:
-    """What moves are made of."""
+    """What ``RequestMoves`` works with."""
 
     kv: KVManager
     prefixes: PrefixesOnHost
@@ -95,8 +95,8 @@ class RequestMoves:
     def start_restore(self, state: RequestState, *, reserve_blocks: int = 0) -> KVMove | None:
         """Begin to copy what is kept of a WAITING request back; None if there is no room.
 
-        It holds device blocks for all its tokens from now on, and is on the device, with those behind its checkpoint
-        uncomputed, when the copy is done.
+        It holds device blocks for all its tokens from now on, and is on the device when the copy is done; its tokens
+        behind what was kept are uncomputed then.
         """
         restore = self._to.kept.start_restore(state, reserve_blocks=reserve_blocks)
         if restore is None:

@@ -31,7 +31,7 @@ from omniserve.sched.batch import Batch
 from omniserve.sched.best_effort import BestEffortWork
 from omniserve.sched.co_serving import CoServingPolicy, CoServingStep
 from omniserve.sched.options import CoServingOptions
-from omniserve.sched.piggyback import PiggybackRows
+from omniserve.sched.piggyback import PiggybackChoice
 from omniserve.sched.seats import PiggybackPlan, choose
 from omniserve.sched.step_cost import StepCost
 
@@ -54,7 +54,7 @@ class OmniServePolicy(CoServingPolicy):
         view, options, forecast = self.view, self.options, self.forecast
         best_effort, max_rows = BestEffortWork.of(view, options, forecast), options.most_rows(self.limits)
         seats = SeatsByRate(best_effort, max_seats=self.limits.config.max_piggyback_seats, max_rows=max_rows)
-        self.step = CoServingStep.of(view, options, forecast, best_effort, PiggybackRows(view, max_rows, seats))
+        self.step = CoServingStep.of(view, options, forecast, best_effort, PiggybackChoice(view, max_rows, seats))
 
 
 class SeatsByRate:

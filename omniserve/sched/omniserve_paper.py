@@ -14,7 +14,7 @@ from omniserve.sched.batch import Batch
 from omniserve.sched.best_effort import BestEffortWork
 from omniserve.sched.co_serving import CoServingPolicy, CoServingStep, TPOTBounds
 from omniserve.sched.options import HostTierOptions
-from omniserve.sched.piggyback import PiggybackRows
+from omniserve.sched.piggyback import PiggybackChoice
 from omniserve.sched.seats import PiggybackPlan, rows_within, seat_bucket
 from omniserve.sched.state import LS, RequestState
 from omniserve.sched.step_cost import Forecast, StepCost, TimeBound
@@ -59,7 +59,7 @@ class OmniServePaperPolicy(CoServingPolicy):
         best_effort = BestEffortWork(view, moves, OffloadAtOnce(moves), order="prefill", by_prefix=False)
         seats = GreedySeats(max_seats=self.limits.config.max_piggyback_seats, max_rows=max_rows)
         tpots = TPOTBounds("step", ls_headroom=0.0, be_headroom=0.0)
-        self.step = CoServingStep(view, tpots, control, best_effort, PiggybackRows(view, max_rows, seats))
+        self.step = CoServingStep(view, tpots, control, best_effort, PiggybackChoice(view, max_rows, seats))
 
 
 class PaperControl:

@@ -1,4 +1,4 @@
-"""PiggybackRows: the entries and joins of a step, from the lowest layer up. Paper: omniserve 3.3.6."""
+"""PiggybackChoice: the entries and joins of a step, from the lowest layer up. Paper: omniserve 3.3.6."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SeatChoice(Protocol):
     ) -> PiggybackPlan: ...
 
 
-class PiggybackRows:
+class PiggybackChoice:
     """Chooses entries and joins by a ``SeatChoice``; without a latency model, as many as find seats.
 
     Args:
@@ -38,7 +38,7 @@ class PiggybackRows:
         self._choose_seats = choose_seats
 
     def reserve_s(self, batch: Batch, bound_s: float) -> float:
-        """Return d w, the time that device BE work leaves for results that wait, in seconds.
+        """Return the seconds that device BE work leaves for results that wait (d w in the paper).
 
         Paper: OmniServe 3.3.4. Its text gives the stricter bound to steps *without* results; it means the others.
         """

@@ -86,9 +86,9 @@ class Prefixes:
         return state.prefix.num_shared if state.prefix is not None else 0
 
     def wanted(self, state: RequestState) -> Sequence[bytes]:
-        """Return the keys of all blocks that a WAITING request could find; () for none.
+        """Return the keys of all blocks that a WAITING request could find; () while its prompt is still to be scored.
 
-        At least one token is left to compute, and all tokens that must tell log-probabilities of the prompt.
+        At least one token is left to compute.
         """
         if state.prefix is None or state.num_rows_to_score > state.num_scored_rows:
             return ()
@@ -120,7 +120,7 @@ class Prefixes:
     def freed_by(self) -> Callable[[RequestState | KVMove], int]:
         """Return a function that tells how many device blocks a DEVICE request, or a move to the host, will free.
 
-        Behind those that it was asked about before: a block that some share is free when the last one gives it back.
+        Calls build on one another: a block that several requests share counts as freed with the last of them.
         """
         if self.index is None:
             return lambda each: (

@@ -102,8 +102,8 @@ class PrefixesOnHost:
         """Look up a WAITING request.
 
         Returns:
-            The keys of all blocks that it could find, and how many of the first of them the device has, and then the
-            host.
+            The keys of all blocks that it could find, how many of the first of them the device has, and how many of the
+            next ones the host has.
         """
         if self._index is None:
             return (), 0, 0
@@ -111,7 +111,7 @@ class PrefixesOnHost:
         return keys, len(self._prefixes.found(state)), len(self._found(state))
 
     def num_tokens(self, state: RequestState) -> int:
-        """Look up a WAITING request; return how many tokens the host has that follow those that the device has."""
+        """Look up a WAITING request; return how many tokens the host has behind the tokens that the device has."""
         return len(self._found(state)) * self._block_size
 
     def is_worth_restoring(self, state: RequestState) -> bool:
@@ -141,7 +141,7 @@ class PrefixesOnHost:
         return move, prefix.num_found * self._block_size
 
     def _found(self, state: RequestState) -> Sequence[bytes]:
-        """Return the keys of blocks that the host has, behind those that the device has."""
+        """Return the keys of the blocks that the host has and that follow the device's."""
         prefix, index = state.prefix, self._index
         if index is None or prefix is None or not prefix.may_restore:
             return ()

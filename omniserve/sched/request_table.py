@@ -119,8 +119,8 @@ class RequestTable:
                 f"request id {state.request_id!r} is of a request that has ended, but whose KV a copy or a host task "
                 "still uses; choose another"
             )
-        self.states[state.request_id] = state
         self.features.on_arrival(state)
+        self.states[state.request_id] = state
         self.prefixes.note_arrival(state)
         self.waiting[state.kind].add(state)
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Told(NamedTuple):
-    """A request that a step has told something, when its tokens are known."""
+    """A request that gets tokens or log-probabilities from a step, once the step's output is known."""
 
     state: RequestState
     """The request. Its id may be in use again when the tokens are known."""

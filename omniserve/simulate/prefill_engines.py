@@ -249,5 +249,6 @@ def require_shared_kv(engine: SimulatedEngine, what: str) -> None:
     """
     if engine.tier is None or engine.kv.prefixes is None or engine.kv.prefixes.host is None:
         raise ValueError(
-            f"{what} needs a host tier and a prefix cache: give it hosts, set kv to tiered and host_kv_bytes above 0"
+            f"{what} needs a host tier and prefixes on it: give it hosts, and set kv to tiered, host_kv_bytes above 0, "
+            "host_kv_dtype to auto and host_prefixes to True"
         )

@@ -56,4 +56,6 @@ def test_managers_can_what_their_class_says(name: str) -> None:
         if kv.prefixes is not None:
             assert (kv.prefixes.host is not None) == ("host_prefixes" in settings)
             assert (kv.prefixes.disk is not None) == ("disk" in settings)
+        ends_copies = [kv.checkpoints, kv.evictions, kv.sharing, kv.prefixes.host if kv.prefixes is not None else None]
+        assert kv.moves is not None or not any(ends_copies), "moves end the copies of the others"
         kv.check_integrity()

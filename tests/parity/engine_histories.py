@@ -278,8 +278,9 @@ def poison(engine: Engine) -> None:
         free_ids = [block for block in free_block_ids(engine.kv, tier) if block not in used[tier]]
         free = torch.tensor(free_ids, dtype=torch.long, device=blocks_LB.device)
         blocks_LB[:, free] = torch.nan
-    state_slots = engine.scheduler.requests.features.get(StateSlots)
-    free_slots = [slot for slot in state_slots._free if slot not in used_states] if state_slots is not None else []
+    features = engine.scheduler.requests.features.on
+    of_states = (feature._free for feature in features if isinstance(feature, StateSlots))
+    free_slots = [slot for free in of_states for slot in free if slot not in used_states]
     free_states = torch.tensor(free_slots, dtype=torch.long)
     for states in engine.runner.states.pool.layers:
         for pool in states.values():
@@ -340,7 +341,7 @@ def watch_received_joins(engine: Engine, tally: Tally) -> None:
 
     def launch_and_note(plan: StepPlan) -> LaunchedStep:
         step = launch(plan)
-        if step.amend is not None:
+        if isinstance(step, LaunchedStep) and step.amend is not None:
             with_drafts = {join.request_id for join in plan.joins if join.draft_ids and not join.is_ready}
             doubtful[id(step)] = len(plan.doubtful), with_drafts
         return step

@@ -12,7 +12,7 @@ from omniserve.sched.best_effort import BestEffortWork
 from omniserve.sched.co_serving import CoServingPolicy, CoServingStep
 from omniserve.sched.omniserve import SeatsByRate
 from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
-from omniserve.sched.piggyback import PiggybackRows
+from omniserve.sched.piggyback import PiggybackChoice
 from omniserve.sched.state import BE
 
 NAME = "tests.sched.preemptible:PreemptibleSarathi"
@@ -47,7 +47,7 @@ class DeferringOmniServe(CoServingPolicy):
         best_effort = BestEffortWork.of(self.view, self.options, self.forecast)
         max_seats, max_rows = self.limits.config.max_piggyback_seats, self.options.most_rows(self.limits)
         seats = SeatsByRate(best_effort, max_seats=max_seats, max_rows=max_rows)
-        rows = PiggybackRows(self.view, max_rows, seats)
+        rows = PiggybackChoice(self.view, max_rows, seats)
         self.step = CoServingStep.of(self.view, self.options, self.forecast, best_effort, rows)
         self._rng = random.Random(0)
 

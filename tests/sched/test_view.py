@@ -35,7 +35,7 @@ HIDDEN_MODULES = {
     "omniserve.sched.side_work",
 }
 HIDDEN_NAMES = {"KVManager", "RequestQueue", "Prefixes", "RequestTable"}
-PLACE = {"phase", "token_ids", "num_computed_tokens", "slot", "epoch", "state_slot", "away", "halted", "prefix"}
+PLACE = {"phase", "token_ids", "num_computed_tokens", "slot", "epoch", "state_slot", "away", "newest", "prefix"}
 """Fields of a ``RequestState`` that say where it is; its table alone sets them."""
 
 

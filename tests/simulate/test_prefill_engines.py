@@ -121,7 +121,7 @@ def test_what_cannot_be_is_refused() -> None:
     load = Load(latency_sensitive=[TraceRequest(0.0, 100, 1)])
     both = apart(constant(0.01), constant(0.01))
     for config in (engine(), engine(host_blocks=50, kv="paged")):
-        with pytest.raises(ValueError, match="needs a host tier and a prefix cache"):
+        with pytest.raises(ValueError, match="needs a host tier and prefixes on it"):
             simulate(SimulationConfig(machine=both, engine=config, load=load))
     config = engine(host_blocks=50)
     (node,) = both.prefill_engines

@@ -94,7 +94,7 @@ def _tell_without_waiting(misses: MissedJoins) -> frozenset[str]:
     return _tell(misses)
 
 
-_tell = MissedJoins.result
+_tell = MissedJoins._result
 _wait = AsyncHostCopy.wait
 _start_copy = AsyncHostCopy.__init__
 
@@ -190,10 +190,10 @@ MUTATIONS: Mapping[str, Mutation] = {
         "device", _replace(AsyncHostCopy, "__init__", _record_first)
     ),
     "missed joins are read before their copy is over": Mutation(
-        "late results", _replace(MissedJoins, "result", _tell_without_waiting)
+        "late results", _replace(MissedJoins, "_result", _tell_without_waiting)
     ),
     "missed joins of captured steps are read before their copy is over": Mutation(
-        "late results, graphs", _replace(MissedJoins, "result", _tell_without_waiting)
+        "late results, graphs", _replace(MissedJoins, "_result", _tell_without_waiting)
     ),
     "the tokens of all steps come into one buffer": Mutation("device", _one_copy_buffer, first_seed=1),
     "the inputs of all steps leave from one page-locked buffer": Mutation("device, graphs", _one_input_buffer),

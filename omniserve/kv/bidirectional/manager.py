@@ -14,7 +14,7 @@ from omniserve.kv.block_pool import RunPool
 from omniserve.kv.host_copies import HostCopies
 from omniserve.kv.retained import RetainedKV
 from omniserve.kv.table import Table
-from omniserve.kv.tables import TierMoves, TierTables
+from omniserve.kv.tables import TableMoves, TierTables
 from omniserve.kv.tiers import MoveResult, Tier
 from omniserve.kv.two_tiers import TierPools, TwoTierKVManager
 
@@ -62,7 +62,7 @@ class EvictedBlocks(RetainedKV):
 class Sharing:
     """Tells from which side blocks run, and has them copied in time; see ``BlockSharing``."""
 
-    def __init__(self, device: DeviceBlocks, saved: SavedBlocks, tables: TierTables, moves: TierMoves) -> None:
+    def __init__(self, device: DeviceBlocks, saved: SavedBlocks, tables: TierTables, moves: TableMoves) -> None:
         self._device, self._saved, self._tables, self._moves = device, saved, tables, moves
 
     def declare(self, request_id: str, kind: ServiceClass) -> None:
@@ -97,7 +97,7 @@ class Sharing:
 class Evictions:
     """Evicts requests, and brings them back; see ``KVEvictions``."""
 
-    def __init__(self, device: DeviceBlocks, saved: SavedBlocks, tables: TierTables, moves: TierMoves) -> None:
+    def __init__(self, device: DeviceBlocks, saved: SavedBlocks, tables: TierTables, moves: TableMoves) -> None:
         self._device, self._saved, self._tables, self._moves = device, saved, tables, moves
 
     def evict(self, request_id: str, num_computed_tokens: int) -> None:

@@ -77,6 +77,7 @@ class LeavableGraphRunner(CudaGraphRunner):
         for each in hooks:
             each.begin(run)
         late = next((each for each in hooks if isinstance(each, LateStep)), None)
+        assert late is not None or all(join.is_ready for join in plan.joins), "late joins have hooks"
         # A copy, as the next step writes to the same memory.
         for earlier, joined_P in enumerate(inputs.joined_LP[: stop.layer, :num_seats].clone()):
             seats = run.inputs.joining.pop(earlier, None)  # without it, no row is sent at the layer behind it once more

@@ -3,20 +3,19 @@
 Each feature is a file of its own, and is imported only if an engine has it: drafts (``drafts.py``), chunks that
 left a step between two layers (``halted_chunks.py``), slots of recurrent states (``state_slots.py``), blocks that two
 requests share (``shared_blocks.py``). The table of requests, the batch and the scheduler call the hooks of
-``StepFeature`` (``base.py``), and know none of them. To add one, subclass it and add an entry to ``STEP_FEATURES``.
+``StepFeature`` (``base.py``), and know no feature by name. To add one, subclass it and add an entry to
+``STEP_FEATURES``.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from omniserve.core.request import Request
 from omniserve.sched.features.base import FeatureContext, StepFeature
 from omniserve.sched.state import Phase, RequestState
-
-F = TypeVar("F", bound=StepFeature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +68,19 @@ class StepFeatures:
 
     def __init__(self, context: FeatureContext) -> None:
         self._context = context
-        self.on = [entry.load()(context) for entry in STEP_FEATURES if entry.is_wanted(context)]
+        self._numbers = [number for number, entry in enumerate(STEP_FEATURES) if entry.is_wanted(context)]
+        self.on = [STEP_FEATURES[number].load()(context) for number in self._numbers]
         """The features themselves."""
-        self._others = [entry for entry in STEP_FEATURES if not entry.is_wanted(context)]
-
-    def get(self, kind: type[F]) -> F | None:
-        """Return the feature of a class; None: the engine has it not."""
-        return next((feature for feature in self.on if isinstance(feature, kind)), None)
+        self._others = {n: entry for n, entry in enumerate(STEP_FEATURES) if n not in self._numbers}
 
     def on_arrival(self, state: RequestState) -> None:
         """Take note of a new request, with which the engine may come to have a feature."""
-        for entry in [entry for entry in self._others if entry.is_wanted_by(self._context, state.request)]:
-            self._others.remove(entry)
-            self.on.append(entry.load()(self._context))
+        for number, entry in [*self._others.items()]:
+            if entry.is_wanted_by(self._context, state.request):
+                del self._others[number]
+                place = bisect.bisect(self._numbers, number)
+                self._numbers.insert(place, number)
+                self.on.insert(place, entry.load()(self._context))
         for feature in self.on:
             feature.on_arrival(state)
 

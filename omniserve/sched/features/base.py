@@ -26,7 +26,7 @@ Row = DeviceChunk | PiggybackEntry | PiggybackJoin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureSettings:
-    """What features are made of, beside the engine's settings."""
+    """What features are told as they are made, beside ``SchedulerLimits``."""
 
     drafter_of: Callable[[str, Request], Drafter] | None = None
     """Makes the drafter of a request, by its id, that is decoded speculatively; None: prompt lookup."""
@@ -79,7 +79,11 @@ class StepFeature:
         """Take note of a new request."""
 
     def on_phase(self, state: RequestState, phase: Phase) -> None:
-        """Take note that a request comes to another phase: a move, a restore, its end, or its return to the queue."""
+        """Take note that a request moves or is restored, returns to the queue, or ends.
+
+        ``phase`` is MOVING, DEVICE (it has come there by a move), WAITING, ENDING or FINISHED. Admission is no such
+        change: ``on_chunk`` sees a WAITING request then.
+        """
 
     # -- planning ------------------------------------------------------------------------------------------------
 
@@ -109,7 +113,7 @@ class StepFeature:
     # -- booking -------------------------------------------------------------------------------------------------
 
     def takes_outcome(self, state: RequestState, row: Row, output: StepOutput) -> bool:
-        """Book the outcome of a request's row, if it is not that all of its tokens were computed; False: it is."""
+        """Book a row that did not simply compute all of its tokens, and return True; False: the scheduler books it."""
         return False
 
     def on_computed(

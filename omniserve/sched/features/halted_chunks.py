@@ -34,7 +34,7 @@ def halted_chunk(state: RequestState) -> HaltedChunk | None:
 
 
 class HaltedChunks(StepFeature):
-    """Has each such chunk go on as it is."""
+    """Has each chunk that left a step go on as it is."""
 
     def __init__(self, context: FeatureContext) -> None:
         self._counters: Counter[str] = context.counters
