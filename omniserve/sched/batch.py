@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Container, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from omniserve.core.plan import Bound, Decision, DeviceChunk, PiggybackEntry, StepPlan
 from omniserve.core.request import ServiceClass
@@ -103,17 +103,18 @@ class Batch:
         if blocks is None:
             return Bound.MEMORY
         start = state.num_computed_tokens
-        chunk = DeviceChunk(
+        fields: dict[str, Any] = {}
+        for feature in self._requests.features.on:
+            fields |= feature.chunk_fields(state)
+        self._chunks[state.request_id] = DeviceChunk(
             request_id=state.request_id,
             token_ids=tuple(state.token_ids[start : start + count]),
             start=start,
             block_ids=blocks,
             samples=start + count == state.num_tokens,
             scores=state.scores(start, count),
+            **fields,
         )
-        for feature in self._requests.features.on:
-            chunk = feature.on_chunk(state, chunk)
-        self._chunks[state.request_id] = chunk
         self.tokens_left -= count
         if self.cost is not None:
             self.cost.add_chunk(start, count, samples=state.num_logits(start, count))

@@ -25,7 +25,6 @@ from omniserve.sched.best_effort import MIN_BE_CHUNK, BestEffortWork
 from omniserve.sched.host_rows import HostRows
 from omniserve.sched.options import CoServingOptions
 from omniserve.sched.policy import Policy
-from omniserve.sched.preemptible import mark_preemptible
 from omniserve.sched.queueing_control import QueueingControl
 from omniserve.sched.state import BE, LS, Phase, RequestState
 from omniserve.sched.step_cost import (
@@ -182,10 +181,9 @@ class CoServingStep:
         kept_out += self.best_effort.run(batch, device_bound_s)
         self._moves.swap_back(batch, device_bound_s, nothing_left_out=not kept_out)
         rows = self.host_rows.choose(batch, bound.seconds)
-        preemptible = deferral.preemptible(batch) if deferral is not None else frozenset[str]()
+        if deferral is not None:
+            deferral.mark_preemptible(batch)
         decision = decision_of(cost, ls_s, bound, kept_out + rows.left_out)
-        if preemptible:
-            mark_preemptible(batch, preemptible)
         plan = batch.plan(host_rows=rows, decision=decision)
         if deferral is not None:
             deferral.note_step(plan, begin_s, host_works=self._host.is_busy)

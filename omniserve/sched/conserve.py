@@ -30,7 +30,6 @@ from omniserve.sched.disciplines import runnable
 from omniserve.sched.options import LayerPreemptionOptions
 from omniserve.sched.parking import Parking
 from omniserve.sched.policy import Policy
-from omniserve.sched.preemptible import mark_preemptible
 from omniserve.sched.state import BE, LS, Phase
 from omniserve.sched.step_cost import Forecast, TimeBound, decision_of, tpot_bound
 
@@ -63,7 +62,6 @@ class ConServePolicy(Policy):
         self._serve_be(batch, bound.seconds)
         self._parking.bring_back(batch, self.host.queue)
         self._offline = frozenset(c.request_id for c in batch.chunks if view.states[c.request_id].kind is BE)
-        mark_preemptible(batch, self._offline)
         plan = batch.plan(decision=decision_of(cost, ls_s, bound))
         predicted_s = plan.decision.predicted_s if plan.decision is not None else None
         self._step_ends_s = self.begin_s(now_s) + (predicted_s or 0.0)

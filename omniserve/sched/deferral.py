@@ -51,10 +51,12 @@ class Deferral:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def preemptible(self, batch: Batch) -> frozenset[str]:
-        """Return the requests of a batch for which ``to_preempt`` may say that they must leave."""
-        states = (self._view.states[chunk.request_id] for chunk in batch.chunks)
-        return frozenset(s.request_id for s in states if self._is_lower(s, self._highest) and self._may_leave(s))
+    def mark_preemptible(self, batch: Batch) -> None:
+        """Mark the chunks of a batch whose requests ``to_preempt`` may ask to leave; it is to be closed next."""
+        for chunk in batch.chunks:
+            state = self._view.states[chunk.request_id]
+            if self._is_lower(state, self._highest) and self._may_leave(state):
+                batch.replace(dataclasses.replace(chunk, is_preemptible=True))
 
     def note_step(self, plan: StepPlan, begin_s: float, *, host_works: bool) -> None:
         """Take note of a step that is about to begin; its decision has a prediction."""

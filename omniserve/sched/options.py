@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from omniserve.core.config import EngineConfig
-from omniserve.core.request import Request
+from omniserve.core.request import Request, ServiceClass
 from omniserve.core.spec import ModelSpec
 from omniserve.kv.base import KVManager
 
@@ -32,6 +32,11 @@ class PolicyOptions:
     def preempts(self) -> bool:
         """Plans may have preemptible rows. Only if so, the engine asks between layers which rows must leave."""
         return False
+
+    @property
+    def preemptible_kind(self) -> ServiceClass | None:
+        """Kind of requests all of whose rows are preemptible; None: the policy marks rows itself, if any."""
+        return None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -142,6 +147,10 @@ class LayerPreemptionOptions(PolicyOptions):
     @property
     def preempts(self) -> bool:
         return True
+
+    @property
+    def preemptible_kind(self) -> ServiceClass | None:
+        return ServiceClass.BE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

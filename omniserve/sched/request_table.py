@@ -65,7 +65,7 @@ class RequestTable:
             kv=kv, limits=limits, side_work=self.side_work, settings=settings, counters=self.counters
         )
         self.features = StepFeatures(context)
-        self.prefixes = Prefixes(kv, limits, publishes_ahead=not settings.preempts)
+        self.prefixes = Prefixes(kv, limits, publishes_ahead=not settings.options.preempts)
         self.prefixes_on_host = PrefixesOnHost(kv, self.prefixes, self.side_work, limits)
         can_keep = kv.evictions is not None and limits.can_resume
         self.keeps_evicted = can_keep and not self.prefixes.is_on

@@ -65,7 +65,7 @@ class Scheduler:
         settings: FeatureSettings = PLAIN_SETTINGS,
     ) -> None:
         options = options or policy.options_type()
-        settings = dataclasses.replace(settings, preempts=options.preempts)
+        settings = dataclasses.replace(settings, options=options)
         self.requests = RequestTable(limits=limits, kv=kv, offloads=policy.offloads, settings=settings)
         self._host = HostBooking(self.requests.residents.tokens, self.requests.states, num_layers=limits.num_layers)
         self.policy = policy(RequestView(self.requests), partial(Batch, self.requests), options, forecast)

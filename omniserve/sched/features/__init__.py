@@ -57,7 +57,7 @@ def _drafts() -> type[StepFeature]:
 STEP_FEATURES = [
     StepFeatureEntry(_state_slots, lambda context: context.limits.num_state_slots > 0),
     StepFeatureEntry(_shared_blocks, lambda context: context.kv.sharing is not None),
-    StepFeatureEntry(_halted_chunks, lambda context: context.settings.preempts),
+    StepFeatureEntry(_halted_chunks, lambda context: context.settings.options.preempts),
     StepFeatureEntry(_drafts, lambda context: False, lambda context, request: context.limits.is_speculative(request)),
 ]
 """All kinds of features, in the order in which their hooks are called."""

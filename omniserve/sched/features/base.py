@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from omniserve.core.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, StepOutput, StepPlan
 from omniserve.core.request import Request, RequestOutput
 from omniserve.core.work import SideWork
 from omniserve.kv.base import KVManager
 from omniserve.sched.host_rows import HostRows
-from omniserve.sched.options import SchedulerLimits
+from omniserve.sched.options import PolicyOptions, SchedulerLimits
 from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.state import Phase, RequestState
 from omniserve.sched.step_cost import StepCost
@@ -30,8 +30,8 @@ class FeatureSettings:
 
     drafter_of: Callable[[str, Request], Drafter] | None = None
     """Makes the drafter of a request, by its id, that is decoded speculatively; None: prompt lookup."""
-    preempts: bool = False
-    """Plans may have rows that leave the step between two layers."""
+    options: PolicyOptions = field(default_factory=PolicyOptions)
+    """The options of the policy."""
 
 
 PLAIN_SETTINGS = FeatureSettings()
@@ -82,7 +82,7 @@ class StepFeature:
         """Take note that a request moves or is restored, returns to the queue, or ends.
 
         ``phase`` is MOVING, DEVICE (it has come there by a move), WAITING, ENDING or FINISHED. Admission is no such
-        change: ``on_chunk`` sees a WAITING request then.
+        change: ``chunk_fields`` sees a WAITING request then.
         """
 
     # -- planning ------------------------------------------------------------------------------------------------
@@ -91,9 +91,9 @@ class StepFeature:
         """Return how many tokens the request's next chunk must have; None: the feature does not say."""
         return None
 
-    def on_chunk(self, state: RequestState, chunk: DeviceChunk) -> DeviceChunk:
-        """Return a chunk that is planned, with what the feature says of it."""
-        return chunk
+    def chunk_fields(self, state: RequestState) -> Mapping[str, Any]:
+        """Return fields of the request's ``DeviceChunk`` that is planned."""
+        return {}
 
     def complete(self, step: OpenStep) -> None:
         """Add rows to a step that is complete otherwise."""

@@ -5,10 +5,11 @@ Paper: conserve 4.3, omniserve 6. The runner keeps their hidden states (``runner
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from omniserve.core.plan import DeviceChunk, StepOutput, StepPlan
 from omniserve.sched.features.base import FeatureContext, Row, StepFeature
@@ -38,13 +39,14 @@ class HaltedChunks(StepFeature):
 
     def __init__(self, context: FeatureContext) -> None:
         self._counters: Counter[str] = context.counters
+        self._preemptible_kind = context.settings.options.preemptible_kind
 
     def on_phase(self, state: RequestState, phase: Phase) -> None:
         state.facts.pop(HaltedChunk, None)
 
     def chunk_size(self, state: RequestState, tokens_left: int, cost: StepCost | None, bound_s: float) -> int | None:
         """Return the size of the request's chunk; one that does not fit is forgotten, and the request begins anew."""
-        halted = halted_chunk(state)
+        halted = halted_chunk(state) if state.facts else None
         if halted is None:
             return None
         fits = halted.num_tokens <= tokens_left
@@ -56,16 +58,17 @@ class HaltedChunks(StepFeature):
         del state.facts[HaltedChunk]
         return None
 
-    def on_chunk(self, state: RequestState, chunk: DeviceChunk) -> DeviceChunk:
-        halted = halted_chunk(state)
-        return chunk if halted is None else dataclasses.replace(chunk, from_layer=halted.layer)
+    def chunk_fields(self, state: RequestState) -> Mapping[str, Any]:
+        halted = halted_chunk(state) if state.facts else None
+        from_layer = 0 if halted is None else halted.layer
+        return {"from_layer": from_layer, "is_preemptible": state.kind is self._preemptible_kind}
 
     def is_certain(self, plan: StepPlan) -> bool:
         return not any(chunk.is_preemptible or chunk.from_layer for chunk in plan.chunks)
 
     def takes_outcome(self, state: RequestState, row: Row, output: StepOutput) -> bool:
         """Book a chunk that left the step."""
-        if not isinstance(row, DeviceChunk):
+        if not (state.facts or output.halted) or not isinstance(row, DeviceChunk):
             return False
         state.facts.pop(HaltedChunk, None)
         layer = output.halted.get(row.request_id)

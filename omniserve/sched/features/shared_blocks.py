@@ -5,9 +5,9 @@ Paper: bros 5.1. The KV manager ``bidirectional`` has the blocks.
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
-from omniserve.core.plan import DeviceChunk
 from omniserve.core.work import SideWork
 from omniserve.sched.features.base import FeatureContext, StepFeature
 from omniserve.sched.state import RequestState
@@ -23,10 +23,8 @@ class SharedBlocks(StepFeature):
     def on_arrival(self, state: RequestState) -> None:
         self._sharing.declare(state.request_id, state.kind)
 
-    def on_chunk(self, state: RequestState, chunk: DeviceChunk) -> DeviceChunk:
-        if not self._sharing.runs_from_right(state.request_id):
-            return chunk
-        return dataclasses.replace(chunk, is_reversed=True)
+    def chunk_fields(self, state: RequestState) -> Mapping[str, Any]:
+        return {"is_reversed": self._sharing.runs_from_right(state.request_id)}
 
     def take_work(self) -> tuple[SideWork, ...]:
         return self._sharing.take_relocations()  # first of all: other copies may read what these have written

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
-from omniserve.core.plan import DeviceChunk
 from omniserve.core.work import StateLoad
 from omniserve.sched.features.base import FeatureContext, StepFeature
 from omniserve.sched.state import Phase, RequestState
@@ -33,11 +32,11 @@ class StateSlots(StepFeature):
             self._free.append(state.state_slot)
             state.state_slot = -1
 
-    def on_chunk(self, state: RequestState, chunk: DeviceChunk) -> DeviceChunk:
+    def chunk_fields(self, state: RequestState) -> Mapping[str, Any]:
         if state.phase is Phase.WAITING:
             _take_arrived(state)  # of no use: the KV was not all there any more
         self._take(state)
-        return dataclasses.replace(chunk, state_slot=state.state_slot)
+        return {"state_slot": state.state_slot}
 
     def _take(self, state: RequestState) -> None:
         if state.state_slot < 0:
