@@ -9,7 +9,7 @@ CONSTRAINTS ?= constraints.txt
 TORCH_INDEX ?=
 ARGS ?=
 # A process of tests for each core and one more; XDIST= runs all in one, as a debugger needs it.
-XDIST ?= -n logical --dist worksteal
+XDIST ?= -n logical --dist loadgroup --no-loadscope-reorder
 
 BIN := $(abspath $(VENV))/bin
 CSRC := $(wildcard omniserve/ops/csrc/*)
@@ -20,7 +20,7 @@ PIP := PATH="$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check
 export GOMP_SPINCOUNT ?= 10000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all real check demo coserve coserve-memory gpu sanitize lint format clean
+.PHONY: help setup serve test test-all real check pages demo coserve coserve-memory gpu sanitize lint format clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -47,10 +47,13 @@ coserve: $(VENV)/.installed ## Measure every policy on one load of both kinds: a
 	@$(BIN)/python -m benchmarks.coserve --plot .cache/coserve.png $(ARGS)
 
 coserve-memory: $(VENV)/.installed ## The same for the policies that differ when device memory is short
-	@$(BIN)/python -m benchmarks.coserve --load memory --record .cache/coserve_memory.json --plot .cache/coserve_memory.png $(ARGS)
+	@$(BIN)/python -m benchmarks.coserve --load memory --plot .cache/coserve_memory.png $(ARGS)
 
 gpu: setup ## On a machine with a GPU: find what is broken, then measure, in half an hour (ARGS="--only check"; "--dry" anywhere)
 	@PYTHON=$(BIN)/python benchmarks/gpu/run.sh $(ARGS)
+
+pages: setup ## Write README.md and the pages of docs/ that have figures, from docs/pages and the records
+	@$(BIN)/python -m benchmarks.pages
 
 check: lint test ## Format, lint, types and tests, but for the long ones (of which CI runs some: --slow-part)
 
@@ -58,11 +61,12 @@ sanitize: setup ## Run kernels and host tier under the sanitizers for longer tha
 	@for sanitizer in address thread; do $(BIN)/python -m tests.ops.test_sanitizers $$sanitizer $(or $(ARGS),60 1000) || exit 1; done
 	@$(BIN)/python -m pytest -q --slow tests/host/test_threads.py tests/ops/test_amx.py -k sanitizer
 
-lint: setup ## Check format, lint, types and the English of docstrings
+lint: setup ## Check format, lint, types, the English of docstrings, and that pages come out of the records
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.test_docstrings
+	$(BIN)/python -m benchmarks.pages --check
 
 format: setup ## Format the code and apply safe lint fixes
 	$(BIN)/ruff check --fix .

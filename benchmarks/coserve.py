@@ -49,9 +49,9 @@ import httpx
 from benchmarks.common.client import OMNISERVE_WIRE, Wire
 from benchmarks.common.models import saved_smollm
 from benchmarks.common.prefixes import PrefixStructure
-from benchmarks.common.record import read_record, stale_reason, write_record
+from benchmarks.common.record import write_record
 from benchmarks.common.server import ServerFailed
-from benchmarks.common.summary import cells
+from benchmarks.common.summary import cells, without_samples
 from benchmarks.common.terminal import argument_parser, table_of
 from benchmarks.coserving import (
     PROCESSES,
@@ -69,7 +69,7 @@ from omniserve.sched import SCHEDULERS
 from omniserve.simulate.report import require_matplotlib
 
 LOADS: dict[str, dict[str, Any]] = {
-    "default": {},
+    "time": {},
     "memory": {
         "policies": [
             "omniserve", "neo", "apex", "conserve,kv=incremental",
@@ -206,7 +206,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         length_scale=(1.0, "factor of the traces' lengths"), repeats=1, seed=0,
     )  # fmt: skip
     add = parser.add_argument
-    add("--load", choices=LOADS, default="default", help="sets the defaults (default: %(default)s)")
+    add("--load", choices=LOADS, default="time", help="sets the defaults (default: %(default)s)")
     add("--policies", nargs="+", default=SCHEDULERS.names(), metavar="NAME[,FLAG[=VALUE]...]",
         help="schedulers by name or as package.module:Class (default: all)")  # fmt: skip
     add("--arrivals", choices=PROCESSES, default="poisson")
@@ -271,10 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     try:
         if args.report is not None:
-            report(joined_records(args.report), args.plot)
-            for path in args.report:
-                if reason := stale_reason(read_record(path)):
-                    print(f"{path} is stale: {reason}")
+            report(joined_records(args.report, args.load), args.plot)
             return 0
         load, points = load_of(args)
         for point in points:  # a bad number or trace shows now, not after the first runs
@@ -296,9 +293,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (ServerFailed, httpx.HTTPError) as error:  # the others are still worth their time
             print(f"coserve: {run.policy}: {error}", file=sys.stderr)
             results["failed"].append(dataclasses.asdict(run) | {"error": str(error)})
+        kept, raw = without_samples(results, "requests")
         write_record(
-            args.record, name="coserve", config=vars(args) | {"load": load, "server_flags": servers.arguments},
-            seed=args.seed, results=results,
+            args.record, name="coserve", case=args.load, seed=args.seed, results=kept, raw=raw,
+            config=vars(args) | {"load": load, "server_flags": servers.arguments},
         )  # fmt: skip
     if results["runs"]:
         report(results["runs"], args.plot)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -12,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, Wire, drive, random_tokens, warm_server
+from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, Wire, drive, few_of_each, random_tokens, warm_server
 from benchmarks.common.prefixes import PrefixStructure
+from benchmarks.common.record import read_row
 from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, Server
 from benchmarks.common.summary import medians, summarize_co_serving
 from benchmarks.common.timing import OtherLoad
@@ -156,16 +156,6 @@ class CoServingLoad:
             *self.be_prefixes.put_before(be, be_rng, vocab_size=size),
         ]
 
-    def warm_up(self, slo: tuple[float, float]) -> list[LoadRequest]:
-        """Return four requests of each kind and of usual size, with loose objectives, within a second."""
-        rng = random.Random(77)
-        ls = requests([0.25 * i for i in range(4)], fixed_lengths(self.ls_input, self.ls_output), rng)
-        be = requests([0.0] * 4, fixed_lengths(self.be_input, self.be_output), rng)
-        return [
-            *random_tokens(ls, rng, tier=LS_TIER, vocab_size=self.vocab_size, slo=slo),
-            *random_tokens(be, rng, tier=BE_TIER, vocab_size=self.vocab_size),
-        ]
-
 
 PREEMPTED, RESUMED = "omniserve_preempted_tokens_total", "omniserve_resumed_tokens_total"
 COUNTERS = {
@@ -234,7 +224,8 @@ class Servers:
     @contextmanager
     def server(self, policy: str, load: CoServingLoad) -> Iterator[Server]:
         """Give a server with this policy that has served the load's first requests."""
-        warm_up = load.warm_up((60.0, 60.0))
+        sizes = (load.ls_input, load.ls_output), (load.be_input, load.be_output)
+        warm_up = few_of_each(*sizes, vocab_size=load.vocab_size, slo=(60.0, 60.0))
         if self.url is not None:
             server = Server(self.url)
             drive(server, warm_up, cutoff_s=120.0, wire=self.wire)
@@ -300,12 +291,14 @@ def rows_of(runs: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], li
     return middle, single
 
 
-def joined_records(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the runs of several records of one load; a policy in more than one gets its record's name added."""
-    records = [json.loads(path.read_text()) for path in paths]
+def joined_records(paths: Sequence[Path], case: str) -> list[dict[str, Any]]:
+    """Return the runs of a case in several records of one load; a policy in two gets its record's name added.
+
+    Raises:
+        OSError, ValueError: A record has no such case, or is of another load.
+    """
+    records = [read_row(path, case) for path in paths]
     for path, record in zip(paths, records, strict=True):
-        if record.get("benchmark") != "coserve":
-            raise ValueError(f"{path} is a record of {record.get('benchmark')!r}, not of coserve")
         load, first = ({"seed": r["seed"]} | r["config"]["load"] for r in (record, records[0]))
         if differing := sorted(key for key in load.keys() | first.keys() if load.get(key) != first.get(key)):
             raise ValueError(f"{path} and {paths[0]} are of different loads; what differs: {', '.join(differing)}")

@@ -37,6 +37,7 @@ from benchmarks.attention.prefill_attention import measure_prefill
 from benchmarks.attention.sizes import FULL, TINY, Size
 from benchmarks.common.bandwidth import ReadLimit, allowed_cpus
 from benchmarks.common.record import write_record
+from benchmarks.common.summary import without_samples
 from benchmarks.common.terminal import argument_parser
 from omniserve.simulate.report import require_matplotlib
 
@@ -114,7 +115,8 @@ def main() -> None:
     size = TINY if arguments.tiny else FULL
     results = measure(arguments, size)
     config = vars(arguments) | {"sizes": size, "cpus": allowed_cpus(), "gomp_spincount": os.environ["GOMP_SPINCOUNT"]}
-    write_record(arguments.record, name="cpu_attention", config=config, seed=arguments.seed, results=results)
+    kept, raw = without_samples(results, "times_s", "step_times_s")
+    write_record(arguments.record, name="cpu_attention", config=config, seed=arguments.seed, results=kept, raw=raw)
     if arguments.plot is not None:
         report.plot_shares({k: v for s in ROW_SECTIONS for k, v in results.get(s, {}).items()}, arguments.plot)
 

@@ -1,26 +1,25 @@
 """Decode rate of the engine beside ``transformers``' ``generate``, same model, same run, interleaved.
 
-    python -m benchmarks.decode_rate --record benchmarks/results/decode_rate.json
-
-A model with random bf16 weights in SmolLM-135M's shape, in the dtype that ``--dtype auto`` takes on this CPU, on both
-sides; greedy; 32 prompt tokens.
+python -m benchmarks.decode_rate --record benchmarks/results/decode_rate.json
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from benchmarks.common.cases import Benchmark, Trials
 from benchmarks.common.engine_run import request
 from benchmarks.common.models import SMOLLM_135M, random_llama
-from benchmarks.common.record import write_record
-from benchmarks.common.terminal import argument_parser
-from benchmarks.common.timing import in_turn, median_ratio, seconds
+from benchmarks.common.timing import seconds
 from omniserve import Engine, EngineConfig, ExecutionConfig
+
+RATE = Benchmark("decode_rate")
 
 
 def prompts_of(batch: int, prompt: int) -> torch.Tensor:
@@ -46,36 +45,37 @@ def decode_rate(serve: Callable[[int], object], batch: int, output: int) -> floa
     return batch * (output - 1) / (long_s - short_s)
 
 
-def main() -> None:
-    parser = argument_parser(
-        __doc__, "decode_rate", batches=[1, 8, 32], prompt=32, output=33, repeats=5, no_compile=False,
-    )  # fmt: skip
-    args = parser.parse_args()
+@RATE.case(
+    batches=[1, 8, 32], prompt=32, output=33, repeats=5, no_compile=False,
+    tiny={"batches": [1, 2], "output": 3, "repeats": 1, "no_compile": True},
+)  # fmt: skip
+def decode(args: argparse.Namespace) -> Trials:
+    """Decode rate of the engine beside ``transformers``' ``generate``, same model.
+
+    A model with random bf16 weights in SmolLM-135M's shape, in the dtype that ``--dtype auto`` takes on this CPU, on
+    both sides; greedy.
+    """
     plain = random_llama(**SMOLLM_135M)
     config = EngineConfig(
         device_kv_bytes=256 << 20, host_kv_bytes=0, execution=ExecutionConfig(compile=not args.no_compile)
     )
-    results = {}
+
+    def rate(serve: Callable[[int], object], batch: int) -> dict[str, float]:
+        tokens_per_s = decode_rate(serve, batch, args.output)
+        return {"tokens_per_s": tokens_per_s, "tpot_ms": 1e3 * batch / tokens_per_s}
+
     with Engine(random_llama(**SMOLLM_135M), config) as engine:
         for batch in args.batches:
-            serves: dict[str, Callable[[int], object]] = {
-                "generate": functools.partial(generate, plain, batch, args.prompt),
-                "engine": functools.partial(serve_engine, engine, batch, args.prompt),
-            }
-            rates = in_turn(
-                {name: functools.partial(decode_rate, serve, batch, args.output) for name, serve in serves.items()},
-                args.repeats,
+            yield (
+                str(batch),
+                {
+                    "generate": functools.partial(rate, functools.partial(generate, plain, batch, args.prompt), batch),
+                    "engine": functools.partial(
+                        rate, functools.partial(serve_engine, engine, batch, args.prompt), batch
+                    ),
+                },
             )
-            medians = {name: statistics.median(values) for name, values in rates.items()}
-            ratio = median_ratio(rates["engine"], rates["generate"])
-            results[str(batch)] = {"tokens_per_s": medians, "ratio": ratio, "raw": rates}
-            print(
-                f"batch {batch:3d}: generate {medians['generate']:7.1f} tok/s  engine {medians['engine']:7.1f} tok/s  "
-                f"ratio {ratio:.2f}  (TPOT {1e3 * batch / medians['engine']:.1f} ms)"
-            )
-    config_record = vars(args) | {"model": SMOLLM_135M, "threads": torch.get_num_threads()}
-    write_record(args.record, name="decode_rate", config=config_record, seed=0, results=results)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(RATE.main())

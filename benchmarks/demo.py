@@ -19,7 +19,7 @@ from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecor
 from benchmarks.common.progress import Stage, StageProgress
 from benchmarks.common.record import write_record
 from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, ServerFailed, ServerProcess
-from benchmarks.common.summary import LatencySummary, summarize
+from benchmarks.common.summary import LatencySummary, summarize, without_samples
 from benchmarks.common.terminal import argument_parser, table_of
 from omniserve.sched.policy import known_options
 from omniserve.simulate.load import poisson
@@ -194,7 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(failure, file=sys.stderr)
         return 1
     print(report(phases, settings))
-    write_record(settings.record, name="demo", config=vars(settings), seed=settings.seed, results={"phases": phases})
+    kept, raw = without_samples({"phases": [vars(phase) for phase in phases]}, "records")
+    write_record(settings.record, name="demo", config=vars(settings), seed=settings.seed, results=kept, raw=raw)
     print(f"record: {settings.record}")
     return 0
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common.client import LS_TIER, LoadRequest, backlog, drive, poisson_stream, warm_server
+from benchmarks.common.client import LS_TIER, LoadRequest, backlog, drive, few_of_each, poisson_stream, warm_server
 from benchmarks.common.models import SMOLLM_135M, saved_smollm
 from benchmarks.common.record import write_record
 from benchmarks.common.summary import cells, medians, summarize_co_serving
@@ -65,7 +65,8 @@ def be_pile(load: FrontierLoad, seed: int) -> list[LoadRequest]:
 
 def warm_up(load: FrontierLoad) -> list[LoadRequest]:
     """Return a few requests of both kinds, so that nothing is measured in its first run."""
-    return [*ls_stream(load, 77, (60.0, 60.0), 4.0)[:4], *be_pile(load, 77)[:4]]
+    sizes = (load.ls_prompt, load.ls_output), (load.be_prompt, load.be_output)
+    return few_of_each(*sizes, vocab_size=load.vocab_size, slo=(60.0, 60.0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.common.models import MODELS
 from benchmarks.common.record import write_record
+from benchmarks.common.summary import without_samples
 from benchmarks.common.terminal import argument_parser
 from omniserve import Engine, EngineConfig, Request, SamplingParams
 from omniserve.core.request import ServiceClass
@@ -182,8 +183,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--trace", type=Path, help="CSV with arrival_s, input_tokens, output_tokens to test on")
     args = parser.parse_args()
-    results = {name: run(name, args) for name in args.models}
-    write_record(args.record, name="latency_model", config=vars(args), seed=TEST_SEED, results=results)
+    kept, raw = without_samples({name: run(name, args) for name in args.models}, "profile", "fit", "test")
+    write_record(args.record, name="latency_model", config=vars(args), seed=TEST_SEED, results=kept, raw=raw)
     print(f"record: {args.record}")
 
 

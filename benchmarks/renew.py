@@ -1,85 +1,81 @@
-"""Renew the stale records that were made on a machine like this one.
+"""Measure again what this kind of CPU can measure, those records first which a page quotes and which are old.
 
-    python -m benchmarks.renew --list
-    python -m benchmarks.renew
+    python -m benchmarks.renew --list              # what would be measured, in which order, and how long it takes
+    python -m benchmarks.renew                     # old rows; --all: every row
+    python -m benchmarks.renew --minutes 30 peers  # as much as fits, of these records only
+    python -m benchmarks.renew --peers ~/peers     # with other engines, where they are installed (benchmarks.peers)
 
-A record in benchmarks/results is stale if its field ``stale`` says why. Each is measured again by the command that made
-it, on the same kind of CPU: a figure of another one would not be comparable with those beside it. The new record has no
-such field. The pages that quote it (README.md, docs/) are edited by hand: the program names them.
+Give the machine nothing else to do. Each new row replaces that of the same case and CPU kind, and the pages which quote
+it are written anew at the end.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.common.record import ROOT, environment, read_record, stale_reason
+from benchmarks import pages
+from benchmarks.common.record import cpu_kind, environment, read_rows
+from benchmarks.common.sources import ROOT
 from benchmarks.common.terminal import argument_parser
-
-RESULTS = ROOT / "benchmarks" / "results"
-COMMANDS = {
-    "coserve.json": ("benchmarks.coserve", "--plot", "benchmarks/results/coserve.png"),
-    "coserve_memory.json": (
-        "benchmarks.coserve", "--load", "memory", "--plot", "benchmarks/results/coserve_memory.png"
-    ),
-    "shared_cores.json": ("benchmarks.shared_cores",),
-}  # fmt: skip
-"""The command that made each record: module and arguments, without ``--record``."""
+from benchmarks.measurements import MEASUREMENTS, RESULTS, Measurement, state_of
+from benchmarks.records import quoted
 
 
-def kind_of(hardware: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what two records must share to be comparable."""
-    return {name: hardware.get(name) for name in ("machine", "cpu", "cpu_features", "cores", "gpus")}
+def due(names: Sequence[str], kind: str, *, everything: bool) -> list[Measurement]:
+    """Return what is to be measured on a CPU kind: quoted rows first, and of these short measurements first."""
+    pages_of = quoted()
+    found = []
+    for measurement in MEASUREMENTS:
+        if kind not in measurement.kinds or (names and measurement.record not in names):
+            continue
+        path = RESULTS / f"{measurement.record}.json"
+        rows = [row for row in (read_rows(path) if path.exists() else []) if row["case"] == measurement.case]
+        if not measurement.is_simulated:
+            rows = [row for row in rows if cpu_kind(row["environment"]["hardware"]) == kind]
+        if everything or all(state_of(measurement.record, row).is_old for row in rows):
+            found.append(measurement)
+    return sorted(found, key=lambda each: ((each.record, each.case, kind) not in pages_of, each.minutes))
 
 
-def stale_records(folder: Path) -> dict[Path, str]:
-    """Return the stale records of a folder, and why they are stale."""
-    reasons = {path: stale_reason(read_record(path)) for path in sorted(folder.glob("*.json"))}
-    return {path: reason for path, reason in reasons.items() if reason}
-
-
-def pages_with(path: Path) -> list[str]:
-    """Return the pages that link to a record or to its plot."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return [str(page.relative_to(ROOT)) for page in pages if f"results/{path.stem}." in page.read_text()]
-
-
-def renew(path: Path) -> bool:
-    """Measure a record again, in its place; tell whether that worked."""
-    if path.name not in COMMANDS:
-        raise ValueError(f"no command is known for {path.name}; add it to COMMANDS in benchmarks/renew.py")
-    module, *arguments = COMMANDS[path.name]
-    command = [sys.executable, "-m", module, *arguments, "--record", str(path)]
+def renew(measurement: Measurement, peers: Path | None) -> bool:
+    """Run the command of a measurement; tell whether that worked."""
+    record = RESULTS / f"{measurement.record}.json"
+    arguments = [argument.replace("PEERS", str(peers)) for argument in measurement.command]
+    command = [sys.executable, "-m", *arguments, "--record", str(record)]
     return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
-def main(arguments: Sequence[str] | None = None, folder: Path = RESULTS) -> int:
-    """Run the program; return 0 if all is as asked for, 1 if a benchmark failed, 2 if a record is of another kind."""
-    parser = argument_parser(__doc__, list=(False, "measure nothing: list the stale records and why"))
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; return 0 if all was measured that was due, 1 if a benchmark failed."""
+    parser = argument_parser(
+        __doc__, list=(False, "measure nothing: say what is due"), all=(False, "every row, not only old ones"),
+        minutes=(0.0, "begin nothing that would end later than after so many minutes; 0: no bound"),
+    )  # fmt: skip
+    parser.add_argument("--peers", type=Path, help="folder with the other engines")
+    parser.add_argument("names", nargs="*", help="records; none: all")
     args = parser.parse_args(arguments)
-    here, status = kind_of(environment()["hardware"]), 0
-    for path, reason in stale_records(folder).items():
-        kind = kind_of(read_record(path)["environment"]["hardware"])
-        where = "this kind of machine" if kind == here else f"made on {_text(kind)}"
-        if args.list:
-            print(f"{path.name} ({where}): {reason}")
-        elif kind != here:
-            print(f"renew: {path.name} was {where}, this is {_text(here)}", file=sys.stderr)
-            status = status or 2
-        elif renew(path):
-            print(f"renewed {path.name}; figures that quote it: {', '.join(pages_with(path)) or 'none'}", flush=True)
+    kind = cpu_kind(environment()["hardware"])
+    began_s, status, num_renewed = time.monotonic(), 0, 0
+    for measurement in due(args.names, kind, everything=args.all):
+        name = f"{measurement.record} {measurement.case}".strip()
+        passed = (time.monotonic() - began_s) / 60
+        if measurement.needs and args.peers is None:
+            print(f"{name}: left out: it needs {measurement.needs} (--peers)")
+        elif args.list:
+            print(f"{name}: {measurement.minutes:g} min: python -m {' '.join(measurement.command)}")
+        elif args.minutes and passed + measurement.minutes > args.minutes:
+            print(f"{name}: left out: {measurement.minutes:g} min, of which {args.minutes - passed:.0f} are left")
+        elif renew(measurement, args.peers):
+            num_renewed += 1
+            print(f"renewed {name} after {(time.monotonic() - began_s) / 60:.1f} min", flush=True)
         else:
-            print(f"renew: {path.name}: the benchmark failed, see above", file=sys.stderr)
+            print(f"renew: {name}: the benchmark failed, see above", file=sys.stderr)
             status = 1
-    return status
-
-
-def _text(kind: Mapping[str, Any]) -> str:
-    features = " ".join(kind["cpu_features"] or ())
-    return f"{kind['cores']} cores of {kind['cpu']} ({features}{', ' if kind['gpus'] else ''}{', '.join(kind['gpus'])})"
+    return (pages.main([]) or status) if num_renewed else status
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m benchmarks.reproduction --record benchmarks/results/reproduction.json
     python -m benchmarks.reproduction --only omniserve-19 apex --minutes 2
-    python -m benchmarks.reproduction --render docs/reproduction.md
+    python -m benchmarks.pages    # docs/reproduction.md, from the record
 
 Each point is the engine's own scheduler and KV manager on a virtual clock (``omniserve.simulate``), on machines of data
 sheets. Nothing is fitted to the papers' results. Lengths come from seeded generators, or with ``--trace-dir`` from
@@ -27,14 +27,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.common.record import environment, write_record
+from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser
 from benchmarks.paper import apex, bros, conserve
 from benchmarks.paper import omniserve as omniserve_paper
 from benchmarks.paper.cases import Case, Experiment, MachineSpec
 from benchmarks.paper.decodes_alone import DecodesAlone
-from benchmarks.paper.page import TEMPLATE, render
-from benchmarks.paper.report import CELLS, TokenGaps, figures_of, markdown
+from benchmarks.paper.report import TokenGaps, figures_of, markdown
 from omniserve.core.config import EngineConfig
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.sched.policy import known_options
@@ -51,7 +50,6 @@ EXPERIMENTS: dict[str, Experiment] = {
 }
 """The experiments, in the order of the page. Rates are not the papers' axes, which their text does not print; they lie
 around what the text names."""
-RECORD = Path("benchmarks/results/reproduction.json")
 DRAIN_S = 300.0
 """Seconds that LS requests may go on after the load; those that are unfinished then count as missed."""
 
@@ -128,9 +126,18 @@ class Unit:
                 objectives = SLO(ttft_s=ls.ttft_p99_s, tpot_s=gaps.percentile(99))
             tbt = {"tbt_p99_s": gaps.percentile(99), "tbt_attainment": gaps.share_within(slo.tpot_s)}
             figures = figures_of(result, slo) | tbt
-            rows.append({"x": case.x, "column": case.column, "case": case, "slo": slo, "figures": figures})
+            rows.append({"x": case.x, "column": case.column, "case": _settings(case), "slo": slo, "figures": figures})
         plain: list[dict[str, Any]] = json.loads(json.dumps(rows, default=_plain))
         return plain
+
+
+def _settings(value: Any) -> dict[str, Any]:
+    """Return the fields of a case, or of a part of it, that do not have their defaults."""
+    return {
+        field.name: _settings(given) if dataclasses.is_dataclass(given := getattr(value, field.name)) else given
+        for field in dataclasses.fields(value)
+        if field.default is dataclasses.MISSING or getattr(value, field.name) != field.default
+    }
 
 
 def _scaled(slo: SLO, scale: float) -> SLO:
@@ -171,7 +178,7 @@ def run_experiments(
             yield experiment, {
                 "figure": experiment.figure, "paper_says": experiment.says, "x_name": experiment.x_name,
                 "cell": experiment.cell, "minutes": minutes * experiment.times, "seed": seed,
-                "warm_up": experiment.warm_up, "traces": trace_dir is not None, "git": environment()["git"],
+                "warm_up": experiment.warm_up, "traces": trace_dir is not None,
                 "rows": rows,
             }  # fmt: skip
 
@@ -182,14 +189,6 @@ def chosen(only: Sequence[str]) -> list[Experiment]:
         if not any(name.startswith(start) for name in EXPERIMENTS):
             raise ValueError(f"no experiment is named {start}...; there are: {', '.join(EXPERIMENTS)}")
     return [e for e in EXPERIMENTS.values() if not only or any(e.name.startswith(start) for start in only)]
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """Return the experiments of a record, in the order of EXPERIMENTS; none if there is no such file."""
-    if not path.exists():
-        return {}
-    results = json.loads(path.read_text(encoding="utf-8"))["results"]
-    return {name: results[name] for name in EXPERIMENTS if name in results}
 
 
 def _plain(value: object) -> object:
@@ -203,36 +202,26 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="experiments whose names begin so")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)")
     parser.add_argument("--trace-dir", type=Path, metavar="FOLDER", help="traces to draw lengths and arrivals from")
-    parser.add_argument("--record", type=Path, metavar="FILE", help=f"add to this record (to render: {RECORD})")
-    parser.add_argument(
-        "--render", type=Path, metavar="PAGE", help="simulate nothing; write the page of the record there"
-    )
+    parser.add_argument("--record", type=Path, metavar="FILE", help="add to this record, a row for each experiment")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
-    if args.render is not None:
-        page = render(read_results(args.record or RECORD), TEMPLATE.read_text(encoding="utf-8"))
-        args.render.write_text(page, encoding="utf-8")
-        return
     experiments = chosen(args.only)
-    results = read_results(args.record) if args.record is not None else {}
     total = sum(e.times * len(e.cases) for e in experiments)
     with tqdm(total=total, disable=None, bar_format="{percentage:3.0f}% |{bar:30}| {elapsed} {desc}") as bar:
         done = run_experiments(
             experiments, minutes=args.minutes, seed=args.seed, trace_dir=args.trace_dir, jobs=args.jobs, bar=bar
         )  # fmt: skip
         for experiment, entry in done:
-            results[experiment.name] = entry
             bar.clear()
             print(f"\n{experiment.figure} (simulated)\npaper: {experiment.says}\n{markdown(entry)}", flush=True)
             if args.record is not None:
-                cells = {name: text for name, (text, _) in CELLS.items()}
+                config = {"simulated": True, "minutes": entry["minutes"], "traces": entry["traces"]}
                 write_record(
-                    args.record, name="reproduction", config={"simulated": True, "cells": cells}, seed=args.seed,
-                    results=results,
-                )  # fmt: skip
+                    args.record, name="reproduction", case=experiment.name, config=config, seed=args.seed, results=entry
+                )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from typing import Any
 
 from benchmarks.common.client import LoadRequest
 from benchmarks.common.models import SMOLLM_135M, random_llama
-from benchmarks.common.record import write_record
+from benchmarks.common.record import read_row, write_record
 from benchmarks.common.terminal import argument_parser, table_of
 from benchmarks.frontier import FrontierLoad, Row, be_pile, frontier_rows, ls_stream
 from omniserve import SLO, ClassSpec, EngineConfig
@@ -108,7 +107,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--calibrate-from", type=Path, nargs="+", default=[], metavar="FILE", help="traces of steps")
     args = parser.parse_args()
-    record = json.loads(args.served.read_text())
+    record = read_row(args.served)
     if record["config"]["model"] != "smollm":
         parser.error(f"{args.served} is of the model {record['config']['model']!r}; only smollm is known here")
     load, flags, seed = load_of(record), record["config"]["flags"], record["seed"]

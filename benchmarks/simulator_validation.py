@@ -39,6 +39,7 @@ from benchmarks.common.engine_run import EngineRun, request
 from benchmarks.common.models import SMOLLM_135M
 from benchmarks.common.places import PLACES
 from benchmarks.common.record import write_record
+from benchmarks.common.summary import without_samples
 from benchmarks.common.terminal import argument_parser, table
 from omniserve import SLO, ClassSpec, Engine, EngineConfig
 from omniserve.core.plan import StepPlan
@@ -363,7 +364,16 @@ def main() -> None:
         "wall_s": time.monotonic() - began_s,
     }
     settings = vars(args) | {"model": SMOLLM_135M, "slo": OBJECTIVES, "figures": [*FIGURES.values(), "be_tokens_per_s"]}
-    write_record(args.record, name="simulator_validation", config=settings, seed=args.seed, results=results)
+    kept, raw = without_samples(results, "requests")
+    write_record(
+        args.record,
+        name="simulator_validation",
+        case=args.place,
+        config=settings,
+        seed=args.seed,
+        results=kept,
+        raw=raw,
+    )
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 from zlib import crc32
 
 import pytest
 import torch
 
 from omniserve.host.cores import available_cores
+from tests.durations import Durations, UnitScheduling, longest_first
 from tests.real.checkpoint import FOLDER
 from tests.stub_server import stub  # noqa: F401 (a fixture)
 from tests.triton_interpreter import interpret_triton
@@ -27,12 +29,24 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return available_cores() + 1
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> UnitScheduling | None:
+    """Share tests out by file or function (``tests/durations.py``), where ``--dist loadgroup`` is given."""
+    return UnitScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Durations(is_written=config.getoption("--write-durations")))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
     parser.addoption(
         "--slow-part", type=_part, metavar="K/N", help="also run part K, from 0 to N-1, of the tests marked slow"
     )
     parser.addoption("--exhaustive", action="store_true", help="also run the tests marked exhaustive")
+    parser.addoption("--write-durations", action="store_true", help="write tests/durations.json")
     parser.addoption("--real", action="store_true", help="get trained weights for the tests marked real, 270 MB")
 
 
@@ -81,4 +95,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if skips:
                 reported.add(case)
     config.hook.pytest_deselected(items=repeated)
-    items[:] = kept
+    items[:] = longest_first(kept) if "PYTEST_XDIST_WORKER" in os.environ else kept

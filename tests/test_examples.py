@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.common.server import ServerProcess
+from tests.quick import slow_except
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SHORT_EXAMPLES = ("any_decoder", "patch_and_generate", "offline_ls_and_be", "http_client", "own_scheduler")
-TIMEOUT_S = 300  # a hang, not slowness: the slowest takes seconds
+TIMEOUT_S = 900  # a hang, not slowness: the slowest takes seconds
 
 
 def run(name: str, *arguments: str) -> str:
@@ -43,8 +47,27 @@ def test_a_decoder_without_a_family_gets_its_own_tokens() -> None:
     assert "the same tokens as generate(): True" in run("any_decoder")
 
 
-def test_offline_ls_and_be_uses_the_host_tier() -> None:
-    output = run("offline_ls_and_be")
+@pytest.fixture
+def at_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Be in the checkout; give this process its cores and torch its threads back, which an engine takes away."""
+    monkeypatch.chdir(ROOT)
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    yield
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(threads)
+
+
+alone_or_here = pytest.mark.parametrize("alone", slow_except((False,), (False, True)), ids=["here", "in a process"])
+
+
+@alone_or_here
+@pytest.mark.usefixtures("at_home")
+def test_offline_ls_and_be_uses_the_host_tier(alone: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    if alone:
+        output = run("offline_ls_and_be")
+    else:
+        runpy.run_path(str(EXAMPLES / "offline_ls_and_be.py"), run_name="__main__")
+        output = capsys.readouterr().out
     assert output.count("LS, first token") == 4
     num_tokens, num_host_tokens = map(int, re.search(r"BE: (\d+) tokens, (\d+) of them", output).groups())
     assert num_tokens == 16 * 64
@@ -66,10 +89,17 @@ def test_http_client_gets_a_chat_answer_and_its_batch(tmp_path: Path) -> None:
     assert output.count("batch, ") == 4
 
 
-def test_readme_example_generates_both_texts() -> None:
+@alone_or_here
+@pytest.mark.usefixtures("at_home")
+def test_readme_example_generates_both_texts(alone: bool, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     (code,) = [block for block in blocks if "import omniserve" in block]
-    first, second = run_python("-c", code).split("\n---\n")
+    if alone:
+        output = run_python("-c", code)
+    else:
+        exec(code, {"__name__": "__main__"})
+        output = capsys.readouterr().out
+    first, second = output.split("\n---\n")
     assert first.strip() and second.strip()
 
 

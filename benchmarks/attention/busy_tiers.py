@@ -19,12 +19,10 @@ import torch
 
 from benchmarks.attention.sizes import Size
 from benchmarks.common.bandwidth import ReadLimit, Sample, fill, normal_tile
+from benchmarks.common.host_tasks import host_tier_of
 from benchmarks.common.models import SMOLLM_135M
 from benchmarks.common.timing import OtherLoad
-from omniserve.core.setup import HostTierSetup
-from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.core.work import AttentionResult
-from omniserve.host.tier import HostTier
 from omniserve.simulate.results import percentile
 
 BLOCK_SIZE = 32
@@ -40,18 +38,13 @@ class AttentionLoad:
     def __init__(self, size: Size, seed: int, cores: Sequence[int]) -> None:
         self._num_slots, context_len = size.busy
         num_heads, kv_heads, head_size = 32, 8, 128
-        spec = ModelSpec(
-            num_layers=NUM_LAYERS, hidden_size=num_heads * head_size, num_heads=num_heads, num_kv_heads=kv_heads,
-            head_size=head_size, vocab_size=1, max_model_len=context_len, eos_token_ids=(), dtype_bytes=2,
-            attention=(AttentionSpec(scale=head_size**-0.5),) * NUM_LAYERS,
-        )  # fmt: skip
         blocks_each = -(-context_len // BLOCK_SIZE)
         num_blocks = self._num_slots * blocks_each
-        setup = HostTierSetup(
-            block_size=BLOCK_SIZE, kv_bytes=num_blocks * spec.host_block_bytes(BLOCK_SIZE), num_slots=self._num_slots,
-            num_threads=len(cores), cores=tuple(cores),
+        self.tier, _ = host_tier_of(
+            f"{num_heads}/{kv_heads}/{head_size}", context_len, dtype=torch.bfloat16, block_size=BLOCK_SIZE,
+            num_blocks=num_blocks, least_layers=NUM_LAYERS, num_slots=self._num_slots, num_threads=len(cores),
+            cores=tuple(cores),
         )  # fmt: skip
-        self.tier = HostTier(setup, spec=spec, dtype=torch.bfloat16)
         fill(self.tier.pool_LBK2SH, normal_tile(torch.bfloat16, seed), len(cores))
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(num_blocks, generator=generator).view(self._num_slots, blocks_each).tolist()

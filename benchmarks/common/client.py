@@ -242,6 +242,19 @@ def backlog(rng: random.Random, *, count: int, prompt: int, output: int, vocab_s
     return random_tokens(rows, rng, tier=BE_TIER, vocab_size=vocab_size)
 
 
+def few_of_each(
+    ls: tuple[int, int], be: tuple[int, int], *, vocab_size: int, slo: tuple[float, float] = (600.0, 600.0)
+) -> list[LoadRequest]:
+    """Return four requests of each kind within a second, to warm a server up; ``ls`` and ``be`` are prompt and output
+    in tokens."""
+    rng = random.Random(77)
+    rows = requests_of([0.25 * i for i in range(4)], fixed_lengths(*ls), rng)
+    return [
+        *random_tokens(rows, rng, tier=LS_TIER, vocab_size=vocab_size, slo=slo),
+        *backlog(rng, count=4, prompt=be[0], output=be[1], vocab_size=vocab_size),
+    ]
+
+
 @contextmanager
 def warm_server(
     name: str, arguments: Sequence[str], warm_up: Sequence[LoadRequest], cutoff_s: float = 120.0

@@ -8,7 +8,7 @@ import multiprocessing
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -73,20 +73,21 @@ def engine_of(config: EngineConfig, dtype: str) -> Iterator[tuple[Engine, RankGr
         yield stack.enter_context(Engine(model, config, group=group)), group
 
 
-def in_turns(
-    arms: Sequence[str], serve: Callable[..., None], loads: Mapping[str, Any], *, rounds: int, arguments: Sequence[Any]
-) -> dict[str, dict[str, list[Any]]]:
-    """Measure arms in turn, each in a process of its own; return, by load and arm, what each round told.
+@contextlib.contextmanager
+def processes_of(
+    arms: Sequence[str], serve: Callable[..., None], *arguments: Any
+) -> Iterator[Callable[[str, Any], dict[str, float]]]:
+    """Start a process for each arm; yield what asks one of them.
 
     Args:
-        serve: ``serve(arm, *arguments, pipe)`` sends "ready", and then answers each load, until there is None.
-        loads: By name.
+        arms: By name.
+        serve: ``serve(arm, *arguments, pipe)`` sends "ready", and then answers what it is asked, until that is None.
+        *arguments: Of ``serve``.
 
     Raises:
         EOFError: When an arm's process has failed.
     """
     context = multiprocessing.get_context("spawn")
-    raw: dict[str, dict[str, list[Any]]] = {name: {arm: [] for arm in arms} for name in loads}
     with contextlib.ExitStack() as stack:
         pipes: dict[str, Connection] = {}
         for arm in arms:
@@ -98,13 +99,12 @@ def in_turns(
             pipes[arm] = stack.enter_context(mine)  # closing it ends the process, if it is still there
             assert mine.recv() == "ready"
             print(f"{arm}: ready", file=sys.stderr)
-        for number in range(rounds + 1):
-            for name, each in loads.items():
-                for arm in arms if number % 2 else reversed(arms):
-                    pipes[arm].send(each)
-                    told = pipes[arm].recv()
-                    if number:  # the first round warms caches
-                        raw[name][arm].append(told)
+
+        def ask(arm: str, asked: Any) -> dict[str, float]:
+            pipes[arm].send(asked)
+            told: dict[str, float] = pipes[arm].recv()
+            return told
+
+        yield ask
         for pipe in pipes.values():
             pipe.send(None)
-    return raw

@@ -1,4 +1,8 @@
-"""Benchmark records: JSON files that say what was measured, on what, with which code."""
+"""Benchmark records: JSON files that say what was measured, on what, with which code.
+
+A record has rows. A row is one case of a benchmark, measured on one kind of CPU (``cpu_kind``), with its environment:
+commit, digests of the sources that ran (``benchmarks/common/sources.py``), versions and hardware.
+"""
 
 from __future__ import annotations
 
@@ -9,36 +13,53 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.common.sources import ROOT, measured_sources
+
 PACKAGES = (
     "omniserve", "torch", "triton", "xformers", "transformers", "tokenizers", "numpy", "fastapi", "uvicorn", "httpx",
 )  # fmt: skip
 
 
 def environment() -> dict[str, Any]:
-    """Return commit, dirty flag, a hash of the code, package versions and hardware of this run."""
+    """Return commit, dirty flag, digests of the code that ran, package versions and hardware of this run."""
     installed = {distribution.name.lower() for distribution in importlib.metadata.distributions()}
     return {
-        "git": _git(), "code": _code_hash(), "python": platform.python_version(), "hardware": _hardware(),
+        "git": _git(), "sources": measured_sources(), "python": platform.python_version(), "hardware": _hardware(),
         "versions": {package: importlib.metadata.version(package) for package in PACKAGES if package in installed},
     }  # fmt: skip
 
 
-def write_record(path: Path, *, name: str, config: Mapping[str, Any], seed: int, results: Mapping[str, Any]) -> None:
-    """Write one record; dataclasses become objects, and of absolute paths in ``config`` only what means something on
-    other machines is kept (see ``portable``). A hash of ``config`` and ``seed`` identifies the workload.
+def write_record(
+    path: Path, *, name: str, case: str = "", config: Mapping[str, Any], seed: int, results: Mapping[str, Any],
+    raw: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Add a row to the record at ``path``: one case, measured now, on this machine, with this code.
+
+    The row replaces the one of the same case and CPU kind that is there. Dataclasses become objects, and of absolute
+    paths in ``config`` only what means something on other machines is kept (see ``portable``). A hash of ``config`` and
+    ``seed`` identifies the workload.
+
+    Args:
+        path: The record, ``NAME.json``.
+        name: The benchmark.
+        case: What was measured, if the benchmark has several cases.
+        config: All settings of the run.
+        seed: Seed of the workload.
+        results: The figures.
+        raw: Times of single requests or samples, which nobody reads but to look into a figure: they go to
+            ``NAME.raw.json`` beside the record, which git ignores.
     """
     config = portable(config)
     config_text = json.dumps({"config": config, "seed": seed}, sort_keys=True)
-    record = {
-        "benchmark": name,
+    row = {
+        "case": case,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": environment(),
         "config": config,
@@ -47,30 +68,70 @@ def write_record(path: Path, *, name: str, config: Mapping[str, Any], seed: int,
         "results": dict(results),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(record, indent=1, default=_plain) + "\n"
+    _add(path, name, row)
+    if raw is not None:
+        _add(path.with_name(f"{path.stem}.raw.json"), name, row | {"results": dict(raw)})
+
+
+def _add(path: Path, name: str, row: Mapping[str, Any]) -> None:
+    rows = read_rows(path) if path.exists() else []
+    key = (row["case"], cpu_kind(row["environment"]["hardware"]))
+    kept = [other for other in rows if (other["case"], cpu_kind(other["environment"]["hardware"])) != key]
+    write_rows(path, name, [*kept, row])
+
+
+def write_rows(path: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a record of these rows; rows of one run share their environment in the file.
+
+    A record that is there stays whole, whatever ends this program.
+    """
+    environments: dict[str, Any] = {}
+    plain_rows = []
+    for row in sorted(rows, key=lambda row: (row["case"], cpu_kind(row["environment"]["hardware"]))):
+        text = json.dumps(row["environment"], sort_keys=True, default=_plain)
+        key = hashlib.sha256(text.encode()).hexdigest()[:12]
+        environments[key] = row["environment"]
+        plain_rows.append({**row, "environment": key})
+    record = {"benchmark": name, "environments": environments, "rows": plain_rows}
     unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(text)
-    unfinished.replace(path)  # a record that is there stays whole, whatever ends this program
+    unfinished.write_text(json.dumps(record, indent=1, default=_plain) + "\n")
+    unfinished.replace(path)
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """Return a record.
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a record, each with its environment.
 
     Raises:
         OSError, ValueError: There is none.
     """
     record = json.loads(path.read_text())
-    if not isinstance(record, dict) or "environment" not in record:
+    if not isinstance(record, dict) or "rows" not in record:
         raise ValueError(f"{path} is not a record of a benchmark")
-    return record
+    return [{**row, "environment": record["environments"][row["environment"]]} for row in record["rows"]]
 
 
-def stale_reason(record: Mapping[str, Any]) -> str:
-    """Return why a record's figures no longer hold, from its field ``stale``; empty: they do as far as is known.
+def read_row(path: Path, case: str = "", kind: str | None = None) -> dict[str, Any]:
+    """Return the row of a case: of a CPU kind, or the newest of all kinds.
 
-    The field is added by hand when a defect is found that a record was made with; ``benchmarks/renew.py`` reads it.
+    Raises:
+        OSError, ValueError: There is no such record, or no such row in it.
     """
-    return str(record.get("stale", ""))
+    rows = [row for row in read_rows(path) if row["case"] == case]
+    rows = [row for row in rows if kind is None or cpu_kind(row["environment"]["hardware"]) == kind]
+    if not rows:
+        of_kind = "" if kind is None else f" of a CPU with {kind}"
+        raise ValueError(f"{path} has no row{of_kind} of the case {case!r}")
+    return max(rows, key=lambda row: str(row["time"]))
+
+
+def cpu_kind(hardware: Mapping[str, Any]) -> str:
+    """Return what figures of the CPU depend on most: the widest instructions of its products."""
+    features = hardware.get("cpu_features") or ()
+    if "amx_bf16" in features:
+        return "AMX"
+    if "avx512f" in features:
+        return "AVX-512"
+    return "AVX2" if "avx2" in features else str(hardware.get("machine", "unknown"))
 
 
 def portable(value: Any) -> Any:
@@ -108,17 +169,6 @@ def _git() -> dict[str, Any]:
     status = run("status", "--porcelain", "--", ".", ":!benchmarks/results")
     # None, not False, outside of a repository: nothing is known about the code then.
     return {"commit": run("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
-
-
-def _code_hash() -> str:
-    """Return a hash of the project's sources: it tells records apart where a tree was copied without its repository."""
-    kinds = {".py", ".cpp", ".h", ".inl", ".sh", ".toml"}
-    folders = (ROOT / "omniserve", ROOT / "benchmarks", ROOT / "tests")
-    paths = sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in kinds)
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _hardware() -> dict[str, Any]:

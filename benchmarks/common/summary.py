@@ -140,6 +140,27 @@ def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def without_samples(results: Any, *names: str) -> tuple[Any, Any]:
+    """Return results without the entries of these names, and these entries alone, at the same places.
+
+    The first are for a record, the second for the file of single samples beside it.
+
+    Args:
+        results: Of dictionaries, lists, and what has no such entries; a list without any has an empty one for its own.
+        *names: Keys of dictionaries.
+    """
+    if isinstance(results, Mapping):
+        pairs = {key: without_samples(value, *names) for key, value in results.items() if key not in names}
+        raw = {key: value for key, value in results.items() if key in names}
+        raw |= {key: samples for key, (_, samples) in pairs.items() if samples}
+        return {key: kept for key, (kept, _) in pairs.items()}, raw
+    if isinstance(results, list):
+        parts = [without_samples(value, *names) for value in results]
+        samples = [samples for _, samples in parts]
+        return [kept for kept, _ in parts], samples if any(samples) else []
+    return results, {}
+
+
 def _tokens_until(record: RequestRecord, at_s: float, others_per_chunk: float) -> float:
     """Return the prompt and output tokens that a request had brought by then.
 

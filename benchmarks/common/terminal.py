@@ -17,19 +17,27 @@ def argument_parser(doc: str | None, record: str | None = None, **defaults: Any)
         **defaults: By name: a default, or a pair of it and a help text. A list takes several values, False is a switch.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, given in defaults.items():
-        default, text = given if isinstance(given, tuple) else (given, "")
-        options: dict[str, Any] = {"help": f"{text} (default: %(default)s)".strip()}
-        if default is False:
-            options = {"action": "store_true", "help": text}
-        elif isinstance(default, list):
-            options |= {"nargs": "+", "type": type(default[0]), "default": default}
-        else:
-            options |= {"type": type(default), "default": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", **options)
+    add_sizes(parser, defaults)
     if record is not None:
         parser.add_argument("--record", type=Path, default=Path(f".cache/{record}.json"), help="file of the record")
     return parser
+
+
+def add_sizes(parser: argparse.ArgumentParser, sizes: Mapping[str, Any], argument_default: Any = None) -> None:
+    """Add a flag for each size (see ``argument_parser``); ``argparse.SUPPRESS``: what is not given has no value."""
+    for name, given in sizes.items():
+        default, text = given if isinstance(given, tuple) else (given, "")
+        options: dict[str, Any] = {
+            "help": f"{text} (default: {default})".strip(),
+            "default": argument_default or default,
+        }
+        if default is False:
+            options |= {"action": "store_true", "help": text}
+        elif isinstance(default, list):
+            options |= {"nargs": "+", "type": type(default[0])}
+        else:
+            options |= {"type": type(default)}
+        parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
 def table(lines: Sequence[Sequence[str]], *, numbers: bool = False) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 import time
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.record import ROOT, write_record
+from benchmarks.common.record import ROOT, read_row, write_record
 from benchmarks.common.terminal import argument_parser
 from benchmarks.gpu.report import write_report
 from benchmarks.gpu.script import Script, run_program, scrubbed
@@ -35,16 +34,16 @@ PARTS: dict[str, tuple[str, float, str]] = {
     "exactness": ("check", 110, "check_tests"),
     "marked_tests": ("check", 170, "check_tests"),
     "sanitizer": ("check", 130, "check_tests"),
-    "limits": ("speed-1", 40, "speed_limits"),
+    "limits": ("speed-1", 40, "speed_moves"),
     "llama": ("speed-1", 170, "speed_steps"),
     "attention": ("speed-1", 60, "speed_attention"),
     "piggyback": ("speed-1", 120, "speed_piggyback"),
     "moves": ("speed-1", 60, "speed_moves"),
-    "safepoints": ("speed-1", 120, "speed_safepoints"),
+    "safepoints": ("speed-1", 120, "speed_policies"),
     "host": ("speed-2", 150, "speed_host"),
     "policies": ("speed-2", 190, "speed_policies"),
     "qwen": ("speed-2", 110, "speed_steps"),
-    "transformers": ("speed-2", 100, "speed_transformers"),
+    "transformers": ("speed-2", 100, "speed_steps"),
 }
 """Part, which is a function of that name -> group, which fits a command of ten minutes; longest seconds; module."""
 GROUPS = ("check", "speed", "speed-1", "speed-2", "report")
@@ -59,18 +58,35 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argument_parser(
         __doc__, minutes=(30.0, "for everything"), spent_s=(0.0, "of the minutes: seconds that a build took, say"),
         dry=(False, "tiny sizes, on the CPU where there is no GPU"),
+        only=("check,speed", f"groups, or parts: {', '.join(PARTS)}"),
     )  # fmt: skip
-    parser.add_argument("--only", default="check,speed", help=f"groups, or parts: {', '.join(PARTS)}")
     parser.add_argument("--here", metavar="MODULE:PART", help="run a module's function in this process")
     parser.add_argument("--out", type=Path, help="folder of the records (default: $OUT, or benchmarks/results/gpu)")
     args = parser.parse_args(arguments)
     default = ROOT / ".cache" / "gpu-dry" if args.dry else ROOT / "benchmarks" / "results" / "gpu"
     args.out = args.out or Path(os.environ.get("OUT") or default)
-    wanted = args.only.split(",")
-    if unknown := [name for name in wanted if name not in PARTS and name not in GROUPS]:
+    wanted = set(args.only.split(","))
+    if unknown := wanted - {*PARTS, *GROUPS}:
         parser.error(f"there is no part or group {', '.join(unknown)}; there are {', '.join([*GROUPS, *PARTS])}")
-    args.only = [name for name, (group, *_) in PARTS.items() if {name, group, group.split("-")[0]} & set(wanted)]
+    args.only = [name for name, (group, *_) in PARTS.items() if {name, group, group.split("-")[0]} & wanted]
     return args
+
+
+def run_apart(name: str, args: argparse.Namespace, ends_s: float) -> dict[str, Any]:
+    """Run a part in a process of its own; return its status, its seconds, and the end of what it said if it crashed."""
+    (args.out / f"gpu_{name}.json").unlink(missing_ok=True)  # what is there afterwards is of this run
+    _, limit_s, module = PARTS[name]
+    limit_s = min(limit_s * (_DRY_PATIENCE if args.dry else 1), ends_s - time.monotonic())
+    print(f"\n## {name}\n", flush=True)
+    if limit_s < _LEAST_S:
+        return {"status": "not run: out of time", "seconds": 0.0}
+    command = [sys.executable, "-m", *RUNNER, f"{module}:{name}", "--out", args.out.absolute(), *["--dry"] * args.dry]
+    began_s = time.monotonic()
+    status, lines = run_program(command, limit_s=limit_s, echo=True)
+    part = {"status": _SAID.get(status, f"ended with status {status}"), "seconds": time.monotonic() - began_s}
+    if status not in (0, 1):
+        part["end_of_output"] = scrubbed("\n".join(lines[-60:])).splitlines()
+    return part
 
 
 def run_here(path: str, *, dry: bool, out: Path) -> int:
@@ -91,22 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_here(args.here, dry=args.dry, out=args.out)
     ends_s = time.monotonic() + 60 * args.minutes - args.spent_s
     summary = args.out / "gpu.json"  # also of parts that another call ran
-    earlier = json.loads(summary.read_text())["results"]["parts"] if summary.exists() else {}
+    earlier = read_row(summary)["results"]["parts"] if summary.exists() else {}
     parts: dict[str, dict[str, Any]] = {}
     for name in args.only:
-        (args.out / f"gpu_{name}.json").unlink(missing_ok=True)  # what is there afterwards is of this run
-        _, limit_s, module = PARTS[name]
-        limit_s = min(limit_s * (_DRY_PATIENCE if args.dry else 1), ends_s - time.monotonic())
-        print(f"\n## {name}\n", flush=True)
-        parts[name] = {"status": "not run: out of time", "seconds": 0.0}
-        if limit_s >= _LEAST_S:
-            command = [sys.executable, "-m", *RUNNER, f"{module}:{name}", "--out", args.out.absolute()]
-            began_s = time.monotonic()
-            status, lines = run_program([*command, *["--dry"] * args.dry], limit_s=limit_s, echo=True)
-            said = _SAID.get(status, f"ended with status {status}")
-            parts[name] = {"status": said, "seconds": time.monotonic() - began_s}
-            if status not in (0, 1):
-                parts[name]["end_of_output"] = scrubbed("\n".join(lines[-60:])).splitlines()
+        parts[name] = run_apart(name, args, ends_s)
         config = {"only": args.only, "minutes": args.minutes, "dry": args.dry}
         write_record(summary, name="gpu", config=config, seed=0, results={"parts": earlier | parts})
         if parts[name]["status"] == _SAID[NO_GPU]:

@@ -9,13 +9,14 @@ import torch
 
 from benchmarks.common.bandwidth import Arena, allowed_cpus, fill, normal_tile, pin_team, sequential_readings
 from benchmarks.common.timing import graph_of, median_seconds
-from omniserve.host.cores import default_host_threads
 
 
 class Limits:
     """Rates that other figures are compared with; ``dry``: of tiny sizes."""
 
     def __init__(self, device: torch.device, *, dry: bool) -> None:
+        from omniserve.host.cores import default_host_threads  # loads the extension, which may be what is broken
+
         self.device, self._dry, self._repeats = device, dry, 3 if dry else 10
         self.host_threads = default_host_threads(device)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.record import ROOT
+from benchmarks.common.record import ROOT, read_row
 from benchmarks.common.terminal import table
 from benchmarks.gpu.script import short
 
@@ -16,10 +15,10 @@ FORECAST = ROOT / "benchmarks" / "results" / "gpu_forecast.json"
 
 def write_report(out: Path) -> None:
     """Write ``report.md`` from the records in a folder, the parts of the last run first."""
-    records = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("gpu_*.json"))}
+    records = {path.stem: read_row(path) for path in sorted(out.glob("gpu_*.json"))}
     lines = ["# What this GPU says", ""]
     if (summary := out / "gpu.json").exists():
-        parts = json.loads(summary.read_text())["results"]["parts"]
+        parts = read_row(summary)["results"]["parts"]
         rows = [[name, part["status"], f"{part['seconds']:.0f}"] for name, part in parts.items()]
         lines += [table([["part", "status", "seconds"], *rows]), ""]
         for name, part in parts.items():
@@ -27,7 +26,7 @@ def write_report(out: Path) -> None:
                 lines += [f"The end of what {name} said:", "", "```", *end, "```", ""]
     for name, record in records.items():
         cases, environment = record["results"]["cases"], record["environment"]
-        commit = environment["git"]["commit"] or f"code {environment['code']}"
+        commit = environment["git"]["commit"] or "no commit"
         gpus = ", ".join(environment["hardware"]["gpus"]) or "no GPU"
         dry = ", DRY: no figure means anything" if record["config"]["dry"] else ""
         lines += [f"## {name} ({record['time']}, {gpus}, {commit[:12]}{dry})", "", markdown(cases), ""]
@@ -51,7 +50,7 @@ def markdown(cases: Sequence[Mapping[str, Any]]) -> str:
 
 def beside_forecast(records: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return a table of the steps that both a record and ``benchmarks.gpu_forecast`` have."""
-    forecast = json.loads(FORECAST.read_text())["results"]
+    forecast = read_row(FORECAST)["results"]
     rows = [["step", "measured ms", "expected ms", "ratio", "floor ms", "on"]]
     for record in records:
         gpus = " ".join(record["environment"]["hardware"]["gpus"])

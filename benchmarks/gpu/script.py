@@ -14,14 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from benchmarks.common.record import ROOT, write_record
-
-if TYPE_CHECKING:
-    from benchmarks.gpu.limits import Limits
+from benchmarks.gpu.limits import Limits
 
 GRACE_S = 5.0
 """Seconds from SIGABRT, at which Python shows the stacks of all threads, to SIGKILL."""
@@ -81,8 +79,6 @@ class Script:
     @functools.cached_property
     def limits(self) -> Limits:
         """The hardware's limits, measured when first asked for."""
-        from benchmarks.gpu.limits import Limits  # loads the extension, which may be what is broken
-
         return Limits(self.device, dry=self.dry)
 
     def needs_gpu(self) -> None:

@@ -1,14 +1,24 @@
-"""Policies on one load of LS requests and BE work while device KV is short, on engines in this process."""
+"""Policies on one load of LS requests and BE work while device KV is short; rows that leave a step for LS requests."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from argparse import Namespace
 from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.common.engine_run import EngineRun
-from benchmarks.gpu.engines import LLAMA_8B, config_of, drain, open_engine, patched_model
+from benchmarks.features.preemption import measure_overhead, measure_stream
+from benchmarks.gpu.engines import (
+    LLAMA_8B,
+    config_of,
+    drain,
+    kv_token_bytes,
+    open_engine,
+    patched_model,
+    reclaim_memory,
+)
 from benchmarks.gpu.script import NotHere, Script
 from omniserve import SLO, Engine
 from omniserve.profiling import find_or_make_profile
@@ -91,3 +101,30 @@ def engine_of(script: Script, model: Any, policy: str) -> Any:
     )  # fmt: skip
     limit_s = 2.0 if script.dry else 12.0
     return open_engine(model, config, find_or_make_profile(model, config, time_limit_s=limit_s) if has_host else None)
+
+
+def safepoints(script: Script) -> None:
+    """Time a BE decode step with and without looks for requests, and how soon rows are gone when one has come."""
+    model = patched_model(LLAMA_8B, script)
+    args = Namespace(
+        rate=1.0, seconds=20.0, steps=60, be=64, be_prompt=4096, be_output=2, ls_prompt=64, ls_output=4, ttft=0.2,
+        tpot=0.1, profile_s=12.0,
+    )  # fmt: skip
+    if script.dry:
+        vars(args).update(rate=20.0, seconds=1.0, steps=5, be=4, be_prompt=64, ls_prompt=8, profile_s=1.0)
+    config = config_of(
+        model, scheduler="conserve", host_kv_bytes=0, max_model_len=2 * args.be_prompt,
+        max_num_batched_tokens=2 * args.be_prompt, device_kv_bytes=20 * args.be_prompt * kv_token_bytes(model),
+    )  # fmt: skip
+    reclaim_memory(script.device)
+    with script.case(f"step of {args.be} BE rows that looks for requests") as case:
+        found = measure_overhead(model, config, args)
+        note = f"limit: the same without looks; a look takes {1e6 * found['look_s']:.2g} us"
+        case.figure(1e3 * found["with_s"], "ms", limit=1e3 * found["without_s"], at_most=1.005, note=note)
+    with script.case("from an LS request's arrival to the end of the BE step that it comes in") as case:
+        stream = measure_stream(model, config, args, True, iter([0]))
+        if not stream["delays_s"]:
+            raise NotHere("no LS request came in a step of BE work alone")
+        whole_ms, layers = 1e3 * stream["alone_step_p50_s"], model.omniserve.num_layers
+        note = f"limit: a layer; a step of BE work alone takes {whole_ms:.4g} ms"
+        case.figure(1e3 * stream["delay_p50_s"], "ms", limit=whole_ms / layers, note=note, **stream)

@@ -1,4 +1,4 @@
-"""Decode steps and prompts of a known model's shape, beside memory bandwidth and matrix rate.
+"""Decode steps and prompts of a known model's shape, beside memory bandwidth and matrix rate; transformers' own.
 
 A decode step's limit is the time that reading weights and KV takes, a prompt's the rate of one large product. Both are
 measured in the same run.
@@ -9,14 +9,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from transformers import GenerationConfig
 
 from benchmarks.common.engine_run import request
 from benchmarks.common.timing import seconds, wait_for
+from benchmarks.decode_rate import decode_rate, generate, prompts_of
 from benchmarks.gpu.engines import (
     LLAMA_8B,
     QWEN_32B,
@@ -27,11 +30,12 @@ from benchmarks.gpu.engines import (
     open_decoding,
     open_engine,
     patched_model,
+    random_model,
     reclaim_memory,
     step_ms,
     weight_bytes,
 )
-from benchmarks.gpu.script import NotHere, Script
+from benchmarks.gpu.script import Case, NotHere, Script
 
 MODES: dict[str, dict[str, Any]] = {
     "no step graphs": {"step_graphs": "off"},
@@ -39,6 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
     "neither": {"step_graphs": "off", "async_steps": False},
 }
 """Settings for other ways to run the same steps."""
+_GENERATED = 33
 BATCHES = (256, 128, 64, 32, 8, 1)
 """Largest first: the others are what is left of it when requests are aborted."""
 
@@ -159,3 +164,35 @@ def idle_share(run: Callable[[], object], device: torch.device, *, count: int) -
         raise RuntimeError("the profiler saw no kernel")
     whole_us = max(span.end for span in spans) - min(span.start for span in spans)
     return max(0.0, 1 - sum(span.elapsed_us() for span in spans) / whole_us), len(spans) // count
+
+
+def transformers(script: Script) -> None:
+    """Time transformers' own ways to decode: a static cache compiled, and continuous batching."""
+    model = random_model(TINY if script.dry else LLAMA_8B, script.device)
+    static: dict[str, Any] = {"cache_implementation": "static", "pad_token_id": 0, "disable_compile": not script.on_gpu}
+    batches, context = ((2,), 40) if script.dry else ((8, 1, 32), 1024)
+    for batch in batches:
+        name = f"transformers, batch {batch}, {context} tokens"
+        with script.case(f"{name}: generate_batch") as case:
+            script.needs_gpu()
+            if not hasattr(model, "generate_batch"):
+                raise NotHere("this transformers has no generate_batch")
+            time_token(case, partial(generate_batch, model, batch, context), batch)
+        with script.case(f"{name}: generate, static cache, compiled") as case:
+            time_token(case, partial(generate, model, batch, context, **static), batch)
+
+
+def time_token(case: Case, serve: Callable[[int], object], batch: int) -> None:
+    """Set the milliseconds of a token more, all requests decoding; the first runs compile and do not count."""
+    times_ms = [1e3 * batch / decode_rate(serve, batch, _GENERATED) for _ in range(4)][1:]
+    case.figure(statistics.median(times_ms), "ms", times_ms=times_ms)
+
+
+def generate_batch(model: Any, batch: int, context: int, output: int) -> None:
+    """Let continuous batching serve a batch."""
+    config = GenerationConfig(max_new_tokens=output, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    prompts = prompts_of(batch, context).tolist()
+    outputs = model.generate_batch(inputs=prompts, generation_config=config, progress_bar=False)
+    missing = [len(done.generated_tokens) for done in outputs.values() if len(done.generated_tokens) != output]
+    if missing or len(outputs) != batch:
+        raise RuntimeError(f"some of {batch} requests did not get their {output} tokens: {missing}; see the log")

@@ -1,35 +1,31 @@
 """The page of reproduced figures: a template whose tables and numbers come out of the record.
 
-The prose is in ``page.md.jinja``. It names a number by experiment, row, column and figure, so that none can be
-left over from an older record; one that the record lacks is an error.
+Its template, docs/pages/reproduction.md.jinja, names a number by experiment, row, column and figure, so that none can
+be left over from an older record; one that the record lacks is an error.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-
 from benchmarks.paper.report import CELLS, markdown
-
-TEMPLATE = Path(__file__).with_name("page.md.jinja")
 
 
 class Findings:
     """Looks up numbers of a record's experiments; ValueError: the record has none there."""
 
-    def __init__(self, experiments: Mapping[str, Mapping[str, Any]]) -> None:
-        self._experiments = experiments
+    def __init__(self, experiments: Mapping[str, Mapping[str, Any]], sources: Mapping[str, str]) -> None:
+        self._experiments, self._sources = experiments, sources
         self.shown: set[str] = set()
         """Experiments whose table was asked for."""
 
     def table(self, name: str) -> str:
-        """Return the table of an experiment."""
+        """Return the table of an experiment, and below it where it is from."""
         self.shown.add(name)
-        return markdown(self._entry(name), legend=False)
+        entry = self._entry(name)
+        note = f"; {entry['note']}" if "note" in entry else ""
+        return f"{markdown(entry, legend=False)}\n\n({self._sources[name]}{note})"
 
     def value(self, name: str, x: str, column: str, figure: str) -> float:
         """Return a number."""
@@ -88,15 +84,10 @@ def verdict(*conditions: bool) -> str:
     return "holds" if all(conditions) else "in part" if any(conditions) else "**does not hold**"
 
 
-def render(experiments: Mapping[str, Mapping[str, Any]], template: str) -> str:
-    """Return the page of a record's experiments."""
-    findings = Findings(experiments)
-    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True)
-    environment.filters.update(n=number, span=span, mean=statistics.fmean)
-    page = environment.from_string(template).render(
-        table=findings.table, v=findings.value, ratio=findings.ratio, values=findings.values, ratios=findings.ratios,
-        gains=findings.gains, verdict=verdict, cells={name: says for name, (says, _) in CELLS.items()},
-    )  # fmt: skip
-    if left := sorted(set(experiments) - findings.shown):
-        raise ValueError(f"the page shows no table of {', '.join(left)}: add it to {TEMPLATE.name}")
-    return page
+def names_of(findings: Findings) -> dict[str, Any]:
+    """Return what the page's template may ask."""
+    return {
+        "table": findings.table, "v": findings.value, "ratio": findings.ratio, "values": findings.values,
+        "ratios": findings.ratios, "gains": findings.gains, "verdict": verdict,
+        "cells": {name: says for name, (says, _) in CELLS.items()},
+    }  # fmt: skip

@@ -66,7 +66,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.bandwidth import allowed_cpus
-from benchmarks.common.record import ROOT, portable, read_record, stale_reason, write_record
+from benchmarks.common.record import ROOT, portable, read_row, write_record
 from benchmarks.common.terminal import argument_parser
 from benchmarks.peers.comparison import Comparison
 from benchmarks.peers.engines import OBJECTIVES, VLLM, Settings, engines, parse_peer, vllm_preloads
@@ -124,14 +124,16 @@ def _shown(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: ":".join(str(portable(part)) for part in value.split(":")) for name, value in environment.items()}
 
 
+def case_of(args: argparse.Namespace) -> str:
+    """Return the name of a comparison in the record."""
+    return "prefix_cache" if args.prefix_cache else {"bfloat16": "bf16", "float32": "fp32"}[args.dtype]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit status."""
     args = parse_arguments(arguments)
     if args.report is not None:
-        record = read_record(args.report)
-        report(record["results"], args.plot)
-        if reason := stale_reason(record):
-            print(f"{args.report} is stale: {reason}")
+        report(read_row(args.report, case_of(args))["results"], args.plot)
         return 0
     settings = Settings(
         model=SavedModel.made(args.model), dtype=args.dtype, cpus=tuple(allowed_cpus()[: args.threads]),
@@ -159,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }  # fmt: skip
 
     def save(results: Mapping[str, Any]) -> None:
-        write_record(args.record, name="peers", config=config, seed=args.seed, results=results)
+        write_record(args.record, name="peers", case=case_of(args), config=config, seed=args.seed, results=results)
 
     comparison = Comparison(
         found, settings, sizes=sizes, rounds=config["rounds"], seed=args.seed, in_turns=args.in_turns,

@@ -14,12 +14,13 @@ from typing import Any
 import httpx
 
 from benchmarks.common.bandwidth import available_bytes
+from benchmarks.common.client import few_of_each
 from benchmarks.common.machine_speed import SpeedMeter
 from benchmarks.common.server import ServerFailed
 from benchmarks.common.timing import OtherLoad
 from benchmarks.peers.engines import OMNISERVE, Contender, Settings, contenders
 from benchmarks.peers.floor import ModelCost
-from benchmarks.peers.loads import Case, Sizes, cases, warm_up
+from benchmarks.peers.loads import Case, Sizes, cases
 from benchmarks.peers.processes import Engine, Pool, cpu_seconds, start_times
 from benchmarks.peers.report import line
 
@@ -75,8 +76,11 @@ class Comparison:
         self._meter = SpeedMeter(self._settings.cpus, seed=self._seed)
         vocab_size = self._settings.model.vocab_size
         with Pool(
-            self._engines, cpus=self._settings.cpus, folder=self._folder, warm_up=warm_up(self._sizes, vocab_size),
-            in_turns=self.in_turns,
+            self._engines, cpus=self._settings.cpus, folder=self._folder, in_turns=self.in_turns,
+            warm_up=few_of_each(
+                (self._sizes.ls_prompt, self._sizes.ls_output), (self._sizes.be_prompt, self._sizes.be_output),
+                vocab_size=vocab_size,
+            ),
         ) as pool:  # fmt: skip
             for phase in phases:
                 for case in cases(phase, self._sizes, vocab_size):

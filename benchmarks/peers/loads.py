@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from benchmarks.common.client import (
     BE_TIER,
@@ -66,47 +66,40 @@ QUICK = Sizes(
 """Shows that everything runs, and nothing else."""
 
 
-class Case(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Case:
     """A load of a phase, on which the contenders take turns."""
 
-    @property
-    def phase(self) -> str:
-        """The name of the phase, one of PHASES."""
-
-    @property
-    def name(self) -> str:
-        """Name of the load within its phase."""
-
-    def measure(self, server: Server, contender: Contender, seed: int) -> dict[str, Any]:
-        """Send the load of this seed and return figures; the same seed sends the same tokens to every contender."""
-
-    def floor(self, cost: ModelCost, speed: MachineSpeed) -> dict[str, float]:
-        """Return what the figures of the same names would be on a machine that does nothing else; empty if nothing is
-        said of any."""
+    phase: str
+    """One of PHASES."""
+    name: str
+    """Name of the load within its phase."""
+    measure: Callable[[Server, Contender, int], dict[str, Any]]
+    """Sends the load of a seed and returns figures; the same seed sends the same tokens to every contender."""
+    floor: Callable[[ModelCost, MachineSpeed], dict[str, float]] = lambda cost, speed: {}
+    """Returns what the figures of the same names would be on a machine that does nothing else."""
 
 
 def cases(phase: str, sizes: Sizes, vocab_size: int) -> list[Case]:
     """Return the loads of a phase; ``start`` has none."""
-    if phase == "decode":
-        return [Decode(sizes=sizes, vocab_size=vocab_size, batch=batch) for batch in sizes.decode_batches]
-    if phase == "prefill":
-        return [Prefill(sizes=sizes, vocab_size=vocab_size, prompt=prompt) for prompt in sizes.prefill_prompts]
-    single: dict[str, list[Case]] = {
-        "ls": [Stream(sizes=sizes, vocab_size=vocab_size)],
-        "be": [Backlog(sizes=sizes, vocab_size=vocab_size)],
-        "shared": [SharedFront(sizes=sizes, vocab_size=vocab_size)],
-        "coserve": [CoServing(sizes=sizes, vocab_size=vocab_size)],
+    loads = Loads(sizes, vocab_size)
+    found: dict[str, list[tuple[Any, ...]]] = {
+        "decode": [
+            (f"{batch} at once", partial(loads.decode, batch), partial(loads.decode_floor, batch))
+            for batch in sizes.decode_batches
+        ],
+        "prefill": [
+            (f"{prompt} tokens", partial(loads.prefill, prompt), partial(loads.prefill_floor, prompt))
+            for prompt in sizes.prefill_prompts
+        ],
+        "ls": [("alone", loads.stream)],
+        "be": [("alone", loads.backlog, loads.backlog_floor)],
+        "shared": [("one front", loads.shared_front)],
+        "coserve": [("LS and BE", loads.co_serving)],
     }
-    return single.get(phase, [])
-
-
-def warm_up(sizes: Sizes, vocab_size: int) -> list[LoadRequest]:
-    """Return four requests of each kind and of usual size, within a second."""
-    rng = random.Random(77)
-    ls = requests_of([0.25 * i for i in range(4)], fixed_lengths(sizes.ls_prompt, sizes.ls_output), rng)
     return [
-        *random_tokens(ls, rng, tier=LS_TIER, vocab_size=vocab_size, slo=(600.0, 600.0)),
-        *backlog(rng, count=4, prompt=sizes.be_prompt, output=sizes.be_output, vocab_size=vocab_size),
+        Case(phase=phase, **dict(zip(("name", "measure", "floor"), case, strict=False)))
+        for case in found.get(phase, [])
     ]
 
 
@@ -124,145 +117,103 @@ def decode_rate(records: Sequence[RequestRecord]) -> float:
     return tokens / (max(lasts) - min(firsts))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Load:
-    sizes: Sizes
-    vocab_size: int
+class Loads:
+    """Sends the loads of all phases and returns their figures; the floors are those of a machine without overhead."""
 
-    def ls_stream(self, seed: int, slo: tuple[float, float] | None) -> list[LoadRequest]:
+    def __init__(self, sizes: Sizes, vocab_size: int) -> None:
+        self._sizes, self._vocab_size = sizes, vocab_size
+
+    def _send(
+        self, server: Server, contender: Contender, sent: Sequence[LoadRequest]
+    ) -> tuple[list[RequestRecord], float]:
+        return drive(server, sent, cutoff_s=CUTOFF_S, wire=contender.wire)
+
+    def _at_once(
+        self, count: int, prompt: int, output: int, rng: random.Random, contender: Contender
+    ) -> list[LoadRequest]:
+        rows = requests_of([0.0] * count, fixed_lengths(prompt, output), rng)
+        return random_tokens(rows, rng, tier=LS_TIER, vocab_size=self._vocab_size, slo=contender.slo)
+
+    def _ls_stream(self, seed: int, slo: tuple[float, float] | None) -> list[LoadRequest]:
+        sizes = self._sizes
         return poisson_stream(
-            random.Random(seed), rate=self.sizes.ls_rate, seconds=self.sizes.ls_seconds, prompt=self.sizes.ls_prompt,
-            output=self.sizes.ls_output, tier=LS_TIER, vocab_size=self.vocab_size, slo=slo,
+            random.Random(seed), rate=sizes.ls_rate, seconds=sizes.ls_seconds, prompt=sizes.ls_prompt,
+            output=sizes.ls_output, tier=LS_TIER, vocab_size=self._vocab_size, slo=slo,
         )  # fmt: skip
 
-    def be_pile(self, seed: int) -> list[LoadRequest]:
+    def _be_pile(self, seed: int) -> list[LoadRequest]:
+        sizes = self._sizes
         return backlog(
-            random.Random(seed + 10_000), count=self.sizes.be_requests, prompt=self.sizes.be_prompt,
-            output=self.sizes.be_output, vocab_size=self.vocab_size,
+            random.Random(seed + 10_000), count=sizes.be_requests, prompt=sizes.be_prompt, output=sizes.be_output,
+            vocab_size=self._vocab_size,
         )  # fmt: skip
 
-    def floor(self, cost: ModelCost, speed: MachineSpeed) -> dict[str, float]:
-        return {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decode(_Load):
-    """Short prompts, ``batch`` at once, with long outputs: tokens a second."""
-
-    batch: int
-    phase: str = "decode"
-
-    @property
-    def name(self) -> str:
-        return f"{self.batch} at once"
-
-    def measure(self, server: Server, contender: Contender, seed: int) -> dict[str, Any]:
-        rows = requests_of(
-            [0.0] * self.batch, fixed_lengths(self.sizes.decode_prompt, self.sizes.decode_output), random.Random(seed)
-        )
-        sent = random_tokens(
-            rows, random.Random(seed), tier=LS_TIER, vocab_size=self.vocab_size, slo=contender.slo
-        )  # fmt: skip
-        records, _ = drive(server, sent, cutoff_s=CUTOFF_S, wire=contender.wire)
-        _check_lengths(records, self.sizes.decode_output)
+    def decode(self, batch: int, server: Server, contender: Contender, seed: int) -> dict[str, Any]:
+        """Send short prompts, ``batch`` at once, with long outputs: tokens a second."""
+        sizes = self._sizes
+        sent = self._at_once(batch, sizes.decode_prompt, sizes.decode_output, random.Random(seed), contender)
+        records, _ = self._send(server, contender, sent)
+        _check_lengths(records, sizes.decode_output)
         return {"tokens_per_s": decode_rate(records)}
 
-    def floor(self, cost: ModelCost, speed: MachineSpeed) -> dict[str, float]:
-        context = self.sizes.decode_prompt + self.sizes.decode_output / 2
-        return {"tokens_per_s": self.batch / cost.decode_step_s(speed, self.batch, context)}
+    def decode_floor(self, batch: int, cost: ModelCost, speed: MachineSpeed) -> dict[str, float]:
+        """Return the rate of decodes that take no longer than the machine needs."""
+        context = self._sizes.decode_prompt + self._sizes.decode_output / 2
+        return {"tokens_per_s": batch / cost.decode_step_s(speed, batch, context)}
 
-
-@dataclass(frozen=True, kw_only=True)
-class Prefill(_Load):
-    """Prompts one at a time, one token out: TTFT."""
-
-    prompt: int
-    phase: str = "prefill"
-
-    @property
-    def name(self) -> str:
-        return f"{self.prompt} tokens"
-
-    def measure(self, server: Server, contender: Contender, seed: int) -> dict[str, Any]:
+    def prefill(self, prompt: int, server: Server, contender: Contender, seed: int) -> dict[str, Any]:
+        """Send prompts one at a time, one token out: TTFT."""
         rng, ttfts = random.Random(seed), []
-        for _ in range(self.sizes.prefill_samples):
-            rows = requests_of([0.0], fixed_lengths(self.prompt, 1), rng)
-            sent = random_tokens(rows, rng, tier=LS_TIER, vocab_size=self.vocab_size, slo=contender.slo)
-            (record,), _ = drive(server, sent, cutoff_s=CUTOFF_S, wire=contender.wire)
+        for _ in range(self._sizes.prefill_samples):
+            (record,), _ = self._send(server, contender, self._at_once(1, prompt, 1, rng, contender))
             assert record.first_token_s is not None and record.sent_s is not None
             ttfts.append(record.first_token_s - record.sent_s)
         return {"ttft_s": statistics.median(ttfts), "each_ttft_s": ttfts}
 
-    def floor(self, cost: ModelCost, speed: MachineSpeed) -> dict[str, float]:
-        return {"ttft_s": cost.prefill_s(speed, self.prompt)}
+    def prefill_floor(self, prompt: int, cost: ModelCost, speed: MachineSpeed) -> dict[str, float]:
+        """Return the TTFT of a prompt that takes no longer than the machine needs."""
+        return {"ttft_s": cost.prefill_s(speed, prompt)}
 
+    def stream(self, server: Server, contender: Contender, seed: int) -> dict[str, Any]:
+        """Send LS requests alone, as they come."""
+        records, end_s = self._send(server, contender, self._ls_stream(seed, contender.slo))
+        admitted = [record for record in records if not record.rejected]
+        return vars(summarize(admitted, end_s)) | {"rejected": len(records) - len(admitted)}
 
-@dataclass(frozen=True, kw_only=True)
-class Stream(_Load):
-    """LS requests alone, as they come."""
-
-    phase: str = "ls"
-    name: str = "alone"
-
-    def measure(self, server: Server, contender: Contender, seed: int) -> dict[str, Any]:
-        sent = self.ls_stream(seed, contender.slo)
-        records, end_s = drive(server, sent, cutoff_s=CUTOFF_S, wire=contender.wire)
-        return dataclasses.asdict(summarize([record for record in records if not record.rejected], end_s)) | {
-            "rejected": sum(record.rejected for record in records)
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Backlog(_Load):
-    """BE requests alone, all at once: tokens a second, in and out."""
-
-    phase: str = "be"
-    name: str = "alone"
-
-    def measure(self, server: Server, contender: Contender, seed: int) -> dict[str, Any]:
-        records, end_s = drive(server, self.be_pile(seed), cutoff_s=CUTOFF_S, wire=contender.wire)
-        _check_lengths(records, self.sizes.be_output)
+    def _best_effort(
+        self, server: Server, contender: Contender, sent: Sequence[LoadRequest], output: int
+    ) -> dict[str, Any]:
+        records, end_s = self._send(server, contender, sent)
+        _check_lengths(records, output)
         return summarize_co_serving(records, None, end_s=end_s)
 
-    def floor(self, cost: ModelCost, speed: MachineSpeed) -> dict[str, float]:
-        sizes = self.sizes
-        tokens = sizes.be_requests * (sizes.be_prompt + sizes.be_output)
-        least_s = cost.batch_s(speed, count=sizes.be_requests, prompt=sizes.be_prompt, output=sizes.be_output)
-        return {"be_tokens_per_s": tokens / least_s}
+    def backlog(self, server: Server, contender: Contender, seed: int) -> dict[str, Any]:
+        """Send BE requests alone, all at once: tokens a second, in and out."""
+        return self._best_effort(server, contender, self._be_pile(seed), self._sizes.be_output)
 
+    def backlog_floor(self, cost: ModelCost, speed: MachineSpeed) -> dict[str, float]:
+        """Return the rate of the BE requests as if arithmetic alone took time."""
+        count, prompt, output = self._sizes.be_requests, self._sizes.be_prompt, self._sizes.be_output
+        least_s = cost.batch_s(speed, count=count, prompt=prompt, output=output)
+        return {"be_tokens_per_s": count * (prompt + output) / least_s}
 
-@dataclass(frozen=True, kw_only=True)
-class SharedFront(_Load):
-    """BE requests alone, all at once, whose prompts begin alike: tokens a second, in and out."""
-
-    phase: str = "shared"
-    name: str = "one front"
-
-    def measure(self, server: Server, contender: Contender, seed: int) -> dict[str, Any]:
-        sizes, rng = self.sizes, random.Random(seed + 20_000)
+    def shared_front(self, server: Server, contender: Contender, seed: int) -> dict[str, Any]:
+        """Send BE requests alone, all at once, whose prompts begin alike: tokens a second, in and out."""
+        sizes, rng = self._sizes, random.Random(seed + 20_000)
         own = backlog(
             rng, count=sizes.shared_requests, prompt=sizes.shared_prompt, output=sizes.shared_output,
-            vocab_size=self.vocab_size,
+            vocab_size=self._vocab_size,
         )  # fmt: skip
         structure = PrefixStructure(fronts=1, front_tokens=sizes.shared_front)
-        sent = structure.put_before(own, rng, vocab_size=self.vocab_size)
-        records, end_s = drive(server, sent, cutoff_s=CUTOFF_S, wire=contender.wire)
-        _check_lengths(records, sizes.shared_output)
-        return summarize_co_serving(records, None, end_s=end_s)
+        sent = structure.put_before(own, rng, vocab_size=self._vocab_size)
+        return self._best_effort(server, contender, sent, sizes.shared_output)
 
-
-@dataclass(frozen=True, kw_only=True)
-class CoServing(_Load):
-    """LS requests beside BE work; LS figures are of the requests that came while BE work was left."""
-
-    phase: str = "coserve"
-    name: str = "LS and BE"
-
-    def measure(self, server: Server, contender: Contender, seed: int) -> dict[str, Any]:
-        sent = [*self.ls_stream(seed, contender.slo), *self.be_pile(seed)]
-        records, end_s = drive(server, sent, cutoff_s=CUTOFF_S, wire=contender.wire)
-        _check_lengths([record for record in records if record.service_tier == BE_TIER], self.sizes.be_output)
-        figures = summarize_co_serving(records, OBJECTIVES["loose"], end_s=end_s, stream_s=self.sizes.ls_seconds)
+    def co_serving(self, server: Server, contender: Contender, seed: int) -> dict[str, Any]:
+        """Send LS requests beside BE work; LS figures are of the requests that came while BE work was left."""
+        sent = [*self._ls_stream(seed, contender.slo), *self._be_pile(seed)]
+        records, end_s = self._send(server, contender, sent)
+        _check_lengths([record for record in records if record.service_tier == BE_TIER], self._sizes.be_output)
+        figures = summarize_co_serving(records, OBJECTIVES["loose"], end_s=end_s, stream_s=self._sizes.ls_seconds)
         for name, slo in OBJECTIVES.items():
             attained = summarize_co_serving(records, slo, end_s=end_s).get("attained_of_all")
             figures[f"attained_{name}"] = attained

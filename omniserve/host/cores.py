@@ -5,10 +5,11 @@ and the other way round. So the device tier has all cores until the host tier at
 does. Copies are short and take no share. The number of threads only changes between steps.
 
 A step does not share a core with another process well either, because in each of its many parts all its threads wait
-for the slowest one. So a core that others use much is left to them (``python -m benchmarks.shared_cores``): of 2 cores,
-2 threads are slower than 1 where others use a fifth to two thirds of a core, by the model and the batch, and take 1.3
-to 3.4 times as long where they use all of it. How much others use is read from Linux's ``/proc``. Short bursts do not
-count: a client that sends a request, and the server that reads it, are done before a step could make room for them.
+for the slowest one. So a core that others use much is left to them (``python -m benchmarks.costs shared_cores``): of 2
+cores, 2 threads are slower than 1 where others use a fifth to two thirds of a core, by the model and the batch, and
+take 1.3 to 3.4 times as long where they use all of it. How much others use is read from Linux's ``/proc``. Short bursts
+do not count: a client that sends a request, and the server that reads it, are done before a step could make room for
+them.
 
 Cores that niced processes use are not left to them.
 """

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.logs import take_over_loggers
+from omniserve.layers.model_classes import import_model_classes, import_torchao_for
 
 if TYPE_CHECKING:
     import torch
@@ -120,6 +121,7 @@ class EngineLoader:
             PeerLost: Another rank does not come, or cannot load its part.
         """
         progress("importing torch")
+        import_model_classes()
         from omniserve.engine.fingerprint import has_constant_steps
         from omniserve.layers.patching import patched_model
         from omniserve.parallel.follow import summary_of
@@ -168,6 +170,7 @@ class EngineLoader:
         """
         import torch
 
+        import_model_classes()
         from omniserve.layers.weights.sharding import shard
 
         device = self._device_of_rank(place.rank)
@@ -186,6 +189,8 @@ class EngineLoader:
         progress("importing torch")
         import torch
         from tqdm import tqdm
+
+        import_model_classes()
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging as transformers_logging
 
@@ -205,6 +210,7 @@ class EngineLoader:
             transformers_logging.disable_progress_bar()
         progress(f"loading {self.model}")
         dtype = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
+        import_torchao_for(self.model)
         model = from_pretrained(
             AutoModelForCausalLM, self.model, self.config.execution.trust_remote_code, dtype=dtype, device_map=device
         )

@@ -8,6 +8,10 @@ import torch  # noqa: E402, F401
 
 take_over_loggers()  # before libraries log through torch's
 
+from omniserve.layers.model_classes import import_model_classes  # noqa: E402
+
+import_model_classes()
+
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402, F401
 
 import omniserve.engine.engine  # noqa: E402

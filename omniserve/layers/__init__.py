@@ -3,5 +3,6 @@
 * ``patching``: what is installed on a model, and taken off again; the engine calls this alone.
 * ``tracing/``: looks at a model in a few runs, and makes the parts of its forward.
 * ``weights/``: how the weights of linears are held, and which of them a rank keeps.
+* ``model_classes``: what a program imports of transformers before it loads a model.
 * ``compiled``, ``bound_half``, ``compile_cache``: compile these parts, call the graphs, and keep them for later starts.
 """

@@ -14,6 +14,7 @@ from omniserve.core import link
 from omniserve.core.arguments import ArgumentParser
 from omniserve.core.errors import PeerLost, PeerRefused
 from omniserve.core.logs import add_log_flags, set_up_logs
+from omniserve.layers.model_classes import import_model_classes
 
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
@@ -89,6 +90,7 @@ def join(
         PeerRefused: It refuses this process.
         PeerLost, OSError: It is gone.
     """
+    import_model_classes()
     from omniserve.parallel.follow import follow  # imports torch, which takes seconds
     from omniserve.parallel.group import pin_to_share
 

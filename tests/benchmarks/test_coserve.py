@@ -15,6 +15,7 @@ import pytest
 from benchmarks import coserve
 from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecord, backlog, poisson_stream
 from benchmarks.common.prefixes import PrefixStructure
+from benchmarks.common.record import read_row, write_record
 from benchmarks.common.summary import medians, summarize_co_serving
 from benchmarks.coserve import frontier_of, pareto_optimal, plot
 from benchmarks.coserving import Arrivals, TraceSlice, counters, flags_of, joined_records, plan_runs, rows_of
@@ -289,22 +290,21 @@ def test_rows_are_medians_and_have_the_frontier_of_each_rate() -> None:
 
 
 def write(path: Path, runs: list[dict[str, Any]], **load: Any) -> Path:
-    record = {"benchmark": "coserve", "seed": 0, "config": {"load": {"seconds": 20} | load}, "results": {"runs": runs}}
-    path.write_text(json.dumps(record))
+    config = {"load": {"seconds": 20} | load}
+    write_record(path, name="coserve", case="time", config=config, seed=0, results={"runs": runs})
     return path
 
 
 def test_records_of_one_load_are_joined_and_of_two_refused(tmp_path: Path) -> None:
     ours = write(tmp_path / "ours.json", [run_of("a", 1.0, 1.0), run_of("b", 1.0, 1.0)])
     other = write(tmp_path / "other.json", [run_of("vLLM", 1.0, 1.0), run_of("a", 1.0, 1.0)])
-    joined = joined_records([ours, other])
+    joined = joined_records([ours, other], "time")
     assert [run["policy"] for run in joined] == ["a (ours)", "b", "vLLM", "a (other)"]
     longer = write(tmp_path / "longer.json", [], seconds=30)
     with pytest.raises(ValueError, match="different loads; what differs: seconds"):
-        joined_records([ours, longer])
-    longer.write_text(json.dumps({"benchmark": "demo"}))
-    with pytest.raises(ValueError, match="a record of 'demo'"):
-        joined_records([ours, longer])
+        joined_records([ours, longer], "time")
+    with pytest.raises(ValueError, match="no row of the case 'memory'"):
+        joined_records([ours], "memory")
 
 
 def test_plots_are_drawn_from_rows(tmp_path: Path) -> None:
@@ -317,16 +317,20 @@ def test_plots_are_drawn_from_rows(tmp_path: Path) -> None:
 
 
 def test_any_server_of_the_api_can_be_measured(
-    stub: ThreadingHTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stub: ThreadingHTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, url = tmp_path / "stub.json", f"http://127.0.0.1:{stub.server_port}/v1"
     # A BE request takes 30 times the stub's sleep, at least: longer than LS requests come, however slow the machine is.
     load = ["--rates", "20", "--seconds", "0.5", "--be-requests", "3", "--ls-output", "3", "--be-output", "30"]
+    written: list[dict[str, Any]] = []
+    write = coserve.write_record
+    monkeypatch.setattr(coserve, "write_record", lambda path, **row: (written.append(row), write(path, **row)))
     status = coserve.main(["--url", url, "--name", "stub", *load, "--slo-scales", "1", "1000", "--record", str(record)])
     assert status == 0
-    runs = json.loads(record.read_text())["results"]["runs"]
-    assert [(run["policy"], run["scales"]) for run in runs] == [("stub", [1.0, 1000.0])]  # it is told no objective
-    requests = runs[0]["requests"]
+    runs = written[-1]["results"]["runs"]
+    assert [(run["policy"], run["scales"]) for run in runs] == [("stub", (1.0, 1000.0))]  # it is told no objective
+    requests = written[-1]["raw"]["runs"][0]["requests"]
+    assert "requests" not in runs[0] and written[-1]["case"] == "time"
     assert all(request["finished"] for request in requests) and "token_times_s" not in requests[0]
     assert sum(request["service_tier"] == BE_TIER for request in requests) == 3
     loose = runs[0]["summaries"][1]
@@ -346,5 +350,5 @@ def test_a_server_that_fails_is_reported_and_the_status_says_so(
     arguments = ["--url", "http://127.0.0.1:9", "--name", "gone", "--seconds", "0.1", "--record", str(record)]
     assert coserve.main(arguments) == 1
     assert "gone failed" in capsys.readouterr().err
-    results = json.loads(record.read_text())["results"]
+    results = read_row(record, "time")["results"]
     assert results["runs"] == [] and "ConnectError" in results["failed"][0]["error"]

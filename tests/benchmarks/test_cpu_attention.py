@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 from benchmarks.attention import report
 from benchmarks.attention.decode_rows import parse_row
 from benchmarks.common.bandwidth import available_bytes
+from benchmarks.common.record import read_row
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +29,7 @@ def test_all_sections_run_and_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     done = run_benchmark("--record", str(path))
     assert done.returncode == 0, done.stderr
-    results: dict[str, Any] = json.loads(path.read_text())["results"]
+    results: dict[str, Any] = read_row(path)["results"]
     for section in ("limits", "rows", "head_sizes", "small", "busy", "prefill", "engine"):
         assert results[section], section
     (row,) = results["rows"].values()

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from benchmarks.common.engine_run import request
-from benchmarks.common.record import ROOT
+from benchmarks.common.record import ROOT, read_row, write_rows
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import check_machine, check_steps, check_tests, report
 from benchmarks.gpu import script as script_module
@@ -91,8 +91,8 @@ def run_part(name: str, out: Path) -> dict[str, dict[str, Any]]:
     assert command.main(["--here", f"{command.PARTS[name][-1]}:{name}", "--dry", "--out", str(out)]) == 0
     (path,) = out.iterdir()
     assert path.name == f"gpu_{name}.json"
-    record = json.loads(path.read_text())
-    assert record["config"]["dry"] and record["benchmark"] == path.stem
+    record = read_row(path)
+    assert record["config"]["dry"]
     cases = record["results"]["cases"]
     assert len({case["case"] for case in cases}) == len(cases), "two cases of one name"
     for case in cases:
@@ -122,7 +122,7 @@ def test_command_runs_everything_dry(tmp_path: Path) -> None:
         [sys.executable, "-m", "benchmarks.gpu", "--dry", "--out", tmp_path], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    parts = json.loads((tmp_path / "gpu.json").read_text())["results"]["parts"]
+    parts = read_row(tmp_path / "gpu.json")["results"]["parts"]
     assert list(parts) == list(command.PARTS) and {part["status"] for part in parts.values()} == {"ok"}
     assert len(list(tmp_path.glob("gpu_*.json"))) == len(command.PARTS)
 
@@ -151,7 +151,7 @@ def test_parts_that_hang_or_break_are_named_and_the_others_run(
         crashes="import os; os.abort()", fails="raise SystemExit(1)", works="print('fine')",
     )  # fmt: skip
     assert command.main(["--dry", "--only", "check", "--out", str(tmp_path / "out")]) == 1
-    parts = json.loads((tmp_path / "out" / "gpu.json").read_text())["results"]["parts"]
+    parts = read_row(tmp_path / "out" / "gpu.json")["results"]["parts"]
     assert {name: part["status"] for name, part in parts.items()} == {
         "hangs": "cut", "crashes": "ended with status -6", "fails": "failed: see its cases", "works": "ok",
     }  # fmt: skip
@@ -173,7 +173,7 @@ def test_no_gpu_ends_the_run_and_calls_add_up(tmp_path: Path, monkeypatch: pytes
     assert not (out / "gpu_first.json").exists()
     monkeypatch.setattr(command, "_LEAST_S", 10.0)
     assert command.main([*arguments, "--only", "late", "--minutes", "0.01"]) == 1
-    parts = json.loads((out / "gpu.json").read_text())["results"]["parts"]
+    parts = read_row(out / "gpu.json")["results"]["parts"]
     assert {name: part["status"] for name, part in parts.items()} == {
         "first": "ok", "machine": "there is no GPU", "late": "not run: out of time",
     }  # fmt: skip
@@ -210,7 +210,7 @@ def test_a_case_that_fails_is_recorded_without_paths_and_the_script_goes_on(tmp_
     with script.case("rate") as case:
         case.figure(70.0, "GB/s", at_least=60.0)
     text = (tmp_path / "gpu_cases.json").read_text()
-    failed, missing, figure, rate = json.loads(text)["results"]["cases"]
+    failed, missing, figure, rate = read_row(tmp_path / "gpu_cases.json")["results"]["cases"]
     assert failed["outcome"] == "FAIL" and failed["note"].startswith("RuntimeError: broken in .../model.bin")
     assert "test_gpu.py" in "".join(failed["details"]["traceback"])
     assert "somebody" not in text and str(ROOT) not in text and str(tmp_path) not in text
@@ -228,10 +228,10 @@ def test_report_puts_steps_beside_the_forecast(tmp_path: Path) -> None:
             case.figure(7.0, "ms", model="Llama-3.1-8B", step=step | {"context": context}, step_ms=7.0)
     with script.case("broken"):
         raise RuntimeError("why")
-    record = json.loads((tmp_path / "gpu_steps_llama.json").read_text())
+    record = read_row(tmp_path / "gpu_steps_llama.json")
     record["environment"]["hardware"]["gpus"] = ["NVIDIA H200"]
-    (tmp_path / "gpu_steps_llama.json").write_text(json.dumps(record))
-    steps = json.loads(report.FORECAST.read_text())["results"]["Llama-3.1-8B"]["steps"]
+    write_rows(tmp_path / "gpu_steps_llama.json", "gpu_steps_llama", [record])
+    steps = read_row(report.FORECAST)["results"]["Llama-3.1-8B"]["steps"]
     (devices,) = [entry["devices"] for entry in steps if entry["step"] == step | {"seats": 0}]
     times = {name: 1e3 * seconds for name, seconds in devices["H200-141GB"].items()}
     report.write_report(tmp_path)

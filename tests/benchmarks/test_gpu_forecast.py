@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common.record import ROOT
+from benchmarks.common.record import ROOT, read_row
 from benchmarks.forecast.kernels import Work, bound_s, eager_work, expected_s, fake_mode
 from benchmarks.gpu.engines import TINY
 from omniserve.simulate.analytic import Efficiency
@@ -54,7 +53,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "benchmarks.gpu_forecast", "--tiny", "--out", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
-    results = json.loads(path.read_text())["results"][TINY.name]
+    results = read_row(path)["results"][TINY.name]
     assert results["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2, "layers, K and V, heads, size, bytes"
     return list(results["steps"])
 

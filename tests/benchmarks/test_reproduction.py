@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from benchmarks import reproduction
+from benchmarks.common.record import ROOT, read_rows
+from benchmarks.pages import PAPERS, TEMPLATES, environment
 from benchmarks.paper.cases import PAPER_ORDER, Case, Experiment, MachineSpec, both_orders, with_settings
 from benchmarks.paper.loads import LoadSpec, lengths_named, random_rates
-from benchmarks.paper.page import render
+from benchmarks.paper.page import Findings, names_of
 from benchmarks.paper.report import CELLS, TokenGaps, figures_of
 from benchmarks.reproduction import EXPERIMENTS
 from omniserve.core.plan import DeviceChunk, StepPlan
@@ -23,7 +25,6 @@ from omniserve.sched import SCHEDULERS, Forecast
 from omniserve.simulate.results import ClassResult, RequestResult, Result, summarise
 from omniserve.simulate.runner import StepRecord
 
-ROOT = Path(__file__).parents[2]
 SMALL = MachineSpec(model="smollm-135m", device="1xT4", hosts="1xXeon-4215")
 
 # -- loads ----------------------------------------------------------------------------------------------------------
@@ -234,8 +235,8 @@ def test_a_run_writes_figures_to_the_record_and_keeps_other_experiments(
         reproduction.main(["--only", name, "--minutes", "0.2", "--record", str(record), "--jobs", "1"])
     said = capsys.readouterr().out
     assert "Figure b (simulated)\npaper: twice\n| load | omniserve |" in said
-    results = json.loads(record.read_text())["results"]
-    assert set(results) == {"a", "b"} and list(reproduction.read_results(record)) == ["a", "b"]
+    results = {row["case"]: row["results"] for row in read_rows(record)}
+    assert set(results) == {"a", "b"}
     alone, shared = results["a"]["rows"]
     assert alone["slo"] == {"ttft_s": 1.0, "tpot_s": 0.1}
     assert shared["slo"] == {
@@ -243,11 +244,6 @@ def test_a_run_writes_figures_to_the_record_and_keeps_other_experiments(
         "tpot_s": alone["figures"]["tbt_p99_s"],
     }  # its objective is the other's P99
     assert shared["figures"]["be_output_per_s"] > 0 and alone["figures"]["be_output_per_s"] == 0
-    template = tmp_path / "page.jinja"
-    template.write_text("{{ table('a') }}\n\n{{ table('b') }}\n")
-    monkeypatch.setattr(reproduction, "TEMPLATE", template)
-    reproduction.main(["--render", str(tmp_path / "page.md"), "--record", str(record)])
-    assert "| load | online-only | sarathi |" in (tmp_path / "page.md").read_text()
 
 
 # -- figures and tables ---------------------------------------------------------------------------------------------
@@ -302,6 +298,11 @@ def record_of(**figures: tuple[float | None, ...]) -> dict[str, Any]:
     return found
 
 
+def render(experiments: dict[str, Any], template: str) -> str:
+    findings = Findings(experiments, {name: "source" for name in experiments})
+    return environment(**names_of(findings)).from_string(template).render()
+
+
 @pytest.fixture
 def plain_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.paper.page.markdown", lambda entry, legend: f"table {len(entry['rows'])}")
@@ -313,7 +314,9 @@ def test_a_page_takes_its_tables_and_numbers_from_the_record(plain_tables: None)
         "{{ ratio('one', '2', 'p', 'q', 'rate') | n(2) }}; {{ values('two', 'p', 'rate') | span }}; "
         "{{ ratios('one', 'p', 'q', 'rate') | mean | n(3) }}; {{ gains(['one', 'two'], 'p', 'q', 'rate') | span }}\n"
     )
-    assert render(record_of(rate=(1.0, 2.0, 3.0, 4.0)), template) == "table 4 table 4\n2.0; 0.75; 11 to 13; 0.625; -1\n"
+    assert render(record_of(rate=(1.0, 2.0, 3.0, 4.0)), template) == (
+        "table 4\n\n(source) table 4\n\n(source)\n2.0; 0.75; 11 to 13; 0.625; -1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -324,21 +327,19 @@ def test_a_page_takes_its_tables_and_numbers_from_the_record(plain_tables: None)
         ("v('one', '1', 'p', 'speed')", "one, 1, p has no speed"),
         ("v('one', '2', 'q', 'rate')", "one, 2, q has no rate"),
         ("ratio('one', '1', 'p', 'q', 'rate')", "rate of q in one at 1 is 0"),
-        ("table('one')", "shows no table of two"),
     ],
 )
-def test_a_page_that_asks_for_what_is_not_there_or_forgets_a_table_is_refused(
-    asked: str, message: str, plain_tables: None
-) -> None:
+def test_a_page_that_asks_for_what_is_not_there_is_refused(asked: str, message: str, plain_tables: None) -> None:
     with pytest.raises(ValueError, match=message):
         render(record_of(rate=(1.0, 0.0, 3.0, None)), "{{ " + asked + " }}")
 
 
-def test_the_page_is_what_the_record_says() -> None:
-    results = reproduction.read_results(ROOT / reproduction.RECORD)
-    assert list(results) == list(EXPERIMENTS)
-    page = (ROOT / "docs/reproduction.md").read_text(encoding="utf-8")
-    assert render(results, reproduction.TEMPLATE.read_text(encoding="utf-8")) == page, "render the page anew"
+def test_the_page_has_a_table_of_each_experiment() -> None:
+    experiments = {row["case"]: row["results"] for row in read_rows(ROOT / "benchmarks/results/reproduction.json")}
+    assert experiments.keys() == EXPERIMENTS.keys()
+    findings = Findings(experiments, {name: "" for name in experiments})
+    environment(**names_of(findings)).from_string((TEMPLATES / PAPERS).read_text()).render()
+    assert findings.shown == experiments.keys()
 
 
 def test_gaps_between_tokens_are_the_steps_with_ls_decodes_once_for_each() -> None:

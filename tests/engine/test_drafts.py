@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 
 from omniserve import ClassSpec, Engine, EngineConfig, ExecutionConfig, FinishReason, Request, SamplingParams, patch
 from omniserve.core.request import Completion
+from omniserve.kv import KV_MANAGERS
 from tests.engine.test_async_steps import SAMPLINGS, run
 from tests.engine.test_engine import hf_tokens, request
+from tests.pairwise import pairwise
 from tests.parity.models import VOCAB_SIZE, tiny_model
 from tests.server.tokenizers_for_tests import byte_level_tokenizer
 
@@ -51,25 +53,19 @@ def test_greedy_tokens_are_hugging_faces_in_fewer_steps(make_engine: MakeEngine,
     assert stats.device_tokens == 5 + 39 + counted.rejected_drafts
 
 
-@pytest.mark.parametrize("kv", ["paged", "tiered", "incremental", "bidirectional"])
-@pytest.mark.parametrize("async_steps", [False, True])
-def test_every_way_of_sampling_gives_what_it_gives_without_drafts(
-    make_engine: MakeEngine, kv: str, async_steps: bool
-) -> None:
+def test_every_way_of_sampling_gives_what_it_gives_without_drafts(make_engine: MakeEngine) -> None:
     requests = [
         request(4 + i, 20, "BE" if i % 2 else "LS", **{"seed": 5, **sampling}) for i, sampling in enumerate(SAMPLINGS)
     ]
-    for memory in (64, 12):
-        host_blocks = 8 if kv in ("incremental", "bidirectional") else 0
-        sizes: dict[str, Any] = {"device_blocks": memory, "host_blocks": host_blocks, "kv": kv, "scheduler": "sarathi"}
-        want = make_engine(**sizes).generate(requests)
-        engine = make_engine(**sizes, async_steps=async_steps)
-        drafted = [guessed(r, c.token_ids, seed=i) for i, (r, c) in enumerate(zip(requests, want, strict=True))]
-        got = engine.generate(drafted)
-        for one, other in zip(want, got, strict=True):
+    want = make_engine(scheduler="sarathi").generate(requests)
+    drafted = [guessed(r, c.token_ids, seed=i) for i, (r, c) in enumerate(zip(requests, want, strict=True))]
+    for row in pairwise(kv=KV_MANAGERS.names(), async_steps=(False, True), device_blocks=(64, 12)):
+        host_blocks = 8 if row["kv"] in ("incremental", "bidirectional") else 0
+        engine = make_engine(scheduler="sarathi", host_blocks=host_blocks, **row)
+        for one, other in zip(want, engine.generate(drafted), strict=True):
             check_same(one, other)
         assert engine.stats().scheduler.accepted_drafts > 20 and engine.stats().scheduler.rejected_drafts > 0
-        assert (engine.stats().scheduler.preemptions > 0) == (memory == 12)
+        assert (engine.stats().scheduler.preemptions > 0) == (row["device_blocks"] == 12)
 
 
 def test_a_repeating_text_is_drafted_from_itself(make_engine: MakeEngine) -> None:
@@ -83,7 +79,7 @@ def test_a_repeating_text_is_drafted_from_itself(make_engine: MakeEngine) -> Non
     assert got.num_accepted_drafts > 30
 
 
-@pytest.mark.parametrize("number", range(1, 12))
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 8, 11])
 def test_an_end_inside_a_run_drops_what_is_behind_it(make_engine: MakeEngine, number: int) -> None:
     tokens = hf_tokens(5, 24)
     for asked in (request(5, 24, stop_token_ids=(tokens[number],), logprobs=1), request(5, number, logprobs=1)):
@@ -99,7 +95,7 @@ def test_an_end_inside_a_run_drops_what_is_behind_it(make_engine: MakeEngine, nu
 
 
 def test_the_context_ends_a_request_at_the_same_token(make_engine: MakeEngine) -> None:
-    for length in range(7, 20):
+    for length in (7, 8, 9, 11, 14, 19):
         engine = make_engine(max_model_len=length)
         (got,) = engine.generate([guessed(request(5, length - 5), hf_tokens(5, 24), share_wrong=0.0)])
         assert list(got.token_ids) == hf_tokens(5, length - 5) and got.finish_reason is FinishReason.LENGTH
@@ -120,7 +116,7 @@ def test_stop_strings_end_inside_a_run(model: PreTrainedModel) -> None:
     whole, _ = complete(asked)
     assert whole.text is not None
     num_cut = 0
-    for start in range(2, len(whole.text) - 2, 2):
+    for start in range(2, len(whole.text) - 2, 5):
         stop = dataclasses.replace(asked.sampling, stop=(whole.text[start : start + 2],))
         stopping = dataclasses.replace(asked, sampling=stop)
         want, _ = complete(stopping)

@@ -32,8 +32,9 @@ def tokens() -> list[int]:
     return continuation(model)
 
 
-@pytest.mark.parametrize("service_class", ["LS", "BE"])
-@pytest.mark.parametrize("named_by", ["tokenizer", "config", "generation config", "list"])
+@pytest.mark.parametrize(
+    ("named_by", "service_class"), [("tokenizer", "LS"), ("config", "BE"), ("generation config", "LS"), ("list", "BE")]
+)
 def test_each_source_of_ends_counts_beside_the_others(tokens: list[int], named_by: str, service_class: str) -> None:
     end = next(token for i, token in enumerate(tokens) if i > 5 and token not in tokens[:i])
     never = next(token for token in range(3, 99) if token not in tokens)

@@ -27,9 +27,8 @@ ON_A_FAKE_DEVICE = """
 from omniserve.sched import SCHEDULERS
 from tests.sched.test_histories import run_history
 
-for scheduler in SCHEDULERS.names():
-    for seed in range(2):
-        run_history(scheduler, 9000 + seed, kv="tiered")
+for seed, scheduler in enumerate(SCHEDULERS.names(), 9000):
+    run_history(scheduler, seed, kv="tiered")
 """
 
 WITH_A_MODEL = """

@@ -34,7 +34,7 @@ def test_int8_blocks_take_a_byte_per_value_and_a_scale_per_row(make_engine: Call
     assert engine.stats().kv.host_total == tier.num_blocks
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_int8_engine_runs_to_the_end(model: PreTrainedModel, make_engine: Callable[..., Engine], seed: int) -> None:
     rng = random.Random(seed)
     engine = make_engine(

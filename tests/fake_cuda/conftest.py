@@ -12,9 +12,9 @@ from tests.fake_cuda.watch import fake_gpu
 
 
 @pytest.fixture(scope="session")
-def device_guard(request: pytest.FixtureRequest) -> None:
+def device_guard() -> None:
     """CUDA's device guard."""
-    register_guard(request.config.cache.mkdir("fake_cuda"))
+    register_guard()
 
 
 @pytest.fixture

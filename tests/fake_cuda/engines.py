@@ -52,7 +52,7 @@ class FakeGpuEngine:
             {
                 "compile": False, "block_size": BLOCK, "device_kv_bytes": 1 << 17, "host_kv_bytes": 1 << 20,
                 "max_num_batched_tokens": 8, "max_num_seqs": 1, "max_piggyback_seats": SEATS, "max_host_requests": 8,
-                "host_threads": 1, "attention": "triton", **config,
+                "host_threads": 1, "attention": "triton", "step_graphs_limit_s": 1e6, **config,
             }
         )  # fmt: skip
         with gpu.lenient(), pytest.MonkeyPatch.context() as patch:  # an engine may wait for the device as it starts

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from omniserve.host.tier import HostTier
 from omniserve.remote import host_server, network_hosts
 from tests.events import ATTENTION_DONE, HOST_LOST, kind_of
 from tests.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
+from tests.quick import slow_except
 
 # Against a float64 reference on the same rounded inputs.
 TOLERANCE = {
@@ -43,6 +45,10 @@ KINDS = (
 
 anywhere = pytest.mark.parametrize("place", ["here", "network"])
 """Mark of tests that hold wherever a driver's blocks are."""
+anywhere_with_seeds = pytest.mark.parametrize(
+    ("place", "seed"), slow_except((("here", 0), ("network", 1)), product(("here", "network"), range(3)))
+)
+"""The same for random histories."""
 
 
 def make_spec(
@@ -215,11 +221,10 @@ def cpu_ticks(task: Path) -> int:
 
 def reference(q_NH: Tensor, k_TKH: Tensor, v_TKH: Tensor, attention: AttentionSpec) -> Tensor:
     """Attention of the last token over its history in float64; ``[N*H]``."""
-    position = k_TKH.shape[0] - 1
-    first, group = attention.first_key(position), q_NH.shape[0] // k_TKH.shape[1]
-    k_TNH = k_TKH[first:].double().repeat_interleave(group, 1)
-    v_TNH = v_TKH[first:].double().repeat_interleave(group, 1)
-    scores_NT = torch.einsum("nh,tnh->nt", q_NH.double(), k_TNH) * attention.scale
+    position, num_kv_heads = k_TKH.shape[0] - 1, k_TKH.shape[1]
+    first = attention.first_key(position)
+    q_KGH = q_NH.double().unflatten(0, (num_kv_heads, -1))  # G heads for each KV head
+    scores_NT = torch.einsum("kgh,tkh->kgt", q_KGH, k_TKH[first:].double()).flatten(0, 1) * attention.scale
     if attention.softcap:
         scores_NT = attention.softcap * torch.tanh(scores_NT / attention.softcap)
     if attention.alibi_slopes is not None:
@@ -227,7 +232,8 @@ def reference(q_NH: Tensor, k_TKH: Tensor, v_TKH: Tensor, attention: AttentionSp
         scores_NT += torch.tensor(attention.alibi_slopes).double()[:, None] * distance_T
     if attention.sinks is not None:
         scores_NT = torch.cat([scores_NT, torch.tensor(attention.sinks).double()[:, None]], dim=1)
-    return torch.einsum("nt,tnh->nh", scores_NT.softmax(-1)[:, : len(v_TNH)], v_TNH).flatten()
+    weights_KGT = scores_NT.softmax(-1)[:, : position + 1 - first].unflatten(0, (num_kv_heads, -1))
+    return torch.einsum("kgt,tkh->kgh", weights_KGT, v_TKH[first:].double()).flatten()
 
 
 class Driver:
@@ -242,6 +248,8 @@ class Driver:
         self.free = torch.randperm(tier.num_blocks, generator=self.rng).tolist()
         self.blocks: dict[int, list[int]] = {}
         self.history: dict[int, list[tuple[Tensor, Tensor]]] = {}  # slot -> per layer K and V, [T, K, H]
+        self._seen: dict[tuple[int, int], tuple[tuple[Tensor, Tensor], list[Tensor]]] = {}
+        """(slot, layer) -> its history, and what the pool makes of that, in float64."""
         self.epochs: dict[int, int] = {}
         self.num_rows: dict[int, int] = {}  # slot -> the tokens that it is bound to
         self.expected: dict[tuple[int, int, int], Tensor] = {}  # (slot, epoch, layer) -> [rows, N*H] float64
@@ -278,7 +286,7 @@ class Driver:
     def take_back(self, slot: int, num_tokens: int) -> None:
         """Forget a request's last tokens, and make NaN of what the pool holds of them, as if they had been so."""
         end = self.position(slot) - num_tokens
-        self.history[slot] = [(k_TKH[:end], v_TKH[:end]) for k_TKH, v_TKH in self.history[slot]]
+        self._cut(slot, end)
         blocks = self.blocks[slot]
         pool, scales = self.tier.pool_LBK2SH, self.tier.scales_LBK2S
         for position in range(end, end + num_tokens):
@@ -299,7 +307,14 @@ class Driver:
         """Forget a request's last tokens on their way: the pool keeps what the layers before this have appended."""
         end = self.position(slot) + self.num_rows[slot] - num_tokens  # a layer is still to come
         self.num_rows[slot] -= num_tokens
-        self.history[slot] = [(k_TKH[:end], v_TKH[:end]) for k_TKH, v_TKH in self.history[slot]]
+        self._cut(slot, end)
+
+    def _cut(self, slot: int, end: int) -> None:
+        for layer, before in enumerate(self.history[slot]):
+            history = self.history[slot][layer] = (before[0][:end], before[1][:end])
+            of, seen = self._seen.get((slot, layer), (None, []))
+            if of is before:
+                self._seen[slot, layer] = history, [rows_TKH[:end] for rows_TKH in seen]
 
     def submit(self, layer: int, slots: Sequence[int]) -> None:
         """Submit random rows for these slots (-1: an empty seat) and remember what must come out."""
@@ -307,18 +322,24 @@ class Driver:
         seats = [slot for slot in slots for _ in range(1 if slot == -1 else self.num_rows[slot])]
         fused = self.random(len(seats), spec.num_heads + 2 * spec.num_kv_heads, spec.head_size)
         q, k, v = fused.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
-        results: dict[int, list[Tensor]] = {slot: [] for slot in slots if slot != -1}
-        for seat, slot in enumerate(seats):
-            if slot == -1:
-                continue
-            history = self.history[slot]
-            k_TKH, v_TKH = history[layer]
-            history[layer] = (torch.cat([k_TKH, k[seat, None]]), torch.cat([v_TKH, v[seat, None]]))
-            k_TKH, v_TKH = (rounded(self.tier, rows_TKH) for rows_TKH in history[layer])
-            results[slot].append(reference(q[seat], k_TKH, v_TKH, spec.attention[layer]))
-        for slot, rows in results.items():
-            self.expected[slot, self.epochs[slot], layer] = torch.stack(rows)
+        for slot in slots:
+            if slot != -1:
+                at = [index for index, seat in enumerate(seats) if seat == slot]
+                self.expected[slot, self.epochs[slot], layer] = self._attend(slot, layer, q[at], k[at], v[at])
         self.send(layer, torch.tensor(seats), q, k, v)
+
+    def _attend(self, slot: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append rows to a request's history; return what must come out for each."""
+        before = self.history[slot][layer]
+        of, seen = self._seen.get((slot, layer), (None, []))
+        if of is not before:
+            seen = [rounded(self.tier, rows_TKH).double() for rows_TKH in before]
+        k_TKH, v_TKH = (torch.cat([x, rounded(self.tier, new).double()]) for x, new in zip(seen, (k, v), strict=True))
+        history = self.history[slot][layer] = (torch.cat([before[0], k]), torch.cat([before[1], v]))
+        self._seen[slot, layer] = history, [k_TKH, v_TKH]
+        ends = range(len(k_TKH) - len(q) + 1, len(k_TKH) + 1)
+        attention = self.spec.attention[layer]
+        return torch.stack([reference(row, k_TKH[:n], v_TKH[:n], attention) for row, n in zip(q, ends, strict=True)])
 
     def send(self, layer: int, slots: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.tier.submit(layer, slots, q, k, v)

@@ -27,21 +27,20 @@ from tests.host.helpers import (
 from tests.ops.checks import CPU
 
 
-@anywhere
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "block_size", "num_heads", "num_kv_heads", "head_size"),
+    ("place", "dtype", "kv_dtype", "block_size", "num_heads", "num_kv_heads", "head_size"),
     [
-        (torch.float32, "auto", BLOCK_SIZE, 4, 4, 16),
-        (torch.float32, "auto", 5, 6, 2, 64),
-        (torch.bfloat16, "auto", BLOCK_SIZE, 8, 1, 64),
-        (torch.bfloat16, "auto", 32, 9, 3, 80),
-        (torch.bfloat16, "auto", 7, 4, 2, 32),
-        (torch.bfloat16, "auto", 1, 4, 2, 32),
-        (torch.float16, "auto", BLOCK_SIZE, 4, 2, 32),
-        (torch.float16, "auto", 9, 4, 2, 80),
-        (torch.float32, "int8", BLOCK_SIZE, 4, 2, 32),
-        (torch.bfloat16, "int8", 7, 4, 2, 64),
-        (torch.float16, "int8", 32, 4, 2, 80),
+        ("here", torch.float32, "auto", BLOCK_SIZE, 4, 4, 16),
+        ("network", torch.float32, "auto", 5, 6, 2, 64),
+        ("here", torch.bfloat16, "auto", BLOCK_SIZE, 8, 1, 64),
+        ("network", torch.bfloat16, "auto", 32, 9, 3, 80),
+        ("here", torch.bfloat16, "auto", 7, 4, 2, 32),
+        ("network", torch.bfloat16, "auto", 1, 4, 2, 32),
+        ("here", torch.float16, "auto", BLOCK_SIZE, 4, 2, 32),
+        ("network", torch.float16, "auto", 9, 4, 2, 80),
+        ("here", torch.float32, "int8", BLOCK_SIZE, 4, 2, 32),
+        ("network", torch.bfloat16, "int8", 7, 4, 2, 64),
+        ("here", torch.float16, "int8", 32, 4, 2, 80),
     ],
 )
 def test_random_histories_match_the_reference(
@@ -62,7 +61,8 @@ def test_random_histories_match_the_reference(
     choose = random.Random(0)
     for slot, context_len in enumerate((0, 1, max(2, block_size - 1), 127, 300, 1000)):
         driver.start(slot, context_len)
-    for token in range(block_size + 2):  # every request comes into a new block
+    num_tokens = block_size + 2  # every request comes into a new block
+    for token in range(num_tokens):
         for layer in range(spec.num_layers):
             seats = [0, 1, 2, 3, 4, 5, -1, -1]
             choose.shuffle(seats)
@@ -71,7 +71,7 @@ def test_random_histories_match_the_reference(
             for event in collect(driver.tier, 6):
                 assert event.layer == layer
                 driver.check(event)
-        if token == block_size // 2:  # a slot changes hands
+        if token == num_tokens // 2:  # a slot changes hands
             driver.release(4)
             driver.start(4, 77)
         for slot in range(6):

@@ -20,6 +20,7 @@ from tests.events import ATTENTION_DONE, ATTENTION_FAILED, kind_of
 from tests.host.helpers import (
     Driver,
     anywhere,
+    anywhere_with_seeds,
     assert_same_bits,
     collect,
     cpu_ticks,
@@ -96,14 +97,13 @@ def nothing_comes(tier: HostTier) -> None:
     assert tier.poll() == [] and tier.busy and tier.attends
 
 
-@anywhere
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "spin_s"),
+    ("place", "dtype", "kv_dtype", "spin_s"),
     [
-        (torch.float32, "auto", 200e-6),
-        (torch.bfloat16, "auto", 0.0),
-        (torch.float16, "auto", 3600.0),
-        (torch.bfloat16, "int8", 200e-6),
+        ("here", torch.float32, "auto", 200e-6),
+        ("network", torch.bfloat16, "auto", 0.0),
+        ("here", torch.float16, "auto", 3600.0),
+        ("network", torch.bfloat16, "int8", 200e-6),
     ],
 )
 def test_random_histories_give_submits_results_to_the_bit(
@@ -124,7 +124,7 @@ def test_random_histories_give_submits_results_to_the_bit(
         for driver in (plain, mailbox):
             driver.start(slot, context_len)
     total = 0
-    for _ in range(60):
+    for _ in range(30):
         going = [slot for slot in range(9) if choose.random() < 0.7]
         total += len(going)
         mailbox.new_step()
@@ -156,7 +156,7 @@ def test_random_histories_give_submits_results_to_the_bit(
                         driver.start(slot, context_len)
                     else:
                         driver.begin(slot)
-    assert total > 300 and not mailbox.expected
+    assert total > 150 and not mailbox.expected
     assert_same_bits(mailbox.tier.pool_LBK2SH, plain.tier.pool_LBK2SH)
     if mailbox.tier.scales_LBK2S is not None and plain.tier.scales_LBK2S is not None:
         assert_same_bits(mailbox.tier.scales_LBK2S, plain.tier.scales_LBK2S)
@@ -258,8 +258,7 @@ def test_a_cancelled_row_is_waited_for(open_mailbox: Callable[..., MailboxDriver
         driver.check(event)
 
 
-@anywhere
-@pytest.mark.parametrize("seed", range(3))
+@anywhere_with_seeds
 def test_slow_unordered_failing_and_dying_workers_answer_every_row_once(
     open_mailbox: Callable[..., MailboxDriver], seed: int
 ) -> None:

@@ -11,23 +11,32 @@ from torch import Tensor
 
 from omniserve.core.spec import HOST_KV_DTYPES
 from tests.events import ATTENTION_FAILED, kind_of
-from tests.host.helpers import ATTENTION, BLOCK_SIZE, KINDS, Driver, anywhere, assert_same_bits, collect, make_spec
+from tests.host.helpers import (
+    ATTENTION,
+    BLOCK_SIZE,
+    KINDS,
+    Driver,
+    anywhere,
+    anywhere_with_seeds,
+    assert_same_bits,
+    collect,
+    make_spec,
+)
 
 
-@anywhere
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "block_size", "num_heads", "num_kv_heads", "head_size", "max_rows"),
+    ("place", "dtype", "kv_dtype", "block_size", "num_heads", "num_kv_heads", "head_size", "max_rows"),
     [
-        (torch.float32, "auto", BLOCK_SIZE, 4, 4, 16, 5),
-        (torch.float32, "auto", 5, 6, 2, 64, 3),
-        (torch.float32, "auto", 1, 4, 2, 16, 2),
-        (torch.bfloat16, "auto", BLOCK_SIZE, 4, 1, 64, 16),
-        (torch.bfloat16, "auto", 32, 9, 3, 80, 4),
-        (torch.bfloat16, "auto", 6, 4, 2, 32, 9),
-        (torch.bfloat16, "auto", 7, 4, 2, 32, 4),
-        (torch.float16, "auto", 9, 4, 2, 80, 4),
-        (torch.bfloat16, "int8", 7, 4, 2, 64, 4),
-        (torch.float16, "int8", 32, 4, 2, 80, 8),
+        ("here", torch.float32, "auto", BLOCK_SIZE, 4, 4, 16, 5),
+        ("network", torch.float32, "auto", 5, 6, 2, 64, 3),
+        ("here", torch.float32, "auto", 1, 4, 2, 16, 2),
+        ("network", torch.bfloat16, "auto", BLOCK_SIZE, 4, 1, 64, 16),
+        ("here", torch.bfloat16, "auto", 32, 9, 3, 80, 4),
+        ("network", torch.bfloat16, "auto", 6, 4, 2, 32, 9),
+        ("here", torch.bfloat16, "auto", 7, 4, 2, 32, 4),
+        ("network", torch.float16, "auto", 9, 4, 2, 80, 4),
+        ("network", torch.bfloat16, "int8", 7, 4, 2, 64, 4),
+        ("here", torch.float16, "int8", 32, 4, 2, 80, 8),
     ],
 )
 def test_random_histories_match_the_reference(
@@ -51,7 +60,7 @@ def test_random_histories_match_the_reference(
     choose = random.Random(0)
     for slot, length in enumerate(lengths):
         driver.start(slot, length, choose.randint(1, max_rows))
-    for _ in range(8):
+    for _ in range(4):
         for layer in choose.sample(range(spec.num_layers), spec.num_layers):
             seats = [*range(len(lengths)), -1, -1]
             choose.shuffle(seats)
@@ -106,8 +115,7 @@ def test_k_and_v_are_read_once_for_all_rows(open_driver: Callable[..., Driver]) 
     assert driver.tier.stats().kv_bytes_read == 1008 * 2 * 2 * 16 * 4
 
 
-@anywhere
-@pytest.mark.parametrize("seed", range(3))
+@anywhere_with_seeds
 def test_slow_unordered_failing_and_cancelled_tasks_answer_once(open_driver: Callable[..., Driver], seed: int) -> None:
     driver = open_driver(num_slots=8, num_threads=3, num_blocks=600, max_rows=6)
     tier, choose = driver.tier, random.Random(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from omniserve.core.work import KVMove, MoveDirection
@@ -47,7 +47,7 @@ class PoisonedBlocks:
     def weights(self) -> dict[Callable[[], None], float]:
         return {self.grow: 8, self.checkpoint: 8, self.move: 3, self.finish: 6, self.abandon: 0.2, self.free: 0.3}
 
-    def run(self, num_actions: int) -> None:
+    def run(self, num_actions: int = 400) -> Counter[str]:
         weights = self.weights()
         for action in self.rng.choices(list(weights), list(weights.values()), k=num_actions):
             action()
@@ -58,6 +58,7 @@ class PoisonedBlocks:
             self.kv.free(request_id)
         usage = self.kv.usage()
         assert usage.device_used == usage.host_used == 0
+        return self.reached
 
     def pick(self, *, moving: bool = False, tier: Tier | None = None) -> str | None:
         found = [r for r, q in self.requests.items() if (q.move_id is not None) == moving]
@@ -205,6 +206,16 @@ class PoisonedBlocks:
             assert blocks is not None and tier is not None
             read = [token for block in blocks for token in self.memory[tier, block]]
             assert read == [(request.life, position) for position in range(request.num_tokens)], request_id
+
+
+def reach(run: Callable[[int], Counter[str]], kinds: Sequence[str], *, most_seeds: int, least: int = 21) -> None:
+    """Run histories from seed 0 on until each kind of event has been reached so often, and in any case ten of them."""
+    reached: Counter[str] = Counter()
+    for seed in range(most_seeds):
+        reached += run(seed)
+        if seed >= 9 and all(reached[kind] >= least for kind in kinds):
+            return
+    raise AssertionError(f"after {most_seeds} histories: {reached}")
 
 
 def checkpoint(kv: TieredKVManager | IncrementalKVManager, request_id: str, num_tokens: int) -> KVMove:

@@ -14,7 +14,7 @@ from omniserve.core.work import KVMove, SlotCopy
 from omniserve.kv import MoveResult, Tier
 from omniserve.kv.bidirectional import BidirectionalKVManager
 from tests.kv.free_blocks import free_block_ids
-from tests.kv.histories import BLOCK, TO_DEVICE, TO_HOST
+from tests.kv.histories import BLOCK, TO_DEVICE, TO_HOST, reach
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 LS, BE = ServiceClass.LS, ServiceClass.BE
@@ -48,7 +48,7 @@ class SharedBlocks:
         self.lives = 0
         self.reached: Counter[str] = Counter()
 
-    def run(self, num_actions: int) -> None:
+    def run(self, num_actions: int = 400) -> Counter[str]:
         weights: dict[Callable[[], None], float] = {
             self.grow: 14, self.evict: 4, self.resume: 4, self.restore: 3, self.save: 6, self.move: 1, self.finish: 6,
             self.abandon: 0.2, self.free: 0.5,
@@ -63,6 +63,8 @@ class SharedBlocks:
         usage = self.kv.usage()
         assert usage.device_used == usage.host_used == 0
         assert len(free_block_ids(self.kv, DEVICE)) == usage.device_total
+        self.reached["overwritten"] += self.kv._device.num_overwritten_tokens
+        return self.reached
 
     # -- places --------------------------------------------------------------------------------------------------
 
@@ -290,23 +292,10 @@ class SharedBlocks:
 
 
 def test_everybody_has_what_it_wrote_over_random_histories() -> None:
-    reached: Counter[str] = Counter()
-    for seed in range(60):
-        history = SharedBlocks(seed)
-        history.run(400)
-        reached += history.reached
-        reached["overwritten"] += history.kv._device.num_overwritten_tokens
     kinds = ["out of memory", "shared", "relocated", "overwritten", "evicted from device", "evicted from host"]
     kinds += ["resumed whole", "resumed with part of a block", "restored beside kept blocks", "move lost"]
-    kinds += [
-        "move arrived",
-        "saving arrived",
-        "saving unused",
-        "saving stayed",
-        "moved from device",
-        "moved from host",
-    ]
-    assert all(reached[kind] > 3 for kind in kinds), (reached, [kind for kind in kinds if reached[kind] <= 3])
+    kinds += ["move arrived", "saving arrived", "saving unused", "saving stayed", "moved from device"]
+    reach(lambda seed: SharedBlocks(seed).run(), [*kinds, "moved from host"], least=4, most_seeds=100)
 
 
 def make(num_device_blocks: int = 4, num_host_blocks: int = 16, **num_tokens: int) -> BidirectionalKVManager:

@@ -8,10 +8,11 @@ import pytest
 
 from omniserve.core.work import MoveDirection
 from omniserve.kv import KV_MANAGERS, PagedKVManager, Tier, TieredKVManager
+from tests.quick import slow_except
 
 
 @pytest.mark.parametrize("name", KV_MANAGERS.names())
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", slow_except(range(3), range(10)))
 def test_no_block_is_lost_or_doubled(name: str, seed: int) -> None:
     rng = random.Random(seed)
     kv = KV_MANAGERS.get(name)(num_device_blocks=20, num_host_blocks=30, block_size=4)

@@ -231,7 +231,7 @@ def test_a_profile_of_constant_steps_has_everything(
     gc.disable()
     monkeypatch.setattr(steps, "Engine", OneAtATime)
     try:
-        profile: Profile = profile_model(model, config, time_limit_s=2.0)
+        profile: Profile = profile_model(model, config, time_limit_s=0.5)
     finally:
         gc.enable()
     assert profile.fingerprint.constant_steps

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -11,30 +9,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch._inductor.utils import fresh_cache
 from transformers import PreTrainedModel
 
 from omniserve import patch
+from omniserve.layers import compile_cache
 from omniserve.layers.compiled import CompiledHalf
 from omniserve.layers.patching import PatchedModel
 from tests.parity.models import MODELS, tiny_model
 from tests.quick import slow_except
 
 
-@pytest.fixture(scope="module", autouse=True)
-def torch_cache() -> Iterator[None]:
-    with fresh_cache():
-        yield
-
-
 @pytest.fixture
-def folder() -> Path:
-    """The folder where halves are kept, empty; what torch itself has compiled stays, so that compiling again takes
-    little."""
-    folder = Path(cache_dir()) / "omniserve_halves"
-    shutil.rmtree(folder, ignore_errors=True)
-    return folder
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where halves are kept, which is not there yet.
+
+    What torch itself has compiled stays in its own cache, which all processes of tests share: compiling again takes
+    little.
+    """
+    monkeypatch.setattr(compile_cache, "_folder", lambda: tmp_path / "halves")
+    return tmp_path / "halves"
 
 
 def run(patched: PatchedModel, rows: int = 5) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from omniserve.ops.kernels.blocks import copy_blocks
 from tests.ops.checks import DTYPES
 from tests.ops.host_layout import pack_blocks, read_blocks
+from tests.pairwise import pairwise
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYERS = 2
@@ -26,17 +29,13 @@ def noise(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return words.to({2: torch.int16, 4: torch.int32}[dtype.itemsize]).view(dtype)
 
 
-@pytest.mark.parametrize("is_reversed", [False, True])
-@pytest.mark.parametrize("to_host", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("block_size", "kv_heads", "head_size", "num_programs"),
-    [(16, 2, 16, 5), (5, 3, 24, 32), (2, 1, 5, 1), (1, 2, 8, 3), (18, 1, 80, 2), (16, 1, 256, 4), (33, 1, 128, 3)],
-)
-def test_copies_whole_blocks_and_nothing_else(
-    block_size: int, kv_heads: int, head_size: int, num_programs: int, dtype: torch.dtype, to_host: bool,
-    is_reversed: bool,
-) -> None:  # fmt: skip
+SHAPES = ((16, 2, 16, 5), (5, 3, 24, 32), (2, 1, 5, 1), (1, 2, 8, 3), (18, 1, 80, 2), (16, 1, 256, 4), (33, 1, 128, 3))
+"""Block size, KV heads, head size, programs."""
+
+
+@pytest.mark.parametrize("row", pairwise(shape=SHAPES, dtype=DTYPES, to_host=(True, False), is_reversed=(False, True)))
+def test_copies_whole_blocks_and_nothing_else(row: dict[str, Any]) -> None:
+    (block_size, kv_heads, head_size, num_programs), dtype, to_host, is_reversed = row.values()
     k, v = (noise(LAYERS, 6, kv_heads, block_size, head_size, dtype=dtype, seed=seed) for seed in (0, 1))
     pool = noise(LAYERS, 9, kv_heads, 2, block_size, head_size, dtype=dtype, seed=2)
     device_ids, pool_ids = [5, 0, 3], [1, 8, 4]

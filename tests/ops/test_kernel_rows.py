@@ -40,7 +40,7 @@ class Rows:
 
     def __init__(self, seed: int) -> None:
         self.rng = torch.Generator().manual_seed(seed)
-        self.dtype = DTYPES[self.below(len(DTYPES))]
+        self.dtype = DTYPES[seed % len(DTYPES)]
 
     def below(self, n: int) -> int:
         return int(torch.randint(n, (), generator=self.rng))
@@ -65,7 +65,7 @@ def copy_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_history_of_steps_leaves_what_the_references_leave(seed: int) -> None:
     draw = Rows(seed)
     num_slots, width = 7, 1 + draw.below(40) * (1 + 60 * draw.below(2))
@@ -94,7 +94,7 @@ def test_a_history_of_steps_leaves_what_the_references_leave(seed: int) -> None:
         assert_same((got, hidden, *state), (expected, there, *wanted), "store_kv", draw.dtype)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_gather_writes_the_rows_of_its_slots_and_no_other(seed: int) -> None:
     draw = Rows(seed)
     num_slots, width = 1 + draw.below(6), 1 + draw.below(50) * (1 + 60 * draw.below(2))
@@ -110,7 +110,7 @@ def test_gather_writes_the_rows_of_its_slots_and_no_other(seed: int) -> None:
     assert_same((destination,), (expected,), "gather_rows", draw.dtype)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(9))
 def test_receive_lets_join_what_is_there_and_skips_the_rest(seed: int) -> None:
     draw = Rows(seed)
     num_slots, width = 1 + draw.below(70), 1 + draw.below(50) * (1 + 60 * draw.below(2))
@@ -156,7 +156,7 @@ def send_args(draw: Rows, num_slots: int, seats: int) -> tuple[Tensor, ...]:
     )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_send_leaves_residual_letter_and_flag_of_each_seat(seed: int) -> None:
     draw = Rows(seed)
     num_slots = 1 + draw.below(6)

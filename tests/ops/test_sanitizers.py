@@ -9,37 +9,34 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import pytest
 
+from tests.builds import built
 from tests.ops.test_isa import ISAS
 
 CSRC = Path(__file__).parents[2] / "omniserve" / "ops" / "csrc"
 FLAGS = {"address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], "thread": ["-fsanitize=thread"]}
 
 
-def build(sanitizer: str, folder: Path) -> Path:
+def build(sanitizer: str) -> Path:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     assert compiler is not None, "the project needs a C++ compiler: install g++ or set CXX"
-    program = folder / "kernel_fuzz"
     sources = [Path(__file__).with_name("kernel_fuzz.cpp"), CSRC / "host_kv.cpp"]
     sources += [*CSRC.glob("attention*.cpp"), *CSRC.glob("linear*.cpp")]
     sources = [source for source in sources if not source.name.endswith("_ops.cpp")]
     flags = ["-std=c++17", "-O2", "-g1", "-pthread", "-Wno-unknown-pragmas", f"-I{CSRC}"]
-    objects = [folder / f"{source.stem}.o" for source in sources]
+
+    def compiled(source: Path) -> Path:
+        # Not the fuzzer itself: its loops would take most of the time.
+        options = FLAGS[sanitizer] if source.parent == CSRC else []
+        return built(f"{source.stem}.o", [compiler, *flags, *options, "-c", source], [source, *CSRC.iterdir()])
+
     with ThreadPool(len(os.sched_getaffinity(0))) as pool:  # of compilers, which do the work
-        commands = [
-            # Not the fuzzer itself: its loops would take most of the time.
-            [compiler, *flags, *(FLAGS[sanitizer] if source.parent == CSRC else []), "-c", source, "-o", target]
-            for source, target in zip(sources, objects, strict=True)
-        ]
-        pool.map(partial(subprocess.run, check=True), commands)
-    subprocess.run([compiler, *flags, *FLAGS[sanitizer], *objects, "-o", program], check=True)
-    return program
+        objects = pool.map(compiled, sources)
+    return built("kernel_fuzz", [compiler, *flags, *FLAGS[sanitizer], *objects], objects)
 
 
 def fuzz(program: Path, isa: str, first_seed: int, seconds: float) -> subprocess.CompletedProcess[str]:
@@ -49,8 +46,8 @@ def fuzz(program: Path, isa: str, first_seed: int, seconds: float) -> subprocess
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", FLAGS)
-def test_random_cases_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None:
-    program = build(sanitizer, tmp_path)
+def test_random_cases_under_a_sanitizer(sanitizer: str) -> None:
+    program = build(sanitizer)
     ran = 0
     for isa in ISAS:
         done = fuzz(program, isa, 1, 3)
@@ -64,10 +61,9 @@ def test_random_cases_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        built = build(sys.argv[1], Path(folder))
-        for isa in ISAS:
-            finished = fuzz(built, isa, int(sys.argv[3]), float(sys.argv[2]))
-            print(sys.argv[1], finished.stdout.strip() or finished.stderr.strip(), flush=True)
-            if finished.returncode != 0 and "this CPU lacks these instructions" not in finished.stderr:
-                sys.exit(1)
+    fuzzer = build(sys.argv[1])
+    for isa in ISAS:
+        finished = fuzz(fuzzer, isa, int(sys.argv[3]), float(sys.argv[2]))
+        print(sys.argv[1], finished.stdout.strip() or finished.stderr.strip(), flush=True)
+        if finished.returncode != 0 and "this CPU lacks these instructions" not in finished.stderr:
+            sys.exit(1)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 
 from tests.ops.checks import CPU, DTYPES, check_against_reference, op_named
 from tests.ops.table import OPS, Sample
 
+
+@cache
+def samples_of(name: str, dtype: torch.dtype) -> list[Sample]:
+    return list(OPS[name].samples(CPU, dtype))
+
+
 SAMPLES = [
     pytest.param(name, index, id=f"{name}-{sample.label}")
-    for name, spec in OPS.items()
-    for index, sample in enumerate(spec.samples(CPU, torch.float32))
+    for name in OPS
+    for index, sample in enumerate(samples_of(name, torch.float32))
 ]
-
-
-def sample_at(name: str, index: int, dtype: torch.dtype) -> Sample:
-    return list(OPS[name].samples(CPU, dtype))[index]
 
 
 _COLLECTIVES = {"all_reduce", "all_gather"}
@@ -30,25 +35,42 @@ def test_every_registered_operator_has_a_reference_and_samples() -> None:
         if schema.name.startswith("omniserve::")
     }
     assert registered - _COLLECTIVES == set(OPS)
-    for spec in OPS.values():
-        assert len(list(spec.samples(CPU, torch.float32))) >= 4
+    for name in OPS:
+        assert len(samples_of(name, torch.float32)) >= 4
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_samples_include_an_empty_one(name: str) -> None:
-    samples = OPS[name].samples(CPU, torch.float32)
-    assert any(any(isinstance(arg, torch.Tensor) and arg.numel() == 0 for arg in sample.args) for sample in samples)
+    arguments = [arg for sample in samples_of(name, torch.float32) for arg in sample.args]
+    assert any(isinstance(arg, torch.Tensor) and arg.numel() == 0 for arg in arguments)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "index"), SAMPLES)
 def test_agrees_with_its_reference(name: str, index: int, dtype: torch.dtype) -> None:
-    check_against_reference(op_named(name), name, sample_at(name, index, dtype), dtype)
+    check_against_reference(op_named(name), name, samples_of(name, dtype)[index], dtype)
 
 
-@pytest.mark.parametrize(("name", "index"), SAMPLES)
-def test_opcheck(name: str, index: int) -> None:
-    torch.library.opcheck(op_named(name), sample_at(name, index, torch.float32).args)
+def _kinds(sample: Sample) -> tuple[Any, ...]:
+    return tuple((arg.dtype, arg.ndim) if isinstance(arg, torch.Tensor) else type(arg) for arg in sample.args)
+
+
+def _form(sample: Sample) -> tuple[Any, ...]:
+    tensors = [arg for arg in sample.args if isinstance(arg, torch.Tensor)]
+    return (_kinds(sample), *((tensor.is_contiguous(), tensor.numel() == 0) for tensor in tensors))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(name: str) -> None:
+    """Schema and fakes are checked with one sample of each form, and traced graphs with one of the same kinds.
+
+    For another size the checks run no other code; kinds are arguments' types and dtypes, and a form has strides, too.
+    """
+    samples = samples_of(name, torch.float32)
+    for sample in {_form(sample): sample for sample in samples}.values():
+        torch.library.opcheck(op_named(name), sample.clone(), test_utils=("test_schema", "test_faketensor"))
+    for sample in {_kinds(sample): sample for sample in samples}.values():
+        torch.library.opcheck(op_named(name), sample.clone())
 
 
 def test_concat_without_seats_is_a_copy() -> None:

@@ -71,11 +71,11 @@ def test_tokens_equal_hugging_face(
         num_ranks = num_shards * num_stages
         with hosts_behind_proxies(model, num_hosts, secret_file, num_ranks=num_ranks) as (hosts, proxies):
             run_histories(
-                model, reference_of(family), range(1100, 1102), reach=("network_tasks", "network_moves"), hosts=hosts,
+                model, reference_of(family), range(1100, 1101), reach=("network_tasks", "network_moves"), hosts=hosts,
                 **settings,
             )  # fmt: skip
             run_histories(
-                model, reference_of(family), range(1110, 1114), reach=("network_tasks", "lost_hosts"), hosts=hosts,
+                model, reference_of(family), range(1110, 1112), reach=("network_tasks", "lost_hosts"), hosts=hosts,
                 faults=lambda seed: seed % 2 == 1, disturb=lambda seed: _cuts(proxies), **settings,
             )  # fmt: skip
 

@@ -42,7 +42,7 @@ def _sizes(model: nn.Module) -> dict[str, Any]:
     return {"device_kv_bytes": 9 * block_bytes, "host_kv_bytes": 1 << 20, "max_host_requests": 16}
 
 
-@pytest.mark.parametrize("family", slow_except(("llama", "opt"), FAMILIES))
+@pytest.mark.parametrize("family", slow_except(("opt",), FAMILIES))
 def test_tokens_of_two_stages_equal_hugging_face(family: str) -> None:
     with ranks_of(family, 1, num_stages=2) as (model, group, parallel):
         run_histories(
@@ -58,7 +58,7 @@ def test_tokens_of_two_stages_equal_hugging_face(family: str) -> None:
 def test_stages_of_several_ranks(family: str, num_shards: int, num_stages: int) -> None:
     with ranks_of(family, num_shards, num_stages=num_stages) as (model, group, parallel):
         run_histories(
-            model, reference_of(family), range(3), reach=("host_tokens", "in_stages"), has_profile=False, group=group,
+            model, reference_of(family), range(1), reach=("host_tokens", "in_stages"), has_profile=False, group=group,
             parallel=parallel, faults=lambda seed: seed % 2 == 1, async_steps=True, **_sizes(model),
         )  # fmt: skip
 
@@ -69,7 +69,7 @@ def test_stages_of_several_ranks(family: str, num_shards: int, num_stages: int) 
 def test_every_policy_that_can_runs_in_stages(scheduler: str) -> None:
     tally, reference = Tally(), reference_of("llama")
     with ranks_of("llama", 1, num_stages=2) as (model, group, parallel):
-        for seed in range(400, 406):
+        for seed in range(400, 403):  # each option is on and off
             run_history(
                 model, reference, seed, scheduler=scheduler, faults=seed % 2 == 0, deaths=seed % 4 == 2,
                 drafts=seed % 3 == 0, async_steps=seed % 4 != 1,

@@ -64,7 +64,7 @@ def test_every_policy_runs_on_ranks(scheduler: str) -> None:
     """Histories have late, failing and dying host threads on one rank or all, drafts, and steps that overlap."""
     tally, reference = Tally(), reference_of("llama")
     with ranks_of("llama") as (model, group, parallel):
-        for seed in range(300, 304):
+        for seed in range(300, 303):  # each option is on and off
             run_history(
                 model, reference, seed, scheduler=scheduler, faults=seed % 2 == 0, deaths=seed % 4 == 2,
                 drafts=seed % 3 == 0 and scheduler != preemptible.NAME, async_steps=seed % 4 == 1,
@@ -77,7 +77,7 @@ def test_every_policy_runs_on_ranks(scheduler: str) -> None:
 def test_rows_leave_a_step_on_all_ranks_at_the_same_layer() -> None:
     with ranks_of("llama") as (model, group, parallel):
         run_histories(
-            model, reference_of("llama"), range(500, 504), reach=("halted",), scheduler=preemptible.NAME, group=group,
+            model, reference_of("llama"), range(500, 501), reach=("halted",), scheduler=preemptible.NAME, group=group,
             parallel=parallel,
         )  # fmt: skip
 
@@ -86,7 +86,7 @@ def test_rows_leave_a_step_on_all_ranks_at_the_same_layer() -> None:
 def test_results_join_late_on_all_ranks_or_on_none(uses_sockets: bool) -> None:
     with ranks_of("llama", uses_sockets=uses_sockets) as (model, group, parallel):
         run_histories(
-            model, reference_of("llama"), range(320, 322), reach=("late_joins", "missed_joins"), kv="tiered",
+            model, reference_of("llama"), range(320, 321), reach=("late_joins", "missed_joins"), kv="tiered",
             faults=True, group=group, parallel=parallel, **_sizes(model),
         )  # fmt: skip
 

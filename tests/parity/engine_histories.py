@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -33,105 +33,9 @@ from tests.engine_settings import flat_config
 from tests.kv.free_blocks import free_block_ids
 from tests.latency.samples import make_profile
 from tests.parity.models import VOCAB_SIZE
+from tests.parity.reference import NEAR_TIE, Reference
 
 BLOCK = 8
-
-
-# fp32 runs that differ in batch and chunking only agree to about 1e-6 on logits of size 5. Where the two likeliest
-# tokens are closer than this, either is right, so such a prompt says nothing.
-NEAR_TIE = 1e-4
-# A delta rule or a scan in chunks rounds otherwise than one token at a time, up to some 1e-4 after a few layers of
-# random weights. A model whose own decode contradicts its prefill is given no more than this.
-_NOISES, _LARGEST_TOLERANCE = 10, 4e-3
-
-
-class _Continuation(NamedTuple):
-    """Hugging Face's continuation of a prompt."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    gap: float
-    """The smallest distance between a step's two largest logits."""
-    noise: float
-    """The largest difference between the logits of its decode and of its prefill of the same tokens."""
-    prompt_logprobs: torch.Tensor
-
-
-class Reference:
-    """Hugging Face's greedy continuations, made before the model is patched, the longest that any test asks for."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        prompts: Sequence[tuple[int, ...]] | None = None,
-        num_prompts: int = 12,
-        max_tokens: int = 24,
-        seed: int = 0,
-        first_position: int = 0,
-        num_shared: int = 0,
-    ) -> None:
-        """Make them; ``first_position`` is the model's own, of which ``generate`` knows nothing if it is not 0.
-
-        Args:
-            prompts: The first ``num_prompts`` of these without a near tie are taken; None: random ones are made up.
-            num_shared: Random prompts with more tokens than that begin with the same ones.
-        """
-        tried = prompts if prompts is not None else _random_prompts(10 * num_prompts, seed, num_shared)
-        self._first_position = first_position
-        self.max_tokens = max_tokens
-        self.tolerance = NEAR_TIE
-        """Largest difference of logits: more than usual where the model's own decode and prefill differ by more."""
-        made: list[_Continuation] = []
-        for prompt in tried:
-            made.append(self._generate(model, prompt))
-            self.tolerance = max(self.tolerance, min(_NOISES * made[-1].noise, _LARGEST_TOLERANCE))
-            kept = [each for each in made if each.gap >= self.tolerance]
-            if len(kept) == num_prompts:
-                self.prompts = [each.prompt for each in kept]
-                self.tokens = [each.tokens for each in kept]
-                self.prompt_logprobs = [each.prompt_logprobs for each in kept]
-                """Log-probabilities of each prompt's rows, ``[length, vocabulary]``."""
-                return
-        raise AssertionError(f"only {len(kept)} of {len(tried)} prompts have no near tie")
-
-    def _generate(self, model: PreTrainedModel, prompt: tuple[int, ...]) -> _Continuation:
-        ids = torch.tensor([prompt], device=model.device)
-        numbered = {}
-        if self._first_position:
-            numbered["position_ids"] = torch.arange(len(prompt), device=model.device)[None] + self._first_position
-        out = model.generate(
-            ids,
-            **numbered,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=self.max_tokens,
-            do_sample=False,
-            use_cache=True,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        decoded = torch.cat(out.logits).float()
-        best = decoded.topk(2).values
-        with torch.inference_mode():
-            prompt_logits = model(ids).logits[0]
-            prefilled = model(out.sequences[:, :-1]).logits[0, len(prompt) - 1 :].float()
-        return _Continuation(
-            prompt=prompt,
-            tokens=tuple(out.sequences[0, len(prompt) :].tolist()),
-            gap=float((best[:, 0] - best[:, 1]).min()),
-            noise=float((decoded - prefilled).abs().max()),
-            prompt_logprobs=prompt_logits.float().log_softmax(-1).cpu(),
-        )
-
-
-def _random_prompts(count: int, seed: int, num_shared: int) -> list[tuple[int, ...]]:
-    rng = random.Random(seed)
-    shared = tuple(random.Random(-1 - seed).randrange(1, VOCAB_SIZE) for _ in range(num_shared))
-    prompts = []
-    for _ in range(count):
-        prompt = tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 17, 40])))
-        prompts.append((*shared, *prompt[num_shared:]) if len(prompt) > num_shared else prompt)
-    return prompts
 
 
 @dataclass
@@ -382,6 +286,7 @@ def run_history(
     deaths: bool = False,
     has_profile: bool | None = None,
     drafts: bool = False,
+    most_requests: int = 16,
     tally: Tally | None = None,
     group: RankGroup | None = None,
     disturb: Callable[[random.Random], None] | None = None,
@@ -394,6 +299,7 @@ def run_history(
         faults: Host attention is late, out of order and fails now and then.
         deaths: Host threads die, at last all of them.
         has_profile: There is a latency model; None: draw it.
+        most_requests: Most requests that arrive.
         group: The other ranks; the model is then rank 0's part.
         disturb: Called before each step.
     """
@@ -418,7 +324,7 @@ def run_history(
         watch_received_joins(engine, tally)
         watch_plans(engine, tally)
         deaths_left = engine.config.host_threads if deaths else 0
-        arrivals = [rng.randrange(len(reference.prompts)) for _ in range(rng.randint(4, 16))]
+        arrivals = [rng.randrange(len(reference.prompts)) for _ in range(rng.randint(4, most_requests))]
         burst = rng.choice([0.1, 0.5, 1.0])
         which: dict[str, tuple[int, int]] = {}
         got: dict[str, list[int]] = {}
@@ -528,23 +434,32 @@ def run_history(
 
 
 def run_histories(
-    model: PreTrainedModel, reference: Reference, seeds: range, *, reach: tuple[str, ...], **settings: Any
+    model: PreTrainedModel,
+    reference: Reference,
+    seeds: range,
+    *,
+    reach: tuple[str, ...],
+    rows: Sequence[Mapping[str, Any]] = ({},),
+    **settings: Any,
 ) -> Tally:
     """Run histories, and then more until they have come to all that they are about.
 
     What a history comes to depends on how fast the machine's threads are, so more may be needed on one than on another.
 
     Args:
-        seeds: Of those that are run in any case; at most forty times as many are: of 40 histories about 2 copy a
-            block that two requests share.
+        seeds: Of those that are run in any case, or as many as there are rows; at most 160 are, or forty times as many
+            as seeds: of 40 histories about 2 copy a block that two requests share.
         reach: Fields of Tally that must be above 0 in the end.
+        rows: Settings that the histories take in turn, as ``tests.pairwise`` makes them.
         settings: See ``run_history``; a function of the seed where it should differ.
     """
-    tally = Tally()
-    for seed in range(seeds.start, seeds.start + 40 * len(seeds)):
-        if seed not in seeds and all(getattr(tally, name) > 0 for name in reach):
+    tally, num_least = Tally(), max(len(seeds), len(rows))
+    for number in range(max(40 * len(seeds), 160)):
+        if number >= num_least and all(getattr(tally, name) > 0 for name in reach):
             break
-        drawn = {name: value(seed) if callable(value) else value for name, value in settings.items()}
+        seed = seeds.start + number
+        drawn = {**settings, **rows[number % len(rows)]}
+        drawn = {name: value(seed) if callable(value) else value for name, value in drawn.items()}
         run_history(model, reference, seed, tally=tally, **drawn)
     missed = [name for name in reach if getattr(tally, name) == 0]
     assert not missed, f"the histories never came to {', '.join(missed)}: {tally}"

@@ -48,7 +48,7 @@ def main() -> int:
     models = {}
     for family in args.families:
         model = _model(family, args.first_seed).to(args.device)
-        reference = Reference(model, seed=args.first_seed)
+        reference = Reference(model, num_prompts=12, max_tokens=24, seed=args.first_seed)
         models[family] = (patch(model, compile=False), reference)
     policies = itertools.cycle(["omniserve", "omniserve", *SCHEDULERS.names(), hybrid.NAME, preemptible.DEFERRING])
     tally, num_histories, num_failures = Tally(), 0, 0
@@ -75,7 +75,7 @@ def main() -> int:
             if policy == preemptible.DEFERRING:  # models with recurrent states refuse it
                 drawn |= dict(classes=preemptible.CLASSES, defer_classes=family not in WITH_STATE, has_profile=True)
             try:
-                run_history(model, reference, seed, tally=tally, **drawn)
+                run_history(model, reference, seed, most_requests=16, tally=tally, **drawn)
             except AssertionError as error:
                 num_failures += 1
                 print(f"FAILED {family} seed {seed} {drawn}: {error}", flush=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from omniserve.layers.patching import PatchedModel, patch, unpatch
 from omniserve.layers.tracing.traced import TracedFamily
 from tests.parity.models import MODELS, tiny_model
 from tests.quick import slow_except
+from tests.rotation import chosen_of
 
 PROMPT_LENGTHS = (17, 5, 12)
 NUM_NEW_TOKENS = 24
@@ -26,13 +29,19 @@ FP32_TOLERANCE = 1e-4
 BF16_LOGPROB_TOLERANCE = 0.25
 
 
-@pytest.fixture(params=[False, True], ids=["apart", "merged"])
-def merged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """The fixture's value: ``patch`` merges projections of one input, as it does on a GPU."""
-    if request.param:
-        monkeypatch.setattr("omniserve.layers.weights.merged._DEVICES", {"cpu"})
-        monkeypatch.setattr("omniserve.layers.weights.packed.HAS_VECTOR_KERNEL", False)
-    return bool(request.param)
+# Kinds of layers where there are several. Those of Gemma 4: a window; one that leaves its K and V; one that takes them;
+# with four layers also full attention that does neither.
+STRUCTURES = dict.fromkeys(("qwen3_moe", "cohere2", "deepseek_v3", "gemma3", "llama4", "smollm3"), 2) | {"gemma4": 3}
+
+
+@contextlib.contextmanager
+def merging(is_merged: bool) -> Iterator[None]:
+    """Let ``patch`` merge projections of one input, as it does on a GPU."""
+    with pytest.MonkeyPatch.context() as patches:
+        if is_merged:
+            patches.setattr("omniserve.layers.weights.merged._DEVICES", {"cpu"})
+            patches.setattr("omniserve.layers.weights.packed.HAS_VECTOR_KERNEL", False)
+        yield
 
 
 def _prompts() -> list[Tensor]:
@@ -82,13 +91,21 @@ def _attend(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, start: int, spec: Atten
 
 
 @torch.inference_mode()
-def _packed_logits(patched: PatchedModel, sequences: Sequence[Tensor], chunk: int | None = None) -> list[Tensor]:
-    """Logits of all tokens of all sequences: every step packs the next chunk of each sequence into one [T, D]."""
+def _packed_logits(patched: PatchedModel, sequences: Sequence[Tensor], *chunks: int) -> list[Tensor]:
+    """Logits of all tokens of all sequences: every step packs the next chunk of each sequence into one [T, D].
+
+    Args:
+        patched: The model.
+        sequences: Token ids.
+        chunks: Sizes of the chunks, in turn.
+    """
+    sizes_of_chunks = cycle(chunks)
     caches = [[[torch.empty(0)] * 2 for _ in range(patched.num_layers)] for _ in sequences]
     done = [0] * len(sequences)
     logits: list[list[Tensor]] = [[] for _ in sequences]
     while any(count < len(sequence) for count, sequence in zip(done, sequences, strict=True)):
-        spans = [(start, min(start + (chunk or 999), len(s))) for start, s in zip(done, sequences, strict=True)]
+        chunk = next(sizes_of_chunks)
+        spans = [(start, min(start + chunk, len(s))) for start, s in zip(done, sequences, strict=True)]
         sizes = [stop - start for start, stop in spans]
         token_ids = torch.cat([s[start:stop] for s, (start, stop) in zip(sequences, spans, strict=True)])
         positions = torch.cat([torch.arange(start, stop) for start, stop in spans])
@@ -122,36 +139,67 @@ def _bits(state: dict[str, Tensor]) -> dict[str, bytes]:
     return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_generate_is_unchanged_by_patch_and_unpatch(name: str, merged: bool) -> None:
-    model = tiny_model(name)
-    tokens, logits = _generate(model)
-    assert len(set(tokens[:, max(PROMPT_LENGTHS) :].flatten().tolist())) > 8, "a constant output would prove nothing"
-    patch(model, compile=False)
-    for use_cache in (True, False):
-        patched_tokens, patched_logits = _generate(model, use_cache=use_cache)
-        assert torch.equal(patched_tokens, tokens)
-        torch.testing.assert_close(patched_logits, logits, atol=FP32_TOLERANCE, rtol=0)
+def _snapshot(model: PreTrainedModel) -> object:
+    modules = [(key, id(module), type(module), sorted(module.__dict__)) for key, module in model.named_modules()]
+    return modules, [(key, id(p), p.requires_grad) for key, p in model.named_parameters()], _bits(model.state_dict())
+
+
+@contextlib.contextmanager
+def _patched(model: PreTrainedModel, *, is_merged: bool) -> Iterator[PatchedModel]:
+    """Patch a model; its ``state_dict`` meanwhile, and every object and bit afterwards, are those from before."""
+    before, bits = _snapshot(model), _bits(model.state_dict())
+    with merging(is_merged):
+        yield patch(model, compile=False).omniserve
+    assert _bits(model.state_dict()) == bits, "state_dict() must give the dense weights while patched"
     unpatch(model)
+    assert _snapshot(model) == before
+
+
+@torch.inference_mode()
+def _check_between(patched: PatchedModel) -> None:
+    """Assert that what is between two attentions is the two halves."""
+    positions = torch.arange(5)
+    hidden, rotary = patched.embed(positions, positions), patched.rotary(positions) or (None, None)
+    for layer in range(patched.num_layers - 1):
+        attn = patched.pre_attention(layer, hidden, *rotary)[0].flatten(1)
+        after = patched.post_attention(layer, attn, hidden)
+        expected = (after, *patched.pre_attention(layer + 1, after, *rotary))
+        for got, want in zip(patched.post_pre(layer, attn, hidden, *rotary), expected, strict=True):
+            assert torch.equal(got, want)
+        hidden = after
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_patched_halves_and_generate_give_what_hugging_face_gives(name: str) -> None:
+    """Halves that are merged and not, over whole prompts, chunks and single tokens; and ``unpatch`` restores all."""
+    model = tiny_model(name)
+    tokens, logits = _generate(model)  # HF itself leaves attributes behind at the first call
+    assert len(set(tokens[:, max(PROMPT_LENGTHS) :].flatten().tolist())) > 8, "a constant output would prove nothing"
+    expected = _hf_logits(model, _prompts())
+    assert len({structure(layer) for layer in TracedFamily(model).layers}) == STRUCTURES.get(name, 1)
+    is_first_whole = list(MODELS).index(name) % 2 == 0
+    for is_merged, use_cache in ((False, is_first_whole), (True, not is_first_whole)):
+        with _patched(model, is_merged=is_merged) as patched:
+            chunks = (99,) if use_cache else (7, 1, 1, 4)
+            for got, want in zip(_packed_logits(patched, _prompts(), *chunks), expected, strict=True):
+                torch.testing.assert_close(got, want, atol=FP32_TOLERANCE, rtol=0)
+            _check_between(patched)
+            patched_tokens, patched_logits = _generate(model, use_cache=use_cache)
+            assert torch.equal(patched_tokens, tokens)
+            torch.testing.assert_close(patched_logits, logits, atol=FP32_TOLERANCE, rtol=0)
     restored_tokens, restored_logits = _generate(model)
     assert torch.equal(restored_tokens, tokens) and torch.equal(restored_logits, logits)
-
-
-@pytest.mark.parametrize("chunk", [None, 1, 7])
-@pytest.mark.parametrize("name", MODELS)
-def test_packed_halves_give_the_logits_of_hugging_face(name: str, chunk: int | None, merged: bool) -> None:
-    model = tiny_model(name, seed=1)
-    expected = _hf_logits(model, _prompts())
-    actual = _packed_logits(patch(model, compile=False).omniserve, _prompts(), chunk)
-    for got, want in zip(actual, expected, strict=True):
-        torch.testing.assert_close(got, want, atol=FP32_TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_log_probs_stay_close_with_prepacked_linears(name: str) -> None:
     model = tiny_model(name, torch.bfloat16, seed=2)
     expected = _hf_logits(model, _prompts())
-    actual = _packed_logits(patch(model, compile=False).omniserve, _prompts(), 7)
+    if list(MODELS).index(name) % 2:
+        with _patched(model, is_merged=True):
+            pass
+    with _patched(model, is_merged=False) as patched:
+        actual = _packed_logits(patched, _prompts(), 7)
     for got, want in zip(actual, expected, strict=True):
         assert got.dtype is torch.bfloat16
         difference = (got.float().log_softmax(-1) - want.float().log_softmax(-1)).abs()
@@ -159,30 +207,7 @@ def test_bf16_log_probs_stay_close_with_prepacked_linears(name: str) -> None:
         assert difference.quantile(0.99) < BF16_LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
-def test_unpatch_restores_every_object_and_bit(name: str, dtype: torch.dtype, merged: bool) -> None:
-    model = tiny_model(name, dtype)
-    _generate(model)  # HF itself leaves attributes behind at the first call
-
-    def snapshot() -> object:
-        modules = [(key, id(module), type(module), sorted(module.__dict__)) for key, module in model.named_modules()]
-        return (
-            modules,
-            [(key, id(p), p.requires_grad) for key, p in model.named_parameters()],
-            _bits(model.state_dict()),
-        )
-
-    before = snapshot()
-    bits = _bits(model.state_dict())
-    patch(model, compile=False)
-    _generate(model)
-    assert _bits(model.state_dict()) == bits, "state_dict() must give the dense weights while patched"
-    unpatch(model)
-    assert snapshot() == before
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_except(chosen_of(("llama", "opt", "qwen3_moe", "gemma4", "llama4"), 1), MODELS))
 def test_halves_trace_as_one_graph_and_no_layer_recompiles(name: str) -> None:
     model = tiny_model(name, num_layers=4)
     family = TracedFamily(model)
@@ -198,35 +223,39 @@ def test_halves_trace_as_one_graph_and_no_layer_recompiles(name: str) -> None:
             q, _, _ = pre(layer, hidden, cos, sin)
             hidden = post(layer, q.flatten(1), hidden)
     structures = len({structure(layer) for layer in family.layers})
-    # Those of Gemma 4: a window; full attention; one that leaves its K and V; one that takes them.
-    several = dict.fromkeys(("qwen3_moe", "cohere2", "deepseek_v3", "gemma3", "llama4", "smollm3"), 2) | {"gemma4": 4}
-    assert structures == several.get(name, 1)
+    assert structures == (4 if name == "gemma4" else STRUCTURES.get(name, 1))
     assert counters["stats"]["unique_graphs"] <= 2 * structures
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance", "has_example"),
+    ("dtype", "tolerance", "has_example", "is_merged"),
     slow_except(
-        ((torch.float32, FP32_TOLERANCE, False),),
-        [(torch.float32, FP32_TOLERANCE, False), (torch.bfloat16, 0.5, False), (torch.float32, FP32_TOLERANCE, True)],
+        [(torch.float32, FP32_TOLERANCE, False, True)],
+        [
+            (dtype, tolerance, has_example, is_merged)
+            for dtype, tolerance in ((torch.float32, FP32_TOLERANCE), (torch.bfloat16, 0.5))
+            for has_example in (False, True)
+            for is_merged in (False, True)
+        ],
     ),
-)
+)  # fmt: skip
 def test_three_graphs_serve_any_depth_and_token_count(
-    dtype: torch.dtype, tolerance: float, has_example: bool, merged: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, tolerance: float, has_example: bool, is_merged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # bf16: fused code rounds at other places than eager; hidden states here are of order 10, one ulp is 0.06.
     # An example: as on a GPU with an older torch.
     monkeypatch.setattr("omniserve.layers.compiled.needs_example", lambda on_gpu: has_example)
     monkeypatch.setattr("omniserve.layers.patching._WARM_UP_ROWS", {"cpu": 40})
     monkeypatch.setattr("omniserve.layers.compile_cache.CompileCache.find", lambda *_: None)
-    for num_layers in (2, 24):
+    for num_layers in (2, 6):
         model = tiny_model("llama", dtype, num_layers=num_layers)
-        eager = _probe(patch(model, compile=False).omniserve)
-        unpatch(model)
-        counters.clear()
-        patched = patch(model, compile=True).omniserve
-        patched.warm_up(fused=True)
-        compiled = _probe(patched)
+        with merging(is_merged):
+            eager = _probe(patch(model, compile=False).omniserve)
+            unpatch(model)
+            counters.clear()
+            patched = patch(model, compile=True).omniserve
+            patched.warm_up(fused=True)
+            compiled = _probe(patched)
         assert counters["stats"]["unique_graphs"] == 3  # one a half, and one of both
         for got, want in zip(compiled, eager, strict=True):
             torch.testing.assert_close(got, want, atol=tolerance, rtol=0.02)
@@ -248,21 +277,6 @@ def _probe(patched: PatchedModel) -> list[Tensor]:
                     between = patched.post_pre(layer, attn, hidden, cos, sin)
                     results += [each.clone() for each in between]
     return results
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_what_is_between_two_attentions_is_the_two_halves(name: str, merged: bool) -> None:
-    patched = patch(tiny_model(name), compile=False).omniserve
-    with torch.inference_mode():
-        positions = torch.arange(5)
-        hidden, rotary = patched.embed(positions, positions), patched.rotary(positions) or (None, None)
-        for layer in range(patched.num_layers - 1):
-            attn = patched.pre_attention(layer, hidden, *rotary)[0].flatten(1)
-            after = patched.post_attention(layer, attn, hidden)
-            expected = (after, *patched.pre_attention(layer + 1, after, *rotary))
-            for got, want in zip(patched.post_pre(layer, attn, hidden, *rotary), expected, strict=True):
-                assert torch.equal(got, want)
-            hidden = after
 
 
 def test_compiled_halves_serve_mixed_structures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,10 @@ import pytest
 from omniserve import HostsConfig
 from omniserve.remote.host_server import HostServer
 from tests.host.helpers import shorten_pauses
+from tests.pairwise import pairwise
 from tests.parity.engine_histories import run_histories
 from tests.parity.models import MODELS
-from tests.parity.test_engine import model_and_reference
+from tests.parity.test_engine import BOTH, model_and_reference
 from tests.quick import slow_except
 from tests.remote.proxy import Proxy
 
@@ -85,32 +86,34 @@ def cuts(proxies: list[Proxy]) -> Callable[[random.Random], None]:
     return disturb
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2])
-@pytest.mark.parametrize("family", slow_except(("llama", "gemma2"), MODELS))
+@pytest.mark.parametrize(
+    ("family", "num_hosts"),
+    slow_except([("llama", 1), ("gemma2", 2)], [(family, num_hosts) for family in MODELS for num_hosts in (1, 2)]),
+)
 def test_tokens_of_any_family_equal_hugging_face(family: str, num_hosts: int, secret_file: str) -> None:
     model, reference = model_and_reference(family, "cpu")
     with hosts_behind_proxies(model, num_hosts, secret_file) as (hosts, proxies):
         run_histories(
-            model, reference, range(1000, 1003), reach=("network_tasks", "network_moves"), kv="tiered", hosts=hosts,
+            model, reference, range(1000, 1001), reach=("network_tasks", "network_moves"), kv="tiered", hosts=hosts,
             has_profile=False, **_small(model),
         )  # fmt: skip
         run_histories(
-            model, reference, range(1010, 1013), reach=("network_tasks",), kv="tiered", hosts=hosts,
+            model, reference, range(1010, 1012), reach=("network_tasks",), kv="tiered", hosts=hosts,
             disturb=lambda seed: cuts(proxies), has_profile=False, **_small(model),
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("kv", ["tiered", "incremental"])
 @pytest.mark.parametrize("scheduler", slow_except(("omniserve",), ["omniserve", "apex", "llumnix", "neo", "conserve"]))
-def test_every_policy_that_moves_requests_may_have_hosts(scheduler: str, kv: str, secret_file: str) -> None:
+def test_every_policy_that_moves_requests_may_have_hosts(scheduler: str, secret_file: str) -> None:
     model, reference = model_and_reference("llama", "cpu")
     attends = scheduler in ("omniserve", "apex", "neo")
     with hosts_behind_proxies(model, 2, secret_file) as (hosts, proxies):
+        disturb = (None, lambda seed: cuts(proxies))
+        options = {"faults": BOTH, "drafts": BOTH, "async_steps": BOTH, "step_graphs": ("off", "on")}
+        rows = pairwise(kv=("tiered", "incremental"), disturb=disturb, **options)
         run_histories(
-            model, reference, range(1020, 1026), reach=("network_tasks",) if attends and kv == "tiered" else (), kv=kv,
-            hosts=hosts, scheduler=scheduler, faults=lambda seed: seed % 3 == 0, drafts=lambda seed: seed % 2 == 0,
-            disturb=lambda seed: cuts(proxies) if seed % 3 else None, async_steps=lambda seed: seed % 4 == 1,
-            step_graphs=lambda seed: ("off", "on")[seed % 2], **_small(model),
+            model, reference, range(1020, 1021), reach=("network_tasks",) if attends else (), rows=rows, hosts=hosts,
+            scheduler=scheduler, **_small(model),
         )  # fmt: skip
 
 

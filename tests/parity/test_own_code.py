@@ -30,11 +30,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_architecture_of_today_needs_no_line_of_ours() -> None:
     model = tern()
-    reference = Reference(model, num_prompts=6, max_tokens=24)
+    reference = Reference(model, num_prompts=4, max_tokens=16)
     patch(model, compile=False)
     assert [each.window for each in model.omniserve.spec.attention] == [9, 0, 9, 0]
     run_histories(
-        model, reference, range(2), reach=("host_tokens", "piggyback_rows", "preemptions"),
+        model, reference, range(1), reach=("host_tokens", "piggyback_rows", "preemptions"),
         faults=lambda seed: seed % 2 == 1,
     )  # fmt: skip
     unpatch(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from omniserve.kv.base import Tier
 from omniserve.sched import SCHEDULERS
 from tests.engine_settings import flat_config
 from tests.kv.free_blocks import free_block_ids
+from tests.pairwise import pairwise
 from tests.parity.engine_histories import Reference, run_histories
 from tests.parity.models import tiny_model
-from tests.parity.test_engine import DEVICES
+from tests.parity.test_engine import BOTH, DEVICES, HOST_FAULTS, crowded, flat
 from tests.quick import slow_except
 from tests.sched import preemptible
 
@@ -30,15 +32,25 @@ def model_and_reference(family: str, device: str) -> tuple[PreTrainedModel, Refe
     return patch(model, compile=False), reference
 
 
+@pytest.fixture
+def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let prefixes of a block be worth copying from the host."""
+    monkeypatch.setattr("omniserve.sched.prefixes_on_host.LEAST_RESTORED_TOKENS", 8)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scheduler", slow_except(("omniserve", "sarathi", "conserve", "neo"), SCHEDULERS.names()))
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_every_scheduler_over_random_histories(scheduler: str, overlaps: bool, device: str) -> None:
+def test_schedulers_over_random_histories(scheduler: str, device: str, short_prefixes: None) -> None:
+    """Prefixes are on the device, or, with kv="tiered", come back from the host."""
     model, reference = model_and_reference("llama", device)
+    reach: tuple[str, ...] = ("cached_tokens", "preemptions")
+    rows: list[dict[str, Any]] = [{"kv": "paged", "async_steps": True}, {"kv": "tiered", "drafts": True}]
+    if scheduler == "omniserve":
+        reach += ("resumed_tokens", "restored_tokens")
+        rows = flat(pairwise(kv=("tiered", "paged"), async_steps=BOTH, host=HOST_FAULTS, drafts=BOTH))
     run_histories(
-        model, reference, range(900, 904), reach=("cached_tokens", "resumed_tokens", "preemptions"),
-        scheduler=scheduler, prefix_cache=True, async_steps=overlaps, kv=lambda seed: ("tiered", "paged")[seed % 2],
-        faults=lambda seed: seed % 3 == 0, drafts=lambda seed: seed % 4 == 0,
+        model, reference, range(900, 901), reach=reach, rows=rows, scheduler=scheduler, prefix_cache=True,
+        **crowded(model),
     )  # fmt: skip
 
 
@@ -47,24 +59,8 @@ def test_every_scheduler_over_random_histories(scheduler: str, overlaps: bool, d
 def test_models_over_random_histories(family: str, device: str) -> None:
     model, reference = model_and_reference(family, device)
     run_histories(
-        model, reference, range(920, 924), reach=("cached_tokens", "shared_on_host", "swaps_out"), prefix_cache=True,
-        kv="tiered", host_kv_bytes=1 << 20, max_host_requests=16, async_steps=lambda seed: seed % 2 == 0,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("scheduler", slow_except(("omniserve", "sarathi"), SCHEDULERS.names()))
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_prefixes_that_come_back_from_the_host(
-    scheduler: str, overlaps: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("omniserve.sched.prefixes_on_host.LEAST_RESTORED_TOKENS", 8)
-    model, reference = model_and_reference("llama", device)
-    run_histories(
-        model, reference, range(960, 964), reach=("cached_tokens", "restored_tokens", "preemptions"),
-        scheduler=scheduler, prefix_cache=True, kv="tiered", async_steps=overlaps, max_host_requests=16,
-        device_kv_bytes=9 * model.omniserve.spec.kv_block_bytes(8), host_kv_bytes=1 << 20,
-        faults=lambda seed: seed % 3 == 0, deaths=lambda seed: seed % 4 == 3,
+        model, reference, range(920, 921), reach=("cached_tokens", "shared_on_host", "swaps_out"), prefix_cache=True,
+        kv="tiered", async_steps=lambda seed: seed % 2 == 0, **crowded(model),
     )  # fmt: skip
 
 
@@ -94,7 +90,7 @@ def test_a_prefix_that_the_device_has_forgotten_comes_back_from_the_host() -> No
 def test_rows_that_leave_between_layers_publish_nothing_that_is_not_there(device: str) -> None:
     model, reference = model_and_reference("llama", device)
     run_histories(
-        model, reference, range(940, 946), reach=("cached_tokens", "halted"), prefix_cache=True, kv="tiered",
+        model, reference, range(940, 941), reach=("cached_tokens", "halted"), prefix_cache=True, kv="tiered",
         scheduler=preemptible.NAME,
     )  # fmt: skip
 
@@ -224,12 +220,11 @@ def test_a_manager_without_one_refuses_it() -> None:
         _engine(model, kv="bidirectional", host_kv_bytes=1 << 20)
 
 
-@pytest.mark.parametrize("scheduler", slow_except(("conserve", "sarathi"), SCHEDULERS.names()))
+@pytest.mark.parametrize("scheduler", slow_except(("conserve",), SCHEDULERS.names()))
 def test_checkpoints_of_preempted_requests_are_prefixes(scheduler: str) -> None:
     model, reference = model_and_reference("llama", "cpu")
     run_histories(
-        model, reference, range(980, 984), reach=("cached_tokens", "checkpoints", "preemptions", "resumed_tokens"),
+        model, reference, range(980, 982), reach=("cached_tokens", "checkpoints", "preemptions", "resumed_tokens"),
         scheduler=scheduler, prefix_cache=True, kv="incremental", async_steps=lambda seed: seed % 2 == 0,
-        device_kv_bytes=9 * model.omniserve.spec.kv_block_bytes(8), host_kv_bytes=1 << 20, max_host_requests=16,
-        faults=lambda seed: seed % 3 == 0,
+        faults=lambda seed: seed % 3 == 0, **crowded(model),
     )  # fmt: skip

@@ -8,50 +8,8 @@ from typing import Any
 import pytest
 
 from omniserve.core.request import SLO, Request, SamplingParams
-from omniserve.kv import KV_MANAGERS
-from omniserve.sched import SCHEDULERS
-from tests.sched import preemptible
 from tests.sched.benches import Clock
 from tests.sched.fake_device import expected_tokens
-from tests.sched.test_histories import REACHED, run_history
-
-
-@pytest.mark.parametrize("kv", KV_MANAGERS.names())
-@pytest.mark.parametrize("scheduler", SCHEDULERS.names())
-def test_overlapping_steps_lose_nothing(scheduler: str, kv: str) -> None:
-    totals = [run_history(scheduler, 5000 + seed, kv=kv, overlaps=True) for seed in range(10 if kv == "tiered" else 5)]
-    wanted = ["overtaken", "pending", "stopped"]
-    if kv == "tiered":
-        wanted += ["failed", "reused", "preemptions"]
-    for key in wanted:
-        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
-
-
-@pytest.mark.parametrize("scheduler", REACHED)
-def test_overlapping_steps_lose_nothing_with_a_forecast_and_a_failing_host(scheduler: str) -> None:
-    totals = [
-        run_history(
-            scheduler, 6000 + seed, kv=("tiered", "incremental", "bidirectional")[seed % 3], overlaps=True,
-            failure_rate=0.1 * (seed % 2), tier_down=seed % 4 == 0, has_forecast=seed % 5 != 0,
-        )
-        for seed in range(10)
-    ]  # fmt: skip
-    for key in ("overtaken", "pending", "stopped", "swaps_out"):
-        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
-
-
-@pytest.mark.parametrize("kv", ["tiered", "bidirectional"])
-@pytest.mark.parametrize("scheduler", ["omniserve", "omniserve-paper", "llumnix", "apex"])
-def test_steps_that_assume_late_joins_lose_nothing(scheduler: str, kv: str) -> None:
-    totals = [
-        run_history(
-            scheduler, 18_000 + seed, kv=kv, overlaps=True, is_crowded=True, num_layers=5, late_layers=4,
-            failure_rate=0.05 * (seed % 3 == 0), tier_down=seed % 5 == 0, has_forecast=seed % 4 == 0,
-        )
-        for seed in range(15)
-    ]  # fmt: skip
-    for key in ("overtaken", "late_joins", "missed", "doomed"):
-        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"
 
 
 @pytest.mark.parametrize("policy", ["omniserve", "bros"])
@@ -99,10 +57,3 @@ def request_of(num_tokens: int, **sampling: Any) -> Request:
     return Request(
         prompt_token_ids=[7] * num_tokens, sampling=SamplingParams(max_tokens=10, **sampling), service_class="LS"
     )
-
-
-@pytest.mark.parametrize("scheduler", [preemptible.NAME, "conserve"])
-def test_steps_that_rows_may_leave_are_not_overtaken(scheduler: str) -> None:
-    totals = [run_history(scheduler, 7000 + seed, halt_rate=0.4, overlaps=True) for seed in range(10)]
-    for key in ("overtaken", "halts", "preemptions"):
-        assert sum(t[key] for t in totals) > 0, f"the histories never reached {key}"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import sys
 
-sys.modules["torch"] = None  # type: ignore[assignment]  # as in serve_fake.py
-os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+if __name__ in ("__main__", "__mp_main__"):
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as in serve_fake.py
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
 
-def main() -> int:
-    """Run the batch to its end."""
-    import argparse
+def run(tokenizer: str) -> int:
+    """Run ``in.jsonl`` to its end; what the engine gets is in ``work``."""
     import asyncio
-    import logging
     from pathlib import Path
 
     from fake_engine import FakeLoader
@@ -23,19 +22,16 @@ def main() -> int:
     from omniserve.server.cli import ServerOptions
     from omniserve.server.limits import Limits
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("input", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--tokenizer")
-    parser.add_argument("--work-log")
-    args = parser.parse_args()
-    logging.basicConfig(level="INFO")
-    options = ServerOptions(tokenizer=args.tokenizer, model_name="fake", limits=Limits(batch_concurrency=4))
-    errors = args.output.with_suffix(".errors.jsonl")
-    job = OfflineJob(input=args.input, output=args.output, errors=errors, endpoint="/v1/completions")
+    options = ServerOptions(tokenizer=tokenizer, model_name="fake", limits=Limits(batch_concurrency=4))
+    job = OfflineJob(
+        input=Path("in.jsonl"), output=Path("out.jsonl"), errors=Path("out.errors.jsonl"), endpoint="/v1/completions"
+    )
     config = EngineConfig(device_kv_bytes=4 << 20, block_size=16)
-    return asyncio.run(run_offline(job, options, FakeLoader(config=config, work_log=args.work_log)))
+    return asyncio.run(run_offline(job, options, FakeLoader(config=config, work_log="work")))
 
 
-if __name__ == "__main__":  # the engine process imports this module too, under another name
-    sys.exit(main())
+if __name__ == "__main__":
+    import logging
+
+    logging.basicConfig(level="INFO")
+    sys.exit(run(sys.argv[1]))

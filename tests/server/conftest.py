@@ -1,104 +1,29 @@
-"""A server with the fake engine, in a process of its own, behind a real socket."""
+"""Servers with the fake engine behind real sockets, most of them in the tests' own process."""
 
 from __future__ import annotations
 
 import os
 import pwd
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import openai
 import pytest
+from in_process import InProcessServer, logs_of_servers, threads_for_engines
+from running import RunningServer
+from serve_fake import read_flags
 from tokenizers_for_tests import byte_level_tokenizer
 
-START_TIMEOUT_S = 60
+from tests.certificates import share_certificates
 
-
-class RunningServer:
-    """A server subprocess that has said where it listens."""
-
-    def __init__(self, command: list[str], *, own_group: bool = False, **environment: str) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | environment
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=own_group
-        )
-        self.log: list[str] = []
-        self._listening = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
-            if match := re.search(r"on (http://\S+)/v1", line):
-                self.url = match[1]
-                self._listening.set()
-        self._listening.set()
-
-    def wait_until_ready(self) -> RunningServer:
-        assert self._listening.wait(START_TIMEOUT_S), self.log
-        assert hasattr(self, "url"), f"the server ended: {''.join(self.log)}"
-        return self
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
-
-    def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30)
-
-    def metric(self, name: str) -> float:
-        """Return the value of a sample by its full name with labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
-        values = [line.rpartition(" ")[2] for line in text.splitlines() if line.rpartition(" ")[0] == name]
-        assert values, f"no sample {name} in\n{text}"
-        return float(values[0])
-
-    def wait_for_metric(self, name: str, value: float) -> None:
-        deadline = time.monotonic() + 20
-        while (now := self.metric(name)) != value:
-            assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
-            time.sleep(0.02)
-
-    def wait_until_free(self) -> None:
-        """Wait until nothing runs, nothing waits and no KV is held."""
-        for service_class in ("LS", "BE"):
-            self.wait_for_metric(f'omniserve_requests_running{{service_class="{service_class}"}}', 0)
-            self.wait_for_metric(f'omniserve_requests_queued{{service_class="{service_class}"}}', 0)
-        self.wait_for_metric('omniserve_kv_blocks_used{tier="device"}', 0)
-
-    def kill_group(self) -> None:
-        """Kill the server and its engine at once; it was started with ``own_group``."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.wait()
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and return the exit status."""
-        self.process.send_signal(number)
-        return self.wait()
-
-    def wait(self) -> int:
-        try:
-            status = self.process.wait(START_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGABRT)  # has it say where its threads are
-            self.process.wait(10)
-            self._reader.join(10)
-            raise AssertionError(f"the server did not end:\n{''.join(self.log)}") from None
-        self._reader.join(10)
-        return status
+share_certificates()
 
 
 @pytest.fixture(scope="session")
@@ -108,53 +33,83 @@ def tokenizer_folder(tmp_path_factory) -> Path:
     return folder
 
 
+Start = Callable[..., Any]
+
+
 @contextmanager
 def starting(
-    tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., RunningServer]]:
-    """Start servers with the fake engine; what still runs at the end is killed."""
-    started: list[RunningServer] = []
+    tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory, *, in_process: bool = True
+) -> Iterator[Start]:
+    """Start servers with the fake engine; what still runs at the end is ended."""
+    started: list[InProcessServer | RunningServer] = []
 
     def start(
         *flags: str,
         shutdown_timeout_s: float = 20,
         fail: str | None = None,
-        own_group: bool = False,
         data_home: Path | None = None,
+        own_group: bool = False,
         **environment: str,
-    ) -> RunningServer:
-        script = Path(__file__).with_name("serve_fake.py")
-        command = [sys.executable, str(script), "--tokenizer", str(tokenizer_folder), *flags]
-        command += ["--limit", f"shutdown_timeout_s={shutdown_timeout_s}", *([] if fail is None else ["--fail", fail])]
-        home = str(data_home or tmp_path_factory.mktemp("data"))
-        started.append(RunningServer(command, own_group=own_group, XDG_DATA_HOME=home, **environment))
+    ) -> InProcessServer | RunningServer:
+        all_flags = ["--tokenizer", str(tokenizer_folder), *flags, *([] if fail is None else ["--fail", fail])]
+        all_flags += ["--limit", f"shutdown_timeout_s={shutdown_timeout_s}"]
+        environment["XDG_DATA_HOME"] = str(data_home or tmp_path_factory.mktemp("data"))
+        if in_process:
+            started.append(InProcessServer(*read_flags(all_flags), **environment))
+        else:
+            command = [sys.executable, str(Path(__file__).with_name("serve_fake.py")), *all_flags]
+            started.append(RunningServer(command, own_group=own_group, **environment))
         return started[-1]
 
     try:
         yield start
     finally:
         for server in started:
-            if server.process.poll() is None:
-                server.process.kill()
-                server.wait()
+            server.close()
+
+
+@pytest.fixture(scope="session")
+def logged() -> Iterator[None]:
+    with logs_of_servers():
+        yield
 
 
 @pytest.fixture
-def start_server(tokenizer_folder, tmp_path_factory) -> Iterator[Callable[..., RunningServer]]:
-    """Start servers that end with the test: dozens of idle ones would take half a core from the others."""
+def start_server(logged, tokenizer_folder, tmp_path_factory) -> Iterator[Start]:
+    """Start servers in this process that end with the test."""
     with starting(tokenizer_folder, tmp_path_factory) as start:
         yield start
 
 
 @pytest.fixture(scope="module")
-def start_module_server(tokenizer_folder, tmp_path_factory) -> Iterator[Callable[..., RunningServer]]:
-    """Start servers that end with the module's tests."""
+def start_module_server(logged, tokenizer_folder, tmp_path_factory) -> Iterator[Start]:
+    """Start servers in this process that end with the module's tests."""
     with starting(tokenizer_folder, tmp_path_factory) as start:
         yield start
 
 
+@pytest.fixture
+def start_process(tokenizer_folder, tmp_path_factory) -> Iterator[Start]:
+    """Start servers in processes of their own, for what only a process can do: each takes seconds of a core."""
+    with starting(tokenizer_folder, tmp_path_factory, in_process=False) as start:
+        yield start
+
+
+@pytest.fixture
+def engines_in_threads() -> Iterator[None]:
+    """Have the engines that this test starts run in threads of its process."""
+    with threads_for_engines():
+        yield
+
+
+@pytest.fixture
+def no_pause(monkeypatch) -> None:
+    """Start an engine that died again at once."""
+    monkeypatch.setattr("omniserve.server.supervisor._FIRST_PAUSE_S", 0.01)
+
+
 @pytest.fixture(scope="session")
-def server(tokenizer_folder, tmp_path_factory) -> Iterator[RunningServer]:
+def server(logged, tokenizer_folder, tmp_path_factory) -> Iterator[InProcessServer]:
     """The server that most tests share: nothing a test does may stop it."""
     with starting(tokenizer_folder, tmp_path_factory) as start:
         yield start().wait_until_ready()
@@ -218,9 +173,9 @@ def browser() -> Iterator[Any]:
         yield browser
 
 
-@pytest.fixture
-def open_page(browser) -> Iterator[Callable[..., Any]]:
-    """Open a server's dashboard; at the end, nothing may have gone wrong in it, and nobody else may have been asked."""
+@contextmanager
+def opening(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Open dashboards of servers; at the end, nothing may have gone wrong in one, and nobody else have been asked."""
     opened = []
 
     def open_page(url: str, *, problems_expected: bool = False, **options: Any) -> Any:
@@ -238,3 +193,17 @@ def open_page(browser) -> Iterator[Callable[..., Any]]:
         context.close()
         assert problems_expected or not problems
         assert asked == {urlsplit(url).netloc}
+
+
+@pytest.fixture
+def open_page(browser) -> Iterator[Callable[..., Any]]:
+    """Open a server's dashboard; at the end of the test, nothing may have gone wrong in it."""
+    with opening(browser) as open_page:
+        yield open_page
+
+
+@pytest.fixture(scope="module")
+def open_module_page(browser) -> Iterator[Callable[..., Any]]:
+    """Open a server's dashboard for several tests; at the end of the module, nothing may have gone wrong in it."""
+    with opening(browser) as open_page:
+        yield open_page

@@ -41,6 +41,9 @@ TOKENS_OF_A_STEP = 4
 SECONDS_PER_TOKEN = 0.25
 
 
+die = os._exit
+
+
 @dataclass
 class _Running:
     request: Request
@@ -191,7 +194,7 @@ class FakeEngine:
         if cause == RAISE_IN_STEP:
             raise RuntimeError("the fake engine's step failed")
         if cause == DIE:
-            os._exit(7)
+            die(7)
         if cause == HANG:
             time.sleep(3600)
         if cause == STALL:

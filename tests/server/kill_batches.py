@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parent))
 
 from batch_inputs import completion_line, prompt_of, results, submit, wait_for
-from conftest import RunningServer
+from running import RunningServer
 from tokenizers_for_tests import byte_level_tokenizer
 
 LINES_PER_BATCH = 150

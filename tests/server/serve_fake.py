@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
-# Of a server's start torch would take the most time, for tokenizers that do without; the fake engine computes nothing.
-sys.modules["torch"] = None  # type: ignore[assignment]
-os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch is missing
+if TYPE_CHECKING:
+    from fake_engine import FakeLoader
+
+    from omniserve.server.cli import ServerOptions
+
+if __name__ in ("__main__", "__mp_main__"):  # the engine's process imports this module too
+    # Of a start torch would take the most time, for tokenizers that do without; the fake engine computes nothing.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch is missing
 
 
-def main() -> int:
-    """Serve until a signal comes."""
+def read_flags(flags: list[str]) -> tuple[ServerOptions, FakeLoader]:
+    """Return what a server with these flags is made of."""
     import dataclasses
     from pathlib import Path
 
@@ -19,7 +26,6 @@ def main() -> int:
 
     from omniserve.launch.flags import config_from
     from omniserve.server.cli import build_parser, options_from
-    from omniserve.server.serve import run
 
     parser = build_parser()
     parser.set_defaults(port=0)
@@ -29,7 +35,7 @@ def main() -> int:
     parser.add_argument("--work-log", help="file that gets a line for each prompt that the engine gets")
     parser.add_argument("--fail-while", type=Path, help="the engine does not start while there is this file")
     parser.add_argument("--no-faults", action="store_true", help="no prompt causes a fault: any may be sent")
-    args = parser.parse_args()
+    args = parser.parse_args(flags)
     args.limit = [("engine_restarts", "0"), *(args.limit or ())]
     config = dataclasses.replace(config_from(args), device_kv_bytes=4 << 20, block_size=16)
     options = options_from(args, tokenizer=args.tokenizer, model_name=args.name, config=config)
@@ -40,8 +46,10 @@ def main() -> int:
         work_log=args.work_log,
         with_faults=not args.no_faults,
     )
-    return run(options, loader)
+    return options, loader
 
 
-if __name__ == "__main__":  # the engine process imports this module too, under another name
-    sys.exit(main())
+if __name__ == "__main__":
+    from omniserve.server.serve import run
+
+    sys.exit(run(*read_flags(sys.argv[1:])))

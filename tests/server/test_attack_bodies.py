@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 
-from tests.server.attack.bodies import CHAT, COMPLETIONS, check_answer, requests
+from tests.quick import slow_except
+from tests.server.attack.bodies import CHAT, COMPLETIONS, bounded, check_answer, requests
 
-BOUNDED = settings(
-    max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -30,12 +28,16 @@ def post(server, path, content):
     return server.session.post(path, content=content, headers={"content-type": "application/json"})
 
 
-@BOUNDED
-@given(request=requests())
-@example(request=(COMPLETIONS, b'{"prompt": "a", "stream": true, "max_tokens": 3}'))
-def test_any_body_is_answered(harmless, request):
-    path, body = request
-    check_answer(post(harmless, path, body))
+@pytest.mark.parametrize("num_examples", slow_except((100,), (100, 300)))
+def test_any_body_is_answered(harmless, num_examples):
+    @bounded(num_examples)
+    @given(request=requests())
+    @example(request=(COMPLETIONS, b'{"prompt": "a", "stream": true, "max_tokens": 3}'))
+    def attack(request):
+        path, body = request
+        check_answer(post(harmless, path, body))
+
+    attack()
 
 
 HALF_PAIRS = [

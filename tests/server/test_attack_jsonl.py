@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 
+import pytest
 from batch_inputs import line, results, submit, wait_for
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from omniserve.server.answers import ENDPOINTS
@@ -14,11 +15,9 @@ from omniserve.server.batches.lines import body_of, check_file
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields, other_encoding, without_marks
 from omniserve.server.protocol import parse
-from tests.server.attack.bodies import COMPLETIONS, json_values
+from tests.quick import slow_except
+from tests.server.attack.bodies import COMPLETIONS, bounded, json_values
 
-BOUNDED = settings(
-    max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
 FIELDS = ("custom_id", "method", "url", "body", "more")
 
 
@@ -45,24 +44,28 @@ def raw_lines(draw):
     return json.dumps(right).encode()
 
 
-@BOUNDED
-@given(lines=st.lists(raw_lines(), max_size=8))
-@example(lines=[b'{"custom_id": "\\ud800", "method": "POST", "url": "/v1/completions", "body": {}}'])
-@example(lines=[b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": %s}' % (b"[" * 5000)])
-@example(lines=[b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"x": %s}}' % (
-    b"[" * 950 + b"]" * 950)])  # fmt: skip
-def test_every_bad_line_is_named(lines):
-    content = b"\n".join(lines)
-    assume(other_encoding(content[:4]) is None)  # that is one fault, of the file
-    found = check_file(io.BytesIO(content), COMPLETIONS, check_model, 1000, UnknownFields())
-    numbers = sorted([fault.line for fault in found.faults if fault.line] + [good.number for good in found.lines])
-    assert numbers == [number for number, raw in enumerate(lines, 1) if without_marks(raw).strip()]
-    for good in found.lines:
-        raw = content[good.start : good.start + good.length]
-        try:
-            parse(ENDPOINTS[COMPLETIONS].request_kind, body_of(raw), UnknownFields())
-        except ApiError as error:
-            assert error.status == 400
+@pytest.mark.parametrize("num_examples", slow_except((50,), (50, 300)))
+def test_every_bad_line_is_named(num_examples):
+    @bounded(num_examples)
+    @given(lines=st.lists(raw_lines(), max_size=8))
+    @example(lines=[b'{"custom_id": "\\ud800", "method": "POST", "url": "/v1/completions", "body": {}}'])
+    @example(lines=[b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": %s}' % (b"[" * 5000)])
+    @example(lines=[b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"x": %s}}' % (
+        b"[" * 950 + b"]" * 950)])  # fmt: skip
+    def attack(lines):
+        content = b"\n".join(lines)
+        assume(other_encoding(content[:4]) is None)  # that is one fault, of the file
+        found = check_file(io.BytesIO(content), COMPLETIONS, check_model, 1000, UnknownFields())
+        numbers = sorted([fault.line for fault in found.faults if fault.line] + [good.number for good in found.lines])
+        assert numbers == [number for number, raw in enumerate(lines, 1) if without_marks(raw).strip()]
+        for good in found.lines:
+            raw = content[good.start : good.start + good.length]
+            try:
+                parse(ENDPOINTS[COMPLETIONS].request_kind, body_of(raw), UnknownFields())
+            except ApiError as error:
+                assert error.status == 400
+
+    attack()
 
 
 def test_odd_lines_have_results_of_their_own(server, client):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -15,6 +15,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
     unsupported_method,
 )
+
+from tests.quick import slow_except
+from tests.server.attack.bodies import bounded
 
 CHECKS = [
     not_a_server_error,
@@ -47,9 +50,6 @@ TAKERS = [
     "POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /detokenize", "POST /v1/files",
     "GET /v1/files", "POST /v1/batches", "GET /v1/batches",
 ]  # fmt: skip
-BOUNDED = settings(
-    max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +57,16 @@ def api(harmless):
     return schemathesis.openapi.from_url(f"{harmless.url}/openapi.json")
 
 
+@pytest.mark.parametrize("num_examples", slow_except((5,), (5, 25)))
 @pytest.mark.parametrize(
     ("name", "mode"),
     [(name, GenerationMode.POSITIVE) for name in OPERATIONS] + [(name, GenerationMode.NEGATIVE) for name in TAKERS],
     ids=lambda value: value if isinstance(value, str) else value.value,
 )
-def test_the_document_is_true(api, name, mode):
+def test_the_document_is_true(api, name, mode, num_examples):
     method, path = name.split()
 
-    @BOUNDED
+    @bounded(num_examples)
     @given(case=api[path][method].as_strategy(generation_mode=mode))
     def attack(case):
         case.call_and_validate(checks=CHECKS, timeout=30)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
+import threading
 
 import pytest
-from fake_engine import FakeLoader
+from fake_engine import FakeEngine, FakeLoader
 
+from omniserve.core.config import EngineConfig
 from omniserve.core.request import Request, SamplingParams
 from omniserve.server import engine_client
 from omniserve.server.engine_client import EngineClient
@@ -17,11 +18,29 @@ from omniserve.server.engine_messages import AskStats
 from omniserve.server.errors import ApiError
 
 
+class StuckEngine(FakeEngine):
+    """Hears nothing while it is held up."""
+
+    def __init__(self, *args, goes_on, **options):
+        super().__init__(*args, **options)
+        self.goes_on = goes_on
+
+    def add(self, request, **options):
+        self.goes_on.wait()
+        return super().add(request, **options)
+
+    def stats(self):
+        self.goes_on.wait()
+        return super().stats()
+
+
 class CountingClient(EngineClient):
     """Counts what it sends."""
 
     def __init__(self):
-        super().__init__(FakeLoader())
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        super().__init__(lambda _: StuckEngine(400, 0, EngineConfig(device_kv_bytes=4 << 20), goes_on=self.goes_on))
         self.sent = []
 
     def _send(self, message):
@@ -36,19 +55,10 @@ def with_client(scenario):
         try:
             await scenario(client)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                goes_on(client)
+            client.goes_on.set()
             await client.close()
 
     asyncio.run(run())
-
-
-def stuck(client):
-    os.kill(client._process.pid, signal.SIGSTOP)
-
-
-def goes_on(client):
-    os.kill(client._process.pid, signal.SIGCONT)
 
 
 async def poll(client, timeout_s):
@@ -58,14 +68,14 @@ async def poll(client, timeout_s):
         return None
 
 
-def test_polls_share_one_question():
+def test_polls_share_one_question(engines_in_threads):
     async def scenario(client):
-        stuck(client)
+        client.goes_on.clear()
         for _ in range(3):
             assert await asyncio.gather(*(poll(client, 0.01) for _ in range(50))) == [None] * 50
         assert client.sent == [AskStats]
         waiting = [asyncio.create_task(poll(client, 60)) for _ in range(50)]
-        goes_on(client)
+        client.goes_on.set()
         assert None not in await asyncio.gather(*waiting)
         assert client.sent == [AskStats]
         assert (await client.stats()).steps > 0
@@ -74,7 +84,7 @@ def test_polls_share_one_question():
     with_client(scenario)
 
 
-def test_poll_that_is_cancelled_as_the_answer_comes_is_cancelled():
+def test_poll_that_is_cancelled_as_the_answer_comes_is_cancelled(engines_in_threads):
     async def scenario(client):
         polling = asyncio.create_task(client.stats())
         await asyncio.sleep(0)
@@ -86,16 +96,21 @@ def test_poll_that_is_cancelled_as_the_answer_comes_is_cancelled():
 
 
 def test_poll_that_nobody_waits_for_any_more_ends_with_the_engine():
-    async def scenario(client):
-        stuck(client)
-        assert await poll(client, 0.01) is None
-        client.kill()
-        await asyncio.wait_for(client.stopped.wait(), 30)
+    async def run():
+        client = EngineClient(FakeLoader())
+        await client.start(lambda text: None)
+        try:
+            os.kill(client._process.pid, signal.SIGSTOP)
+            assert await poll(client, 0.01) is None
+            client.kill()
+            await asyncio.wait_for(client.stopped.wait(), 30)
+        finally:
+            await client.close()
 
-    with_client(scenario)
+    asyncio.run(run())
 
 
-def test_requests_that_come_and_go_while_the_engine_hears_nothing(monkeypatch):
+def test_requests_that_come_and_go_while_the_engine_hears_nothing(engines_in_threads, monkeypatch):
     monkeypatch.setattr(engine_client, "_MAX_UNTAKEN_BYTES", 20_000)
 
     async def scenario(client):
@@ -108,7 +123,7 @@ def test_requests_that_come_and_go_while_the_engine_hears_nothing(monkeypatch):
             client.submit(request, 0.0, asyncio.Queue().put_nowait)
             client.abort(str(i))
 
-        stuck(client)
+        client.goes_on.clear()
         for i in range(10):
             client.check_room()
             come_and_go(i)
@@ -117,7 +132,7 @@ def test_requests_that_come_and_go_while_the_engine_hears_nothing(monkeypatch):
         with pytest.raises(ApiError, match="too much waits") as caught:
             client.check_room()
         assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
-        goes_on(client)
+        client.goes_on.set()
         async with asyncio.timeout(60):
             while client._untaken:  # how many goes the engine takes it in, the socket decides
                 await client.stats(60)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sys
 import time
 
 import pytest
-from conftest import RunningServer
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
+from running import RunningServer
 
 from omniserve.launch.loading import BUILTIN_MODEL_NAME
+from tests.quick import slow_except
 from tests.server.attack import bodies
 from tests.server.attack.real import FLAGS, overload
 from tests.server.attack.sockets import send
@@ -76,18 +78,30 @@ def leave_while_scored(server):
     send(server, {"model": BUILTIN_MODEL_NAME} | fields).close()
 
 
+def test_a_start_prints_lines_of_the_project_alone(server):
+    # A profile that was measured on a busy machine is a warning.
+    own = re.compile(r"INFO (engine: |serving \S+ on http://)|(INFO|WARNING) omniserve\.[\w.]+: ")
+    serving = next(number for number, line in enumerate(server.log) if line.startswith("INFO serving"))
+    assert [line for line in server.log[: serving + 1] if not own.match(line)] == []
+
+
 @pytest.mark.parametrize("leave", [f for name, f in sorted(globals().items()) if name.startswith("leave_")])
 def test_whoever_leaves_frees_what_they_held(server, leave):
     leave(server)
     free(server)
 
 
-@settings(max_examples=80, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(request=bodies.requests())
-def test_any_body_is_answered(server, request):
-    path, body = request
+@pytest.mark.parametrize("num_examples", slow_except((30,), (30, 80)))
+def test_any_body_is_answered(server, num_examples):
     with server.http() as http:
-        bodies.check_answer(http.post(path, content=body, headers={"content-type": "application/json"}))
+
+        @bodies.bounded(num_examples)
+        @given(request=bodies.requests())
+        def attack(request):
+            path, body = request
+            bodies.check_answer(http.post(path, content=body, headers={"content-type": "application/json"}))
+
+        attack()
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import batch_fake
 import pytest
 from batch_inputs import completion_line, jsonl, line, prompt_of
 from fake_engine import SLOW
@@ -31,14 +32,28 @@ ABC = byte_level_tokenizer()("abc").input_ids
 
 @pytest.fixture
 def offline(tmp_path, tokenizer_folder):
-    """Start a run of ``in.jsonl`` to ``out.jsonl`` with the fake engine."""
+    """Start a run of ``in.jsonl`` to ``out.jsonl`` with the fake engine, in a process that can be killed."""
 
     def start() -> subprocess.Popen:
-        command = [sys.executable, str(Path(__file__).with_name("batch_fake.py")), "in.jsonl", "out.jsonl"]
-        command += ["--tokenizer", str(tokenizer_folder), "--work-log", "work"]
+        command = [sys.executable, str(Path(__file__).with_name("batch_fake.py")), str(tokenizer_folder)]
         return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
     return start
+
+
+@pytest.fixture
+def run_here(tmp_path, tokenizer_folder, engines_in_threads, monkeypatch, caplog, capfd):
+    """Run ``in.jsonl`` to ``out.jsonl`` with the fake engine; return the exit status and the log."""
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO", logger="omniserve.batch")
+
+    def run() -> tuple[int, str]:
+        caplog.clear()
+        status = batch_fake.run(str(tokenizer_folder))
+        assert "\r" not in capfd.readouterr().err, "a bar is for terminals"
+        return status, caplog.text
+
+    return run
 
 
 def wait_until(run: subprocess.Popen, is_so: Callable[[], bool]) -> None:
@@ -66,14 +81,12 @@ def ids(path: Path) -> list[str]:
     return [json.loads(entry)["custom_id"] for entry in path.read_text().splitlines()]
 
 
-def test_run_writes_answers_and_errors_in_order(tmp_path, offline):
+def test_run_writes_answers_and_errors_in_order(tmp_path, run_here):
     lines = [completion_line(i, prompt=ABC) for i in range(20)]
     lines[7] = line("wrong", {"prompt": "a", "max_tokens": "red"})
     (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
-    run = offline()
-    log = run.communicate(timeout=60)[1]
-    assert run.returncode == 1 and "1 of 20 lines have an error" in log and "19 lines in out.jsonl" in log
-    assert "\r" not in log, "a bar is for terminals"
+    status, log = run_here()
+    assert status == 1 and "1 of 20 lines have an error" in log and "19 lines in out.jsonl" in log
     assert ids(tmp_path / "out.jsonl") == [entry["custom_id"] for entry in lines if entry["custom_id"] != "wrong"]
     assert ids(tmp_path / "out.errors.jsonl") == ["wrong"]
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "out.errors.jsonl", "out.jsonl", "work"], "no journal is left"
@@ -96,7 +109,7 @@ def test_without_a_terminal_the_log_says_how_far_a_run_is(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("how", slow_except((signal.SIGKILL,), [signal.SIGINT, signal.SIGKILL]))
-def test_run_that_was_stopped_goes_on_where_it_was(tmp_path, offline, how):
+def test_run_that_was_stopped_goes_on_where_it_was(tmp_path, offline, run_here, how):
     lines = [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=6) for i in range(24)]
     (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
     run = offline()
@@ -107,33 +120,32 @@ def test_run_that_was_stopped_goes_on_where_it_was(tmp_path, offline, how):
         assert run.returncode == 130 and "run the same command again" in log
     done, work = num_done(tmp_path), (tmp_path / "work").read_text().splitlines()
     assert 4 <= done < 24 and not (tmp_path / "out.jsonl").exists()
-    run = offline()
-    log = run.communicate(timeout=60)[1]
-    assert run.returncode == 0 and "going on" in log, log
+    status, log = run_here()
+    assert status == 0 and "going on" in log, log
     assert ids(tmp_path / "out.jsonl") == [entry["custom_id"] for entry in lines]
     repeated = (tmp_path / "work").read_text().splitlines()[len(work) :]
     assert len(repeated) == 24 - done, "what was done is not computed again"
 
 
-def test_journal_of_another_input_is_not_touched(tmp_path, offline):
+def test_journal_of_another_input_is_not_touched(tmp_path, offline, run_here):
     lines = [completion_line(i, prompt=[SLOW, *ABC], max_tokens=100) for i in range(9)]
     (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
     run = offline()
     wait_until(run, lambda: num_done(tmp_path) > 0 or (tmp_path / "work").exists())
-    second = offline()
-    assert "another process works with" in second.communicate(timeout=60)[1] and second.returncode == 2
+    status, log = run_here()
+    assert "another process works with" in log and status == 2
     os.killpg(run.pid, signal.SIGKILL)
     run.communicate()
     (tmp_path / "in.jsonl").write_bytes(jsonl(lines[:5]))
-    run = offline()
-    assert "is of another run" in run.communicate(timeout=60)[1] and run.returncode == 2
+    status, log = run_here()
+    assert "is of another run" in log and status == 2
 
 
-def test_wrong_input_is_told_line_by_line(tmp_path, offline):
+def test_wrong_input_is_told_line_by_line(tmp_path, run_here):
     (tmp_path / "in.jsonl").write_bytes(jsonl([completion_line(0, prompt=ABC)] * 2))
-    run = offline()
-    assert "in.jsonl: line 2: the custom_id 'line-0' is that of line 1" in run.communicate(timeout=60)[1]
-    assert run.returncode == 2 and not (tmp_path / "out.jsonl").exists()
+    status, log = run_here()
+    assert "in.jsonl: line 2: the custom_id 'line-0' is that of line 1" in log
+    assert status == 2 and not (tmp_path / "out.jsonl").exists()
 
 
 def test_submit_status_fetch_and_cancel(tmp_path, server, capsys):
@@ -242,15 +254,18 @@ def test_file_with_a_byte_order_mark_says_what_it_is_for(tmp_path, capsys):
     assert "in.jsonl is UTF-16; save it as UTF-8" in capsys.readouterr().err
 
 
-def test_run_with_the_built_in_model(tmp_path):
+@pytest.mark.parametrize("alone", slow_except((False,), (False, True)), ids=["here", "in a process"])
+def test_run_with_the_built_in_model(tmp_path, engines_in_threads, monkeypatch, alone):
     lines = [line(f"{i}", {"model": None, "prompt": "The with statement", "max_tokens": 4}) for i in range(3)]
     (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
     flags = "--execution compile=false --device cpu --device-kv-gib 0.01 --host-kv-gib 0"
     flags += " --device-threads 1 --host-threads 1"
-    command = [sys.executable, "-m", "omniserve.batch", "run", "in.jsonl", "-o", "out.jsonl", *flags.split()]
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": path}
-    )
-    assert done.returncode == 0, done.stderr
+    arguments = ["run", "in.jsonl", "-o", "out.jsonl", *flags.split()]
+    if alone:
+        path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, "-m", "omniserve.batch", *arguments]
+        assert subprocess.run(command, cwd=tmp_path, timeout=300, env=os.environ | {"PYTHONPATH": path}).returncode == 0
+    else:
+        monkeypatch.chdir(tmp_path)
+        assert main(arguments) == 0
     assert ids(tmp_path / "out.jsonl") == ["0", "1", "2"]

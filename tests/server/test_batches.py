@@ -326,7 +326,7 @@ def test_death_of_the_engine_gives_lines_back(start_server, tmp_path):
     assert batch.request_counts.model_dump() == {"total": 8, "completed": 8, "failed": 0}
 
 
-def test_lines_go_on_when_the_engine_was_started_again(start_server):
+def test_lines_go_on_when_the_engine_was_started_again(start_server, no_pause):
     server = start_server("--limit", "engine_restarts=3").wait_until_ready()
     client = server.client()
     batch = submit(client, [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=40) for i in range(8)])
@@ -336,7 +336,7 @@ def test_lines_go_on_when_the_engine_was_started_again(start_server):
     assert wait_for(client, batch.id).request_counts.completed == 8
 
 
-def test_line_that_ends_the_engine_is_found_and_the_others_go_on(start_server):
+def test_line_that_ends_the_engine_is_found_and_the_others_go_on(start_server, no_pause):
     server = start_server("--limit", "engine_restarts=3", "--limit", "batch_concurrency=4").wait_until_ready()
     client = server.client()
     lines = [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=20) for i in range(9)]
@@ -441,17 +441,17 @@ def test_two_servers_take_batches_and_one_of_them_runs_the_lines(start_server, t
 
 
 @pytest.mark.parametrize("how", slow_except((signal.SIGKILL,), [signal.SIGTERM, signal.SIGKILL]))
-def test_server_takes_over_from_one_that_ends(start_server, tmp_path, how):
+def test_server_takes_over_from_one_that_ends(start_server, start_process, tmp_path, how):
     place = ("--data-dir", str(tmp_path), "--limit", "batch_concurrency=4")
-    servers = [start_server(*place, own_group=True).wait_until_ready() for _ in range(2)]
-    client = servers[1].client()
+    first = start_process(*place, own_group=True).wait_until_ready()
+    client = start_server(*place).wait_until_ready().client()
     batch = submit(client, [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=20) for i in range(12)])
     while client.batches.retrieve(batch.id).request_counts.completed < 4:
         time.sleep(0.02)
     if how == signal.SIGKILL:
-        servers[0].kill_group()
+        first.kill_group()
     else:
-        assert servers[0].stop(how) == 0
+        assert first.stop(how) == 0
     batch = wait_for(client, batch.id)
     assert batch.request_counts.model_dump() == {"total": 12, "completed": 12, "failed": 0}
 

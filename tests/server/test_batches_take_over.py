@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import random
@@ -21,7 +22,7 @@ from omniserve.server.batches.database import LineState
 from tests.quick import slow_except
 
 NUM_BATCHES = 3
-LINES = 150
+LINES = 80
 KILLS = 3
 
 
@@ -47,10 +48,15 @@ class Kill:
 
 
 class Fleet:
-    """Servers of one database, each with a log of what it computes."""
+    """Servers of one database, each with a log of what it computes.
 
-    def __init__(self, start_server, folder: Path, url: str) -> None:
-        self._start_server = start_server
+    Args:
+        start_server: Starts one in this process.
+        start_process: Starts one that can be frozen and killed.
+    """
+
+    def __init__(self, start_server, start_process, folder: Path, url: str) -> None:
+        self._start_server, self._start_process = start_server, start_process
         self._folder = folder
         self._url = url
         self._engine = create_engine(url)
@@ -63,19 +69,13 @@ class Fleet:
     def log(self, server: int) -> Path:
         return self._folder / f"work-{server}"
 
-    def start(self):
+    def start(self, *, in_process: bool = True):
         number = self.num_started
         self.num_started += 1
-        flags = (
-            "--data-dir",
-            str(self._folder / "data"),
-            "--database-url",
-            self._url,
-            "--limit",
-            "batch_concurrency=8",
-        )
-        more = ("--work-log", str(self.log(number)))
-        self.servers[number] = self._start_server(*flags, *more, own_group=True).wait_until_ready()
+        flags = ("--data-dir", str(self._folder / "data"), "--database-url", self._url)
+        flags += ("--limit", "batch_concurrency=8", "--work-log", str(self.log(number)))
+        start = self._start_server if in_process else functools.partial(self._start_process, own_group=True)
+        self.servers[number] = start(*flags).wait_until_ready()
         return self.servers[number]
 
     def kill(self, number: int) -> None:
@@ -124,12 +124,18 @@ def lines_of(batch: int) -> list[dict[str, object]]:
 
 
 @pytest.fixture
-def fleet(start_server, tmp_path, database_url) -> Iterator[Fleet]:
-    fleet = Fleet(start_server, tmp_path, database_url)
+def fleet(start_server, start_process, tmp_path, database_url) -> Iterator[Fleet]:
+    fleet = Fleet(start_server, start_process, tmp_path, database_url)
     yield fleet
     for server in fleet.servers.values():
-        server.kill_group()
+        server.close()
     fleet.close()
+
+
+@pytest.fixture
+def many_lines(monkeypatch) -> None:
+    """Have batches outlast several starts of servers."""
+    monkeypatch.setitem(globals(), "LINES", 150)
 
 
 def submit_all(fleet: Fleet, clients) -> None:
@@ -159,13 +165,14 @@ def test_one_of_two_servers_runs_all_lines_once(fleet):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("many_lines")
 def test_death_of_servers_repeats_only_what_they_had_not_done(fleet):
     rng = random.Random(1)
-    submit_all(fleet, [fleet.start().client(), fleet.start().client()])
+    submit_all(fleet, [fleet.start(in_process=False).client() for _ in range(2)])
     for _ in range(KILLS):
         time.sleep(rng.uniform(0.2, 1.5))
         fleet.kill(rng.choice(sorted(fleet.servers)))
-        last = fleet.start()
+        last = fleet.start(in_process=False)
     check_results(fleet, last.client())
     runs = fleet.runs()
     assert len(runs) == NUM_BATCHES * LINES
@@ -193,6 +200,7 @@ def test_connections_that_break_lose_and_repeat_nothing(fleet):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("many_lines")
 def test_connections_that_break_while_another_server_waits_lose_nothing(fleet):
     rng = random.Random(3)
     clients = [fleet.start().client(), fleet.start().client()]
@@ -206,7 +214,7 @@ def test_connections_that_break_while_another_server_waits_lose_nothing(fleet):
 
 @pytest.mark.parametrize("lock_is", slow_except(("cut",), ["cut", "left to the database"]))
 def test_owner_that_was_frozen_changes_nothing_when_it_wakes(fleet, lock_is):
-    frozen, other = fleet.start(), fleet.start()
+    frozen, other = fleet.start(in_process=False), fleet.start()
     submit_all(fleet, [frozen.client(), other.client()])
     while not fleet.log(0).stat().st_size:
         time.sleep(0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from omniserve.ops.attention import DEVICE_ATTENTION
 from omniserve.sched import SCHEDULERS
 from omniserve.server import cli
 from omniserve.server.cli import parse_args
+from tests.quick import slow_except
 
 
 def parse(*arguments):
@@ -246,6 +248,7 @@ def test_every_variable_that_is_read_is_known():
     assert read == set(cli.OTHER_VARIABLES)
 
 
+@pytest.mark.parametrize("alone", slow_except((False,), (False, True)), ids=["here", "in a process"])
 @pytest.mark.parametrize(
     ("program", "arguments", "message"),
     [
@@ -262,8 +265,15 @@ def test_every_variable_that_is_read_is_known():
         ("batch", "sumbit x.jsonl", "invalid choice: 'sumbit'"),
     ],
 )
-def test_every_program_tells_a_mistake_in_one_line(program, arguments, message):
-    command = [sys.executable, "-m", f"omniserve.{program}", *arguments.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and message in done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
+def test_every_program_tells_a_mistake_in_one_line(program, arguments, message, alone, monkeypatch, capfd):
+    if alone:
+        command = [sys.executable, "-m", f"omniserve.{program}", *arguments.split()]
+        status = subprocess.run(command, timeout=120).returncode
+    else:
+        monkeypatch.setattr(sys, "argv", [program, *arguments.split()])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module(f"omniserve.{program}", run_name="__main__")
+        status = ended.value.code
+    told = capfd.readouterr().err
+    assert status == 2 and message in told
+    assert told.count("\n") == 1, told

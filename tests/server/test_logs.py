@@ -12,7 +12,6 @@ import time
 
 import fake_engine
 import httpx
-import openai
 import pytest
 
 from omniserve.core.logs import JsonFormatter
@@ -21,7 +20,7 @@ from omniserve.server.connections import RequestLog
 
 @pytest.fixture(scope="module")
 def logging_server(start_module_server):
-    return start_module_server("--log-format", "json", "--api-key", "k").wait_until_ready()
+    return start_module_server("--api-key", "k").wait_until_ready()
 
 
 def get(server, path, **headers):
@@ -66,41 +65,29 @@ def test_what_goes_wrong_at_last_is_logged_with_the_id():
     assert line["request_id"] == "mine" and "RuntimeError: a bug" in line["exception"]
 
 
-def test_lines_for_machines(start_server):
-    server = start_server("--log-format", "json", "--api-key", "k").wait_until_ready()
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0)
-    client.completions.create(model="fake", prompt="a", extra_headers={"x-request-id": "one"})
-    get(server, "/v1/models", **{"x-request-id": "two"})
-    server.stop()
-    lines = [json.loads(line) for line in server.log]
-    assert all(set(line) >= {"time", "level", "logger", "message"} for line in lines)
-    assert any(line["message"].startswith("serving fake on") for line in lines)
-    about = {line["request_id"]: line for line in lines if line["logger"] == "omniserve.access"}
-    assert (about["one"]["method"], about["one"]["path"], about["one"]["status"]) == ("POST", "/v1/completions", 200)
-    assert about["one"]["key"] == "--api-key 1" and about["one"]["seconds"] > 0
-    assert about["two"]["status"] == 401 and "key" not in about["two"]
-
-
-def test_lines_of_the_engine_can_be_joined_with_those_of_the_api(start_server):
-    server = start_server("--log-format", "json", "--log-level", "debug").wait_until_ready()
+def test_lines_for_machines_and_those_of_the_engine_can_be_joined_with_those_of_the_api(start_process):
+    server = start_process("--log-format", "json", "--log-level", "debug", "--api-key", "k").wait_until_ready()
 
     def complete(name, **body):
-        url, headers = f"{server.url}/v1/completions", {"x-request-id": name}
+        url, headers = f"{server.url}/v1/completions", {"x-request-id": name, "authorization": "Bearer k"}
         return httpx.post(url, json={"prompt": "ab", "max_tokens": 3} | body, headers=headers, timeout=30)
 
     answer = complete("good", n=2).json()
     complete("bad", prompt=[fake_engine.BAD_OUTPUT])
     complete("refused", prompt=[fake_engine.REFUSE])
     complete("stopped", prompt="ab", stop=["b"], max_tokens=100)
+    get(server, "/v1/models", **{"x-request-id": "unknown"})
     server.wait_for_metric('omniserve_requests_running{service_class="LS"}', 0)
     server.stop()
     lines = [json.loads(line) for line in server.log]
-    call = {
-        line["request_id"]: line["call_id"]
-        for line in lines
-        if line["logger"] == "omniserve.access"
-        if "call_id" in line
-    }
+    assert all(set(line) >= {"time", "level", "logger", "message"} for line in lines)
+    assert any(line["message"].startswith("serving fake on") for line in lines)
+    access = {line["request_id"]: line for line in lines if line["logger"] == "omniserve.access"}
+    good, unknown = access["good"], access["unknown"]
+    assert (good["method"], good["path"], good["status"]) == ("POST", "/v1/completions", 200)
+    assert good["key"] == "--api-key 1" and good["seconds"] > 0
+    assert unknown["status"] == 401 and "key" not in unknown
+    call = {name: line["call_id"] for name, line in access.items() if "call_id" in line}
     assert call["good"] == answer["id"]
     about = {}
     for line in lines:

@@ -30,6 +30,12 @@ def live(page: sync_api.Page) -> sync_api.Page:
     return page
 
 
+@pytest.fixture(scope="module")
+def shown(server, open_module_page) -> sync_api.Page:
+    """A page for tests that only look at it."""
+    return live(open_module_page(server.url))
+
+
 def tile(page: sync_api.Page, label: str) -> sync_api.Locator:
     return page.locator(".tile", has_text=label).locator(".big")
 
@@ -71,27 +77,25 @@ def test_chart_moves_and_shows_latencies_under_load(start_server, open_page):
     page.wait_for_function("([canvas, before]) => canvas.toDataURL() !== before", arg=[canvas, before])
 
 
-def test_every_number_and_chart_says_what_it_means(server, open_page):
-    page = live(open_page(server.url))
-    tiles = page.locator(".tile").all()
+def test_every_number_and_chart_says_what_it_means(shown):
+    tiles = shown.locator(".tile").all()
     assert len(tiles) == 10
     for each in tiles:
         title = each.get_attribute("title")
         assert title and "undefined" not in title, each.inner_text()
-    for figure in page.locator("figure.chart").all():
+    for figure in shown.locator("figure.chart").all():
         meaning = figure.locator(".meaning").inner_text()
         assert meaning.endswith(".") and "undefined" not in meaning, figure.inner_text()
-    words = page.locator("#words")
+    words = shown.locator("#words")
     expect(words).to_be_hidden()
-    page.get_by_text("What the words mean").click()
+    shown.get_by_text("What the words mean").click()
     for word in ("TTFT", "TPOT", "Attainment", "Piggyback row", "Device, host tier", "KV"):
         expect(words.locator("dt").get_by_text(word, exact=True)).to_be_visible()
 
 
-def test_lines_of_a_chart_differ_in_more_than_color(server, open_page):
-    page = live(open_page(server.url))
+def test_lines_of_a_chart_differ_in_more_than_color(shown):
     num_lines = []
-    for figure in page.locator("figure.chart").all():
+    for figure in shown.locator("figure.chart").all():
         if "BE output" in figure.inner_text():  # stacked: no line can hide another
             continue
         lines = figure.locator(".legend line").all()
@@ -101,9 +105,8 @@ def test_lines_of_a_chart_differ_in_more_than_color(server, open_page):
     assert num_lines == [3, 3, 2, 2, 4, 2, 1, 1]
 
 
-def test_time_axis_has_several_times_at_any_width(server, open_page):
-    page = live(open_page(server.url))
-    steps = page.evaluate(
+def test_time_axis_has_several_times_at_any_width(shown):
+    steps = shown.evaluate(
         """async () => {
           const { timeSteps } = await import("/dashboard/static/chart.js");
           const found = [];
@@ -286,9 +289,8 @@ def test_page_survives_a_restart_of_the_server(start_server, open_page):
     assert again.stop() == 0
 
 
-def test_what_a_restart_lost_stays_with_a_gap_behind_it(server, open_page):
-    page = live(open_page(server.url))
-    times, values, queries = page.evaluate(
+def test_what_a_restart_lost_stays_with_a_gap_behind_it(shown):
+    times, values, queries = shown.evaluate(
         """async () => {
           const { Samples } = await import("/dashboard/static/samples.js");
           const samples = new Samples();

@@ -1,4 +1,7 @@
-"""The whole way with a real engine: a tiny random Llama behind HTTP says what transformers says."""
+"""The whole way with a real engine: a tiny random Llama behind HTTP says what transformers says.
+
+The servers are in this process; test_disk_kv.py and test_attack_real.py have some of their own.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import RunningServer
+from in_process import InProcessServer
 from otlp_receiver import receiving
 from tokenizers_for_tests import byte_level_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from omniserve.server.cli import parse_args
 from tests.latency.samples import make_profile
 
 TOKENIZER = byte_level_tokenizer()
@@ -42,13 +46,30 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-def start(model_folder, cache_folder, *more_flags, own_group=False):
+def flags_of(model_folder, *more):
+    """Return the flags of a server of the tiny model."""
     flags = "--port 0 --device cpu --execution compile=false --served-model-name tiny --device-kv-gib 0.001"
     flags += " --host-kv-gib 0.01 --block-size 16 --device-threads 1 --host-threads 1"
     flags += " --limit profile_time_limit_s=2"
-    command = [sys.executable, "-m", "omniserve.server", "--model", str(model_folder), *flags.split(), *more_flags]
-    folders = {"XDG_CACHE_HOME": str(cache_folder), "XDG_DATA_HOME": str(cache_folder / "data")}
-    return RunningServer(command, own_group=own_group, **folders)
+    return ["--model", str(model_folder), *flags.split(), *more]
+
+
+def folders_of(cache_folder):
+    return {"XDG_CACHE_HOME": str(cache_folder), "XDG_DATA_HOME": str(cache_folder / "data")}
+
+
+@pytest.fixture(scope="module")
+def start(logged, model_folder):
+    """Start servers with a real engine in this process; what still runs at the end is ended."""
+    started = []
+
+    def start(cache_folder, *more):
+        started.append(InProcessServer(*parse_args(flags_of(model_folder, *more)), **folders_of(cache_folder)))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +78,10 @@ def cache_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(model_folder, cache_folder):
+def server(start, cache_folder):
     flags = ("--dtype", "float32", "--trace-steps", str(cache_folder / "steps"))
     # No load of these tests is to be too much for a slow machine.
-    server = start(model_folder, cache_folder, *flags, "--ls-ttft-slo", "1000", "--ls-tpot-slo", "1000")
+    server = start(cache_folder, *flags, "--ls-ttft-slo", "1000", "--ls-tpot-slo", "1000")
     yield server.wait_until_ready()
     assert server.stop() == 0, "".join(server.log)
 
@@ -236,12 +257,12 @@ def test_trace_is_explained(server, cache_folder):
 
 
 @pytest.mark.slow
-def test_stays_on_the_host_tier_are_in_the_trace(model_folder, cache_folder):
+def test_stays_on_the_host_tier_are_in_the_trace(start, cache_folder):
     """Requests that outgrow the device's memory leave it, decode on the host tier, and may come back."""
     flags = "--dtype float32 --profile none --device-kv-gib 0.0002 "
     flags += "--scheduler-option swap_in_delay_s=0 --scheduler-option min_residence_s=0"
     with receiving() as receiver:
-        server = start(model_folder, cache_folder, *flags.split(), "--otlp-endpoint", receiver.url).wait_until_ready()
+        server = start(cache_folder, *flags.split(), "--otlp-endpoint", receiver.url).wait_until_ready()
         answer = server.client().completions.create(
             model="tiny", prompt="x", max_tokens=200, n=4, extra_headers={"x-request-id": "away"},
             extra_body={"service_tier": "flex", "ignore_eos": True},
@@ -265,10 +286,10 @@ def test_stays_on_the_host_tier_are_in_the_trace(model_folder, cache_folder):
 
 
 @pytest.mark.slow
-def test_profile_of_something_else_ends_the_start(model_folder, cache_folder, tmp_path):
+def test_profile_of_something_else_ends_the_start(start, cache_folder, tmp_path):
     path = tmp_path / "profile.json"
     make_profile().write(path)
-    other = start(model_folder, cache_folder, "--dtype", "float32", "--profile", str(path))
+    other = start(cache_folder, "--dtype", "float32", "--profile", str(path))
     assert other.wait() == 1
     log = "".join(other.log)
     assert "cannot start: " in log and "made for something else" in log and "float32" in log

@@ -36,8 +36,8 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
-def test_service_goes_on_after_the_engine_was_killed(start_server):
-    server = start_server("--limit", "engine_restarts=3").wait_until_ready()
+def test_service_goes_on_after_the_engine_was_killed(start_process):
+    server = start_process("--limit", "engine_restarts=3").wait_until_ready()
     client = server.client()
     stream = client.completions.create(**ENDLESS, stream=True)
     next(stream)
@@ -63,7 +63,7 @@ def test_service_goes_on_after_the_engine_was_killed(start_server):
     assert server.stop() == 0, "".join(server.log)
 
 
-def test_server_ends_when_its_starts_are_used_up(start_server):
+def test_server_ends_when_its_starts_are_used_up(start_server, no_pause):
     server = start_server("--limit", "engine_restarts=1").wait_until_ready()
     client = server.client()
     with pytest.raises(openai.InternalServerError, match="exit code 7"):
@@ -75,7 +75,7 @@ def test_server_ends_when_its_starts_are_used_up(start_server):
     assert sum("start 1 of 1" in line for line in server.log) == 1
 
 
-def test_start_that_fails_uses_up_one_of_the_starts(start_server, tmp_path):
+def test_start_that_fails_uses_up_one_of_the_starts(start_server, no_pause, tmp_path):
     obstacle = tmp_path / "obstacle"
     server = start_server("--limit", "engine_restarts=1", "--fail-while", str(obstacle)).wait_until_ready()
     obstacle.touch()
@@ -85,7 +85,7 @@ def test_start_that_fails_uses_up_one_of_the_starts(start_server, tmp_path):
     assert "could not start again: the fake engine may not start yet" in "".join(server.log)
 
 
-def test_signal_while_the_engine_is_down_stops_the_server(start_server, tmp_path):
+def test_signal_while_the_engine_is_down_stops_the_server(start_server, no_pause, tmp_path):
     obstacle = tmp_path / "obstacle"
     server = start_server("--limit", "engine_restarts=9", "--fail-while", str(obstacle)).wait_until_ready()
     obstacle.touch()
@@ -95,7 +95,7 @@ def test_signal_while_the_engine_is_down_stops_the_server(start_server, tmp_path
     assert server.stop() == 1
 
 
-def test_engine_that_died_has_a_successor_until_none_can_be_started(tmp_path):
+def test_engine_that_died_has_a_successor_until_none_can_be_started(engines_in_threads, no_pause, tmp_path):
     obstacle = tmp_path / "obstacle"
 
     async def scenario():
@@ -137,7 +137,7 @@ async def die(client, cause=DIE):
     return str(event)
 
 
-def test_an_engine_whose_device_hangs_says_so_in_the_log_and_has_a_successor(caplog, capfd):
+def test_an_engine_whose_device_hangs_says_so_in_the_log_and_has_a_successor(engines_in_threads, no_pause, caplog):
     async def scenario():
         engine = EngineSupervisor(FakeLoader(), max_restarts=1)
         await engine.start()
@@ -152,8 +152,8 @@ def test_an_engine_whose_device_hangs_says_so_in_the_log_and_has_a_successor(cap
             await engine.close()
 
     told = asyncio.run(scenario())
-    assert f"the engine has stopped: {told}; start 1 of 1 in 1 s" in caplog.text
-    log = capfd.readouterr().err  # the engine process's
+    assert f"the engine has stopped: {told}; start 1 of 1 in 0.01 s" in caplog.text
+    log = caplog.text
     assert "the engine's step failed" in log and "Traceback" in log and "omniserve.core.errors.Stalled" in log
 
 
@@ -212,7 +212,9 @@ def test_a_process_that_cannot_even_be_killed_holds_up_nobody(monkeypatch, caplo
     assert "process 4711 did not end within 30 s after it was killed" in caplog.text
 
 
-def test_a_start_that_finds_no_room_on_the_disk_is_a_failed_one_and_the_next_may_do_better(monkeypatch):
+def test_a_start_that_finds_no_room_is_a_failed_one_and_the_next_may_do_better(
+    engines_in_threads, no_pause, monkeypatch
+):
     make_directory, folders, num_calls = tempfile.mkdtemp, [], 0
 
     def make(*arguments):
@@ -238,7 +240,7 @@ def test_a_start_that_finds_no_room_on_the_disk_is_a_failed_one_and_the_next_may
     asyncio.run(scenario())
 
 
-def test_nobody_is_started_for_a_server_that_is_about_to_stop():
+def test_nobody_is_started_for_a_server_that_is_about_to_stop(engines_in_threads):
     async def scenario():
         engine = EngineSupervisor(FakeLoader(), max_restarts=2)
         await engine.start()

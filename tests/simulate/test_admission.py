@@ -13,6 +13,7 @@ from omniserve.simulate import Load, Result, SimulationConfig, simulate
 from omniserve.simulate.load import lognormal_lengths, requests, square_wave
 from omniserve.simulate.spread import Spread
 from tests.engine_settings import flat_config
+from tests.quick import slow_except
 from tests.simulate.machines import BLOCK_BYTES, machine
 
 TTFT_S = 0.5
@@ -58,7 +59,7 @@ def run(seed: int, *, admission: bool) -> Result:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_except((0,), range(3)))
 def test_admission_brings_more_than_it_costs(seed: int) -> None:
     reached = []
     for admission in (True, False):

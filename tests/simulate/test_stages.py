@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
 from omniserve import EngineConfig, ParallelConfig
 from omniserve.simulate import HostNode, Load, Machine, SimulationConfig, simulate
 from omniserve.simulate.load import TraceRequest
+from tests.quick import slow_except
 from tests.simulate.machines import constant, machine
 from tests.simulate.test_simulate import HOST, engine, everything_ended, mixed_load
 
@@ -50,13 +52,18 @@ def test_many_requests_get_as_many_times_the_tokens() -> None:
     assert two.end_s == pytest.approx(one.end_s, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["sarathi", "omniserve", "fcfs", "priority", "llumnix"])
-@pytest.mark.parametrize("host_blocks", [0, 200])
+@pytest.mark.parametrize(
+    ("name", "host_blocks"),
+    slow_except(
+        {("sarathi", 0), ("omniserve", 200), ("fcfs", 200), ("priority", 0), ("llumnix", 200)},
+        itertools.product(("sarathi", "omniserve", "fcfs", "priority", "llumnix"), (0, 200)),
+    ),
+)
 def test_every_request_ends(name: str, host_blocks: int) -> None:
     device = dataclasses.replace(machine(base=2.0, row=0.1), num_stages=2, hosts=(HOST,) if host_blocks else ())
     config = in_stages(2, scheduler=name, blocks=60, host_blocks=host_blocks)
     settings = SimulationConfig(
-        machine=device, engine=config, load=mixed_load(3), check=True, drain_s=float("inf"), noise=0.1
+        machine=device, engine=config, load=mixed_load(3, duration_s=8.0), check=True, drain_s=float("inf"), noise=0.1
     )
     result = simulate(settings)
     everything_ended(result)

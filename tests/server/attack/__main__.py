@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, seed, settings
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from conftest import RunningServer
+from running import RunningServer
 
 from tests.server.attack.bodies import check_answer, requests
 from tests.server.attack.load import send_all

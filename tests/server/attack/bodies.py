@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import httpx
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from omniserve.server.api import DetokenizeRequest, TokenizeRequest
@@ -51,6 +52,14 @@ _SCALARS = (
 json_values = st.recursive(
     _SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4)
 )
+
+
+def bounded(num_examples: int) -> settings:
+    """Return the settings of an attack with so many examples, which are the same ones each time."""
+    return settings(
+        max_examples=num_examples, derandomize=True, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
 
 
 def _fields(path: str) -> list[str]:

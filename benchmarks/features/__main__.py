@@ -1,0 +1,12 @@
+"""Run the cases of all features."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.features import FEATURES, drafts, host, moves, preemption
+
+__all__ = ["drafts", "host", "moves", "preemption"]  # they have the cases
+
+if __name__ == "__main__":
+    sys.exit(FEATURES.main())

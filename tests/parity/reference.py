@@ -1,0 +1,126 @@
+"""Hugging Face's continuations of prompts, with which those of the engine are compared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from tests.parity.models import VOCAB_SIZE
+from tests.references import identity, kept
+
+# fp32 runs that differ in batch and chunking only agree to about 1e-6 on logits of size 5. Where the two likeliest
+# tokens are closer than this, either is right, so such a prompt says nothing.
+NEAR_TIE = 1e-4
+# A delta rule or a scan in chunks rounds otherwise than one token at a time, up to some 1e-4 after a few layers of
+# random weights. A model whose own decode contradicts its prefill is given no more than this.
+_NOISES, _LARGEST_TOLERANCE = 10, 4e-3
+
+
+class _Continuation(NamedTuple):
+    """Hugging Face's continuation of a prompt."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    gap: float
+    """The smallest distance between a step's two largest logits."""
+    noise: float
+    """The largest difference between the logits of its decode and of its prefill of the same tokens."""
+    prompt_logprobs: torch.Tensor
+
+
+class Reference:
+    """Hugging Face's greedy continuations, made before the model is patched, the longest that any test asks for."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        prompts: Sequence[tuple[int, ...]] | None = None,
+        num_prompts: int = 12,
+        max_tokens: int = 24,
+        seed: int = 0,
+        first_position: int = 0,
+        num_shared: int = 0,
+    ) -> None:
+        """Make them; ``first_position`` is the model's own, of which ``generate`` knows nothing if it is not 0.
+
+        Args:
+            prompts: The first ``num_prompts`` of these without a near tie are taken; None: random ones are made up.
+            num_shared: Random prompts with more tokens than that begin with the same ones.
+        """
+        tried = prompts if prompts is not None else _random_prompts(10 * num_prompts, seed, num_shared)
+        self.max_tokens = max_tokens
+
+        def make() -> dict[str, Any]:
+            return _made(model, tried, num_prompts, max_tokens, first_position)
+
+        which = identity(model)
+        about = (which, tuple(tried), num_prompts, max_tokens, first_position, Path(__file__).read_text())
+        found = make() if which is None else kept(about, make)
+        self.prompts: list[tuple[int, ...]] = found["prompts"]
+        self.tokens: list[tuple[int, ...]] = found["tokens"]
+        self.prompt_logprobs: list[torch.Tensor] = found["prompt_logprobs"]
+        """Log-probabilities of each prompt's rows, ``[length, vocabulary]``."""
+        self.tolerance: float = found["tolerance"]
+        """Largest difference of logits: more than usual where the model's own decode and prefill differ by more."""
+
+
+def _made(
+    model: PreTrainedModel, tried: Sequence[tuple[int, ...]], num_prompts: int, max_tokens: int, first_position: int
+) -> dict[str, Any]:
+    """Compute the fields of a reference."""
+    made: list[_Continuation] = []
+    tolerance = NEAR_TIE
+    for prompt in tried:
+        made.append(_generate(model, prompt, max_tokens, first_position))
+        tolerance = max(tolerance, min(_NOISES * made[-1].noise, _LARGEST_TOLERANCE))
+        good = [each for each in made if each.gap >= tolerance]
+        if len(good) == num_prompts:
+            fields = ("prompts", "prompt"), ("tokens", "tokens"), ("prompt_logprobs", "prompt_logprobs")
+            found = {name: [getattr(each, field) for each in good] for name, field in fields}
+            return {**found, "tolerance": tolerance}
+    raise AssertionError(f"only {len(good)} of {len(tried)} prompts have no near tie")
+
+
+def _generate(model: PreTrainedModel, prompt: tuple[int, ...], max_tokens: int, first_position: int) -> _Continuation:
+    ids = torch.tensor([prompt], device=model.device)
+    numbered = {}
+    if first_position:
+        numbered["position_ids"] = torch.arange(len(prompt), device=model.device)[None] + first_position
+    out = model.generate(
+        ids,
+        **numbered,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        use_cache=True,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    decoded = torch.cat(out.logits).float()
+    best = decoded.topk(2).values
+    with torch.inference_mode():
+        prompt_logits = model(ids).logits[0]
+        prefilled = model(out.sequences[:, :-1]).logits[0, len(prompt) - 1 :].float()
+    return _Continuation(
+        prompt=prompt,
+        tokens=tuple(out.sequences[0, len(prompt) :].tolist()),
+        gap=float((best[:, 0] - best[:, 1]).min()),
+        noise=float((decoded - prefilled).abs().max()),
+        prompt_logprobs=prompt_logits.float().log_softmax(-1).cpu(),
+    )
+
+
+def _random_prompts(count: int, seed: int, num_shared: int) -> list[tuple[int, ...]]:
+    rng = random.Random(seed)
+    shared = tuple(random.Random(-1 - seed).randrange(1, VOCAB_SIZE) for _ in range(num_shared))
+    prompts = []
+    for _ in range(count):
+        prompt = tuple(rng.randrange(1, VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 17, 40])))
+        prompts.append((*shared, *prompt[num_shared:]) if len(prompt) > num_shared else prompt)
+    return prompts
