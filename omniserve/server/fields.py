@@ -273,7 +273,7 @@ def ignored_header(model: StrictModel) -> dict[str, str]:
     if not names:
         return {}
     more = [f"and {len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
-    return {IGNORED_FIELDS_HEADER: ", ".join([*(quote(name, safe="") for name in names[:_MAX_NAMED]), *more])}
+    return {IGNORED_FIELDS_HEADER: ", ".join([*(quote(name, safe="") or '""' for name in names[:_MAX_NAMED]), *more])}
 
 
 def _take_extra(model: StrictModel, at: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
