@@ -39,7 +39,7 @@ class Measurement:
     kinds: tuple[str, ...] = ("AMX", "AVX-512", "AVX2")
     """CPU kinds on which it is measured: those whose figures a page quotes."""
     is_simulated: bool = False
-    """Whether the figures are the same on any CPU."""
+    """A simulated measurement has the same figures on any CPU, so that one row stands for all kinds."""
 
 
 def _cases(benchmark: str, **minutes: float) -> tuple[Measurement, ...]:
@@ -107,7 +107,7 @@ MEASUREMENTS: tuple[Measurement, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Whether a row's figures still stand for the code."""
+    """The age of a row: how much of the code that it was measured with has changed, and how much may."""
 
     change: Change
     tolerance: float
@@ -115,7 +115,7 @@ class State:
 
     @property
     def is_old(self) -> bool:
-        """Whether more has changed than the measurement tolerates."""
+        """The row is old: a larger share of its code lines is in changed files than the measurement tolerates."""
         return self.change.share > self.tolerance
 
     @property

@@ -53,8 +53,8 @@ def write_record(
         config: All settings of the run.
         seed: Seed of the workload.
         results: The figures.
-        raw: Times of single requests or samples, which nobody reads but to look into a figure: they go to
-            ``NAME.raw.json`` beside the record, which git ignores.
+        raw: Times of single requests or samples, from which the figures were computed. They go to ``NAME.raw.json``
+            beside the record, which git ignores.
     """
     config = portable(config)
     config_text = json.dumps({"config": config, "seed": seed}, sort_keys=True)
