@@ -18,6 +18,8 @@ PIP := PATH="$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check
 # OpenMP threads spin for microseconds between short loops, then sleep: sleeping at once doubles a small step, spinning
 # for long takes cores that the host tier and the server need.
 export GOMP_SPINCOUNT ?= 10000
+# Tests start many processes: what one has compiled of the sources, the others read (`make clean` removes it).
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-all real check pages demo coserve coserve-memory gpu sanitize lint format clean

@@ -14,13 +14,11 @@ import multiprocessing
 import random
 import statistics
 import sys
-import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-import httpx
 import torch
 from torch import nn
 from torch.nn import functional
@@ -28,12 +26,11 @@ from torch.nn import functional
 import omniserve.runner.layer_loop
 from benchmarks.common.bandwidth import Arena, allowed_cpus
 from benchmarks.common.cases import Benchmark, Trials
-from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, drive, poisson_stream, warm_server
+from benchmarks.common.client import LS_TIER, LoadRequest, drive, poisson_stream, warm_server
 from benchmarks.common.dry_scheduler import DryScheduler, smollm_profile
 from benchmarks.common.engine_run import request
 from benchmarks.common.machine_speed import SpeedMeter, available_products
 from benchmarks.common.models import MODELS, SMOLLM_135M, random_llama, saved_smollm
-from benchmarks.common.server import ServerProcess
 from benchmarks.common.summary import summarize
 from benchmarks.common.timing import OtherLoad, median_ratio, seconds
 from omniserve import SLO, Engine, EngineConfig, Request, SamplingParams
@@ -278,7 +275,6 @@ _ONE_TOKEN = LoadRequest(send_at_s=0.0, prompt=[1, 2, 3], max_tokens=1, service_
 
 @COSTS.case(
     rate=1.0, seconds=60.0, prompt=128, output=32, repeats=3, seed=0, uncounted=0,
-    server_args=("", "more flags of the server, in one word"),
     tiny={"rate": 4.0, "seconds": 2.0, "prompt": 8, "output": 2, "repeats": 1},
 )  # fmt: skip
 def ls_alone(args: argparse.Namespace) -> Trials:
@@ -294,7 +290,7 @@ def ls_alone(args: argparse.Namespace) -> Trials:
             tier=LS_TIER, vocab_size=SMOLLM_135M["vocab_size"],
         )  # fmt: skip
         began_s = time.monotonic()
-        with warm_server("ls_alone", ["--model", str(model), *args.server_args.split()], [_ONE_TOKEN]) as server:
+        with warm_server("ls_alone", ["--model", str(model)], [_ONE_TOKEN]) as server:
             start_s = time.monotonic() - began_s
             records, end_s = drive(server, requests, cutoff_s=args.seconds + 30, may_be_cut_off=True)
         return {"start_to_first_token_s": start_s, **vars(summarize(records, end_s)), "requests": records}
@@ -304,57 +300,32 @@ def ls_alone(args: argparse.Namespace) -> Trials:
 
 # -- neighbours ----------------------------------------------------------------------------------------------------
 
-_PERIOD_S, _WARM_UP_STEPS, _VOCAB_SIZE = 0.01, 20, 500
+_PERIOD_S, _WARM_UP_STEPS = 0.01, 20
 
 
 @COSTS.case(
     shares=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0], requests=[8, 64], steps=15, repeats=5, uncounted=0,
-    best_effort=(4, "requests that the server works on all the time"),
-    rate=(0.5, "requests a second that the client sends"), span=(20.0, "seconds with the client, and without"),
-    sections=(["neighbour", "client"], "of the two"), models=list(MODELS),
-    tiny={"shares": [0.0, 0.5], "requests": [2], "steps": 2, "repeats": 1, "best_effort": 1, "rate": 2.0, "span": 2.0,
-          "models": ["built-in"]},
+    models=list(MODELS), tiny={"shares": [0.0, 0.5], "requests": [2], "steps": 2, "repeats": 1, "models": ["built-in"]},
 )  # fmt: skip
 def shared_cores(args: argparse.Namespace) -> Trials:
     """What a neighbour costs: decode steps with all cores and with one less, beside a process with a share of one.
 
     The neighbour works for its share of every 10 ms. ``ms`` is the median of the runs' means, since what a neighbour
-    costs comes in single long steps.
-
-    The second section asks whether a client takes a core away: a server makes steps for best-effort work all the time,
-    and a client on the same machine sends latency-sensitive requests; spans with and without it take turns. Both
-    sections want a machine on which nothing else runs, and more than one core.
+    costs comes in single long steps. Nothing else must run on the machine, which needs more than one core.
     """
     cores = available_cores()
     if cores < 2:
         raise ValueError("there is one core only: none can be left to a neighbour")
-    if "neighbour" in args.sections:
-        with neighbour() as share:
-            for name, requests in itertools.product(args.models, args.requests):
-                with decoding(MODELS[name](), requests, cores, args) as engine:
-                    for share.value in args.shares:
-                        time.sleep(2 * _PERIOD_S)
-                        yield (
-                            f"{name}, {requests} requests, neighbour {share.value:g}",
-                            {
-                                arm: functools.partial(decode_ms, engine, threads, args.steps)
-                                for arm, threads in (("one less", cores - 1), ("all", cores))
-                            },
-                        )
-    if "client" in args.sections:
-        for name in args.models:
-            flags = ["--model", str(saved_smollm())] if name == "SmolLM-135M" else []
-            with warm_server("shared_cores", flags, _stream(0, 2.0, 2.0)) as server:
-                seeds = itertools.count(1)
-                with best_effort_work(server, args.best_effort):
-                    time.sleep(args.span / 2)  # its first steps compile
-                    yield (
-                        f"{name}, client",
-                        {
-                            arm: functools.partial(watch, server, rate, args.span, seeds)
-                            for arm, rate in (("without", 0.0), ("with a client", args.rate))
-                        },
-                    )
+    with neighbour() as share:
+        for name, requests in itertools.product(args.models, args.requests):
+            with decoding(MODELS[name](), requests, cores, args) as engine:
+                for share.value in args.shares:
+                    time.sleep(2 * _PERIOD_S)
+                    arms = {
+                        arm: functools.partial(decode_ms, engine, threads, args.steps)
+                        for arm, threads in (("one less", cores - 1), ("all", cores))
+                    }
+                    yield f"{name}, {requests} requests, neighbour {share.value:g}", arms
 
 
 @contextlib.contextmanager
@@ -400,54 +371,6 @@ def decode_ms(engine: Engine, threads: int, steps: int) -> dict[str, float]:
     torch.set_num_threads(threads)
     engine.step()
     return ms_of(engine.step, steps)
-
-
-@contextlib.contextmanager
-def best_effort_work(server: ServerProcess, requests: int) -> Iterator[None]:
-    """Keep so many best-effort requests in the server meanwhile. Their answers are not streamed: that costs no CPU."""
-    ends = threading.Event()
-    body = {"prompt": [5] * 32, "max_tokens": 256, "ignore_eos": True, "temperature": 0, "service_tier": BE_TIER}
-
-    def ask() -> None:
-        while not ends.is_set():
-            httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=None).raise_for_status()
-
-    threads = [threading.Thread(target=ask) for _ in range(requests)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        for thread in threads:
-            thread.join()
-
-
-def steps_by_threads(server: ServerProcess) -> Counter[int]:
-    """Return the number of steps that the server has made with each number of threads."""
-    name = "omniserve_steps_by_threads_total"
-    samples = {key: value for key, value in server.metrics().items() if key.startswith(name)}
-    return Counter({int(key.split('"')[1]): int(value) for key, value in samples.items()})
-
-
-def _stream(seed: int, rate: float, span_s: float) -> Sequence[LoadRequest]:
-    return poisson_stream(
-        random.Random(seed), rate=rate, seconds=span_s, prompt=128, output=64, tier=LS_TIER, vocab_size=_VOCAB_SIZE
-    )
-
-
-def watch(server: ServerProcess, rate: float, span_s: float, seeds: Iterator[int]) -> dict[str, Any]:
-    """Return the steps by threads of a span with a client that sends so many requests a second, and its CPU time."""
-    before, began_s, cpu_s = steps_by_threads(server), time.monotonic(), time.process_time()
-    load = _stream(next(seeds), rate, span_s)
-    drive(server, load, cutoff_s=span_s + 60)
-    time.sleep(max(0.0, began_s + span_s - time.monotonic()))
-    steps, seconds_taken = steps_by_threads(server) - before, time.monotonic() - began_s
-    return {
-        "requests": len(load), "steps_by_threads": dict(sorted(steps.items())),
-        "share_with_all": steps[max(steps)] / steps.total(), "steps_per_s": steps.total() / seconds_taken,
-        "client_cores": (time.process_time() - cpu_s) / seconds_taken,
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

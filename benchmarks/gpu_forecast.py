@@ -3,15 +3,13 @@
 python -m benchmarks.gpu_forecast
 
 The layers' kernels are those that the compiler makes for an H200 (``forecast/kernels.py``), with the bytes of their
-inputs and outputs; attention and the operators that move rows go by formula (``forecast/steps.py``). Four times:
+inputs and outputs; attention and the operators that move rows go by formula (``forecast/steps.py``). Two times:
 
 * floor: weights and KV read once at the data sheet's bandwidth, or the step's arithmetic at its peak, whichever takes
   longer. Nothing can be faster.
-* roofline: the same kernel by kernel, one after the other, with all that each reads and writes. What stays in the L2
-  cache between two kernels, activations above all, makes it less.
-* expected: each at the share of these that kernels reached on A100s (``omniserve.simulate.analytic.Efficiency``), with
-  a gap behind each. This is a prediction; the step's planning and its copies are not in it.
-* uncaptured: as expected, or what the host needs to launch the kernels one by one, whichever is longer.
+* expected: each kernel at the share of these peaks that kernels reached on A100s
+  (``omniserve.simulate.analytic.Efficiency``), one after the other with a gap behind each. This is a prediction; the
+  step's planning and its copies are not in it.
 
 So the first real run is compared with what was said before it. Nothing here was measured.
 """
@@ -20,18 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common.record import ROOT, write_record
+from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table_of
-from benchmarks.forecast.kernels import Work, bound_s, expected_s, pretend_to_have_a_gpu
+from benchmarks.forecast.kernels import Work, expected_s, pretend_to_have_a_gpu
 from benchmarks.forecast.steps import Chunk, Decode, StepCounter
 from benchmarks.gpu.engines import LLAMA_8B, QWEN_32B, TINY, Shape
 from omniserve.simulate.analytic import Efficiency
 from omniserve.simulate.hardware import find_devices
 
-RECORD = ROOT / "benchmarks" / "results" / "gpu_forecast.json"
 DEVICES = ("H100-80GB", "H200-141GB")
 KERNEL_GAP_S = 1.0e-6
 """Seconds from the end of a kernel to the start of the next in a CUDA graph; assumed."""
@@ -63,12 +59,7 @@ def times(works: Sequence[Work], device_name: str, *, least_bytes: float, is_who
         launches = sum(work.name in ("attend", "zeros", "unpad", "keep_attention") for work in works)
         expected = max(expected, pieces * PIECE_LAUNCH_S + launches * EAGER_LAUNCH_S)
     flops = sum(work.flops for work in works)
-    return {
-        "floor_s": max(least_bytes / device.bytes_per_s, flops / device.flops),
-        "roofline_s": sum(bound_s(work, device) for work in works),
-        "expected_s": expected,
-        "uncaptured_s": max(expected, len(works) * EAGER_LAUNCH_S),
-    }
+    return {"floor_s": max(least_bytes / device.bytes_per_s, flops / device.flops), "expected_s": expected}
 
 
 def line(counter: StepCounter, step: Decode | Chunk) -> dict[str, Any]:
@@ -78,13 +69,14 @@ def line(counter: StepCounter, step: Decode | Chunk) -> dict[str, Any]:
     tokens = step.batch * step.context if isinstance(step, Decode) else step.context + step.num_tokens
     needed = counter.parameter_bytes + counter.kv_bytes(tokens)
     least_bytes = needed - counter.embedding_bytes
-    result: dict[str, Any] = {
+    return {
         "step": {"kind": "decode" if is_whole else "chunk", **asdict(step)},
         "bytes": sum(work.num_bytes for work in works),
         "bytes_by_kind": {
             kind: sum(work.num_bytes for work in works if work.kind == kind)
             for kind in sorted({work.kind for work in works})
         },
+        "bus_bytes": sum(work.bus_bytes for work in works),
         "flops": sum(work.flops for work in works),
         "kernels": len(works),
         "memory_bytes": needed,
@@ -94,26 +86,6 @@ def line(counter: StepCounter, step: Decode | Chunk) -> dict[str, Any]:
             if needed <= _RESERVE * find_devices(name)[1].memory_bytes
         },
     }
-    if isinstance(step, Decode) and step.seats:
-        without = Decode(batch=step.batch, context=step.context)
-        plain = counter.decode(without)
-        own = [*counter.piggyback_send(step), *counter.piggyback_join(step)]
-        gather = counter.piggyback_gather(step)
-        result["piggyback"] = {
-            "to_host_bytes_per_layer": sum(work.bus_bytes for work in own),
-            "to_device_bytes_per_layer": gather.bus_bytes / counter.num_layers,
-            "device_bytes_per_layer": (result["bytes"] - sum(work.num_bytes for work in plain)) / counter.num_layers,
-            "kernels_per_layer": len(own),
-            "gather_s": {name: bound_s(gather, find_devices(name)[1]) for name in DEVICES},
-            "added": {
-                name: {
-                    key: seconds[key] - times(plain, name, least_bytes=least_bytes, is_whole=True)[key]
-                    for key in seconds
-                }
-                for name, seconds in result["devices"].items()
-            },
-        }
-    return result
 
 
 def forecast(shape: Shape) -> dict[str, Any]:
@@ -128,7 +100,6 @@ def forecast(shape: Shape) -> dict[str, Any]:
 
 def forecast_table(results: dict[str, Any]) -> str:
     """Return the steps' forecasts as Markdown."""
-    keys = ("floor_s", "roofline_s", "expected_s", "uncaptured_s")
     lines = []
     for model, result in results.items():
         for each in result["steps"]:
@@ -138,8 +109,10 @@ def forecast_table(results: dict[str, Any]) -> str:
             }  # fmt: skip
             for name in DEVICES:
                 times_s = each["devices"].get(name)
-                cell = " / ".join(f"{1e3 * times_s[key]:.2f}" for key in keys) if times_s else "does not fit"
-                line[f"{name}: floor / roofline / expected / uncaptured, ms"] = cell
+                cell = (
+                    f"{1e3 * times_s['floor_s']:.2f} / {1e3 * times_s['expected_s']:.2f}" if times_s else "does not fit"
+                )
+                line[f"{name}: floor / expected, ms"] = cell
             lines.append(line)
     return table_of(lines)
 
@@ -153,8 +126,7 @@ def label(step: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__.splitlines()[0], tiny=(False, "a model of two layers, to try the program"))
-    parser.add_argument("--out", type=Path, default=RECORD)
+    parser = argument_parser(__doc__, "gpu_forecast", tiny=(False, "a model of two layers, to try the program"))
     args = parser.parse_args()
     pretend_to_have_a_gpu()
     shapes = [TINY] if args.tiny else [LLAMA_8B, QWEN_32B]
@@ -168,7 +140,7 @@ def main() -> None:
         "devices": {name: asdict(find_devices(name)[1]) for name in DEVICES},
         "assumed": assumed,
     }
-    write_record(args.out, name="gpu_forecast", config=config, seed=0, results=results)
+    write_record(args.record, name="gpu_forecast", config=config, seed=0, results=results)
     print(forecast_table(results))
 
 

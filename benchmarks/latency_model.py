@@ -5,8 +5,7 @@
 A model is profiled, each latency model is fitted to 100 steps of a synthetic load, and predicts 1,000 steps of another:
 a piece of a trace, or a synthetic load of other lengths and rates. ``device``: the host tier is off; ``tiers``: device
 memory is short, and best-effort requests decode on the host. ``learning`` is the same model behind CorrectedModel,
-which sees each step after predicting it, as in the engine. ``noise``: identical steps, predicted by their median: what
-the machine's own unsteadiness costs a prediction, at the time it was measured.
+which sees each step after predicting it, as in the engine.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ from omniserve.simulate.load import read_trace
 FIT_SEED, TEST_SEED = 11, 5
 BLOCKS = {"device": (160, 0), "tiers": (32, 256)}
 NUM_FIT = 100
-NOISE_REPEATS = 40
 
 
 def trace_load(
@@ -89,22 +87,6 @@ def measure(engine: Engine, load: Sequence[Arrival], count: int, limit_s: float)
     return measure_steps(engine, load, max_samples=count, go_on=lambda: time.monotonic() < deadline_s)
 
 
-def noise_floor(engine: Engine) -> dict[str, Accuracy]:
-    """Return the accuracy of the median of identical steps: a prompt of 128 tokens; 8 decodes."""
-    prompts = [
-        Arrival(at_step=i, request=Request(prompt_token_ids=[1] * 128, sampling=SamplingParams(max_tokens=1)))
-        for i in range(NOISE_REPEATS)
-    ]
-    decoding = SamplingParams(max_tokens=NOISE_REPEATS, ignore_eos=True)
-    decodes = [Arrival(at_step=0, request=Request(prompt_token_ids=[1] * 8, sampling=decoding)) for _ in range(8)]
-    floors: dict[str, Accuracy] = {}
-    for name, load in (("prompt of 128", prompts), ("8 decodes", decodes)):
-        samples = measure(engine, load, NOISE_REPEATS, 60.0)
-        median = statistics.median(sample.seconds for sample in samples)
-        floors[name] = accuracy_of_errors([abs(median - sample.seconds) / sample.seconds for sample in samples])
-    return floors
-
-
 def learning_accuracy(model: Predictor, samples: Sequence[StepSample]) -> Accuracy:
     """Return the accuracy of predictions made before each step by a CorrectedModel that has seen those before it."""
     corrected = CorrectedModel(model)
@@ -116,30 +98,13 @@ def learning_accuracy(model: Predictor, samples: Sequence[StepSample]) -> Accura
     return accuracy_of_errors(errors)
 
 
-def prediction_us(model: Predictor, samples: Sequence[StepSample]) -> float:
-    """Return the median microseconds of a prediction."""
-    times = []
-    for _ in range(20):
-        began_s = time.perf_counter()
-        for sample in samples:
-            model.step_s(sample.features)
-        times.append((time.perf_counter() - began_s) / len(samples))
-    return 1e6 * statistics.median(times)
-
-
 def compare(profile: Profile, fit: Sequence[StepSample], test: Sequence[StepSample]) -> dict[str, Any]:
     """Fit each latency model, test it, and print a line for it."""
     results: dict[str, Any] = {}
     for name in sorted(LATENCY_MODELS.names(), key="omniserve".__eq__):
         model = LATENCY_MODELS.get(name).from_profile(dataclasses.replace(profile, steps=tuple(fit[:NUM_FIT])))
-        result = results[name] = {
-            "fitted": accuracy_of(model, fit[:NUM_FIT]), "tested": accuracy_of(model, test),
-            "learning": learning_accuracy(model, test), "us": prediction_us(model, test),
-        }  # fmt: skip
-        print(
-            f"    {name:<10} tested {result['tested']}  learning {result['learning']}  "
-            f"(on its own steps {result['fitted']}; {result['us']:.1f} us a prediction)"
-        )
+        result = results[name] = {"tested": accuracy_of(model, test), "learning": learning_accuracy(model, test)}
+        print(f"    {name:<10} tested {result['tested']}  learning {result['learning']}")
     return results
 
 
@@ -158,8 +123,8 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
             base, device_kv_bytes=device_blocks * block_bytes, host_kv_bytes=host_blocks * block_bytes
         )
         with Engine(model, config) as engine:
-            noise = noise_floor(engine)
             sizes = {"num_steps": 10 * NUM_FIT, "vocab_size": spec.vocab_size, "max_prompt": 600, "max_output": 48}
+            measure(engine, mixed_load(FIT_SEED + 1, **sizes), 20, args.load_time)  # warms the engine up
             fit = measure(engine, mixed_load(FIT_SEED, **sizes), NUM_FIT, args.load_time)
             sizes = {"num_steps": 10 * args.steps, "vocab_size": spec.vocab_size, "max_output": 96}
             if args.trace is None:
@@ -169,9 +134,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
             test = measure(engine, tested, args.steps, args.load_time)
         print(f"  {load}: {len(fit)} steps to fit, {len(test)} to test, ", end="")
         print(f"{1e3 * statistics.mean(s.seconds for s in test):.1f} ms each on average")
-        for what, floor in noise.items():
-            print(f"    noise      {floor}  ({what})")
-        results[load] = {"noise": noise, "models": compare(profile, fit, test), "fit": fit, "test": test}
+        results[load] = {"models": compare(profile, fit, test), "fit": fit, "test": test}
     return results
 
 

@@ -7,30 +7,24 @@ python -m benchmarks.machines tensor_parallel --record benchmarks/results/machin
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import itertools
-import multiprocessing
 import random
-import secrets
 import statistics
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks.common.cases import Benchmark, Trials
 from benchmarks.common.engine_run import SteadyRun
 from benchmarks.common.host_tasks import host_tier_of, seconds_of_tasks
-from benchmarks.common.models import MODELS, SMOLLM_135M, random_llama, token_bytes
-from benchmarks.common.network import cpu_host, paced_cpu_host, slow_link
+from benchmarks.common.models import MODELS, SMOLLM_135M, saved_llama, token_bytes
+from benchmarks.common.network import cpu_host, paced_cpu_host, prefill_engine, secret_file, slow_link
 from benchmarks.common.ranks import QWEN_HALF_B, engine_of, free_port, processes_of
 from benchmarks.common.timing import OtherLoad
 from omniserve import (
@@ -49,9 +43,7 @@ from omniserve import (
 from omniserve.core.plan import StepPlan
 from omniserve.core.work import HOST_BLOCKS
 from omniserve.host.cores import available_cores
-from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.parallel.group import RankGroup
-from omniserve.prefill.server import PrefillServer
 from omniserve.profiling.collectives import calls_of_layers, time_collectives
 from omniserve.remote.network_hosts import NetworkHosts
 from omniserve.simulate import Load, SimulationConfig, simulate
@@ -89,12 +81,10 @@ def tensor_parallel(args: argparse.Namespace) -> Trials:
 def serve_tensor_parallel(arm: str, dtype: str, pipe: Connection) -> None:
     """Make an engine, and answer ``(rows, is_prompt)`` by the median step and its collectives."""
     parallel = ParallelConfig() if arm == "one" else ParallelConfig(tensor_parallel_size=2)
-    with tempfile.NamedTemporaryFile("w", suffix=".secret") as file:
-        file.write(secrets.token_hex(32))
-        file.flush()
+    with secret_file() as secret:
         if arm == "sockets":
             listen = f"127.0.0.1:{free_port()}"
-            parallel = dataclasses.replace(parallel, rank_listen=listen, rank_secret_file=file.name)
+            parallel = dataclasses.replace(parallel, rank_listen=listen, rank_secret_file=str(secret))
         config = EngineConfig(
             host_kv_bytes=0, kv="paged", device_kv_bytes=1 << 28, max_model_len=1024, parallel=parallel,
             scheduler="fcfs", execution=ExecutionConfig(prefix_cache=False),
@@ -280,8 +270,7 @@ def network_hosts(args: argparse.Namespace) -> Trials:
 
 def hosts_of(stack: ExitStack, links: list[str]) -> dict[str, HostsConfig | None]:
     """Start the hosts, one a link, which one engine after the other uses; return how they are reached."""
-    secret = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "secret"
-    secret.write_text(secrets.token_hex(32))
+    secret = stack.enter_context(secret_file())
     configs: dict[str, HostsConfig | None] = {"local": None}
     for name in links:
         delay_s, bits_per_s = LINKS[name]
@@ -349,7 +338,8 @@ def prefill_apart(args: argparse.Namespace) -> Trials:
     process of its own that is reached over loopback. Both have all cores, as one of them waits meanwhile; so the
     difference is what the hand-over adds. In turn each gets a prompt that no engine knows.
     """
-    rng, model = random.Random(0), patch(random_llama(**_PREFILL_SHAPE))
+    rng, folder = random.Random(0), saved_llama("smollm-135m-8k", _PREFILL_SHAPE)
+    model = patch(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval())
 
     def ttft(engine: Engine, length: int) -> dict[str, float]:
         began_s = time.perf_counter()
@@ -358,10 +348,13 @@ def prefill_apart(args: argparse.Namespace) -> Trials:
         return {"ttft_s": time.perf_counter() - began_s}
 
     with (
-        prefill_engine(args.chunk) as config,
+        prefill_engine(
+            folder, scheduler="sarathi", max_num_batched_tokens=args.chunk, max_model_len=8192, device_kv_gib=1,
+            host_kv_gib=1, device_threads=available_cores(), profile="none",
+        ) as there,
         Engine(model, _prefill_config(PrefillConfig(), args.chunk)) as here,
-        Engine(model, _prefill_config(config, args.chunk)) as apart,
-    ):
+        Engine(model, _prefill_config(dataclasses.replace(there, prefill_placement="always"), args.chunk)) as apart,
+    ):  # fmt: skip
         for length in args.lengths:
             before = sum(apart.stats().scheduler.loaded_from("prefilled").values())
             arms = {"here": functools.partial(ttft, here, length), "apart": functools.partial(ttft, apart, length)}
@@ -376,45 +369,6 @@ def _prefill_config(prefill: PrefillConfig, chunk: int) -> EngineConfig:
         host_kv_bytes=1 << 30, prefill=prefill,
         device_threads=available_cores(),  # asked for: none is left to the process that has just worked
     )  # fmt: skip
-
-
-def serve_prefills(chunk: int, secret: str, pipe: Connection) -> None:
-    """Run a prefill engine until the pipe ends."""
-    model = patch(random_llama(**_PREFILL_SHAPE))
-    config = _prefill_config(PrefillConfig(), chunk)
-    with Engine(model, config) as engine:
-        server = PrefillServer(engine, fingerprint=kv_fingerprint(model, config), secret=secret.encode())
-        pipe.send(server.address)
-
-        def end() -> None:
-            with contextlib.suppress(EOFError):
-                pipe.recv()
-            server.close()
-
-        threading.Thread(target=end, daemon=True).start()
-        server.run()
-
-
-@contextlib.contextmanager
-def prefill_engine(chunk: int) -> Iterator[PrefillConfig]:
-    """Run a prefill engine in a process of its own; yield how to reach it."""
-    context = multiprocessing.get_context("spawn")
-    secret = secrets.token_hex(32)
-    pipe, other = context.Pipe()
-    process = context.Process(target=serve_prefills, args=(chunk, secret, other))
-    process.start()
-    other.close()
-    with tempfile.NamedTemporaryFile("w", suffix=".secret") as file:
-        file.write(secret)
-        file.flush()
-        try:
-            address = "{}:{}".format(*pipe.recv())
-            yield PrefillConfig(
-                prefill_engines=(address,), prefill_secret_file=file.name, prefill_placement="always",
-            )  # fmt: skip
-        finally:
-            pipe.close()
-            process.join()
 
 
 # -- eight GPUs, simulated -----------------------------------------------------------------------------------------

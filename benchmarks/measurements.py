@@ -83,7 +83,7 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     _of("demo", minutes=2),
     _of("latency_model", "--profile-time", "40", "--load-time", "60", minutes=10),
     dataclasses.replace(
-        _of("cpu_attention", "--sections", "limits", "rows", minutes=15), parts=KERNELS, tolerance=0.3
+        _of("cpu_attention", "--peer-dir", "PEERS/vllm", minutes=15), parts=KERNELS, tolerance=0.3, needs="vLLM"
     ),
     *(dataclasses.replace(case, parts=KERNELS, tolerance=0.3) for case in _cases("costs", linears=3)),
     *_cases("costs", sampling=1, shared_cores=4, step_overhead=1, scheduling=2, ls_alone=4),

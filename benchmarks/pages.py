@@ -33,11 +33,11 @@ from benchmarks.common.sources import ROOT
 from benchmarks.common.terminal import argument_parser
 from benchmarks.measurements import RESULTS, state_of
 from benchmarks.page_figures import FIGURES_AND_TABLES
-from benchmarks.paper.page import Findings, names_of, number, span
+from benchmarks.paper.report import Findings, names_of, number, span
 
 TEMPLATES = ROOT / "docs" / "pages"
 PAPERS = "reproduction.md.jinja"
-"""The template of the papers' evaluation, which has names of its own (``benchmarks/paper/page.py``)."""
+"""The template of the papers' evaluation, which has names of its own (``benchmarks/paper/report.py``)."""
 UNITS = r"%|tokens/s|requests/s|G[Bi]+/s|GFLOP/s|ms\b|us\b|times\b"
 FIGURE = re.compile(rf"(?<![\w.{{-])(?<!attends )\d[\d,.]*(?: to \d[\d,.]*)?(?:x\b| ?(?:{UNITS}))")
 """A number with a unit that measurements have, as a reader sees it."""

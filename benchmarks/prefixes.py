@@ -25,7 +25,6 @@ from benchmarks.common.cases import Benchmark, Trials
 from benchmarks.common.dry_scheduler import DryScheduler, smollm_profile
 from benchmarks.common.models import MODELS, token_bytes
 from omniserve import SLO, DiskKVConfig, Engine, EngineConfig, ExecutionConfig, Request, SamplingParams
-from omniserve.core.plan import StepPlan
 from omniserve.core.work import DiskCopy
 from omniserve.host.disk import DiskTier
 from omniserve.host.disk_file import DiskFile
@@ -59,8 +58,6 @@ def prefix_cache(args: argparse.Namespace) -> Trials:
     (``be_prefix_order=false``). ``host`` is the last load with ``sarathi``, which takes prompts by arrival, and a host
     tier, which keeps what the device forgets or, with ``off``, does not (``host_prefixes``); it decodes nothing there,
     and there is no prediction. A run has an engine of its own, so nothing is there from the run before.
-    ``predicted_s`` is the sum of what the latency profile says of the steps: its gain is what the work that is left
-    should bring. ``cpu_per_token_us`` is the CPU time of all threads, over the tokens of prompts and outputs.
     """
     model = MODELS[args.model]()
     much, little = int(args.device_kv_gib * 2**30), int(args.templates_kv * args.shared * token_bytes(model))
@@ -112,27 +109,13 @@ def serve_batch(
     model: Any, profile: Profile | None, requests: Sequence[Request], config: EngineConfig
 ) -> dict[str, float]:
     """Serve a batch with a new engine; return what it took."""
-    predicted_s = 0.0
-
-    def on_step(plan: StepPlan, host_works: bool, seconds: float) -> None:
-        nonlocal predicted_s
-        if plan.decision is not None:
-            predicted_s += plan.decision.predicted_s or 0.0
-
     with Engine(model, config, profile=profile) as engine:
         engine.generate(batch(1, shared=0, own=8, output=2, seed=-1))  # what is compiled at the first step
-        engine.on_step = on_step
-        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+        began_s = time.perf_counter()
         done = engine.generate(requests)
-        seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
-    num_tokens = sum(each.num_prompt_tokens + len(each.token_ids) for each in done)
-    return {
-        "seconds": seconds,
-        "tokens_per_s": num_tokens / seconds,
-        "cpu_per_token_us": 1e6 * cpu_s / num_tokens,
-        "predicted_s": predicted_s,
-        "cached": sum(each.num_cached_tokens for each in done) / sum(each.num_prompt_tokens for each in done),
-    }
+        seconds = time.perf_counter() - began_s
+    cached, prompts = (sum(getattr(each, name) for each in done) for name in ("num_cached_tokens", "num_prompt_tokens"))
+    return {"seconds": seconds, "cached": cached / prompts}
 
 
 @PREFIXES.case(
@@ -150,9 +133,8 @@ def prefix_flood(args: argparse.Namespace) -> Trials:
     tenant, what was said in the chat so far, and new tokens. Beside them so many random BE requests are always
     unfinished, until their prompts come to ``--flood`` times the device's KV. ``hit_rate`` is the share of the LS
     prompts' tokens that the cache had, ``ttft_ms`` the median time to first token of turns but the first: without an
-    objective, a prompt of which little is left shares its step with BE prompts. ``ttft_over_predicted`` is the median
-    of what they take over what was predicted as they came. ``alone`` is without the flood; the others are named by
-    ``ls_prefix_share``.
+    objective, a prompt of which little is left shares its step with BE prompts. ``alone`` is
+    without the flood; the others are named by ``ls_prefix_share``.
     """
     model = MODELS[args.model]()
 
@@ -206,11 +188,10 @@ def serve_chats(
     rng, chats, all_turns = random.Random(7), Chats(args), args.chats * args.turns
     sampling = SamplingParams(max_tokens=args.output, ignore_eos=True)
     ttfts_s: list[float] = []
-    over_predicted: list[float] = []
     num_flooded = num_turns = 0
     with Engine(model, config, profile=profile) as engine:
         flood: set[str] = set()
-        current: tuple[int, float, float | None] | None = None
+        current: tuple[int, float] | None = None
         answer: list[int] = []
         run_began_s = time.perf_counter()
         while current is not None or num_turns < all_turns:
@@ -218,9 +199,8 @@ def serve_chats(
             if current is None and num_flooded * all_turns >= num_turns * flood_tokens:
                 number, prompt = chats.next()
                 num_turns += 1
-                began_s, answer = time.perf_counter(), []
-                turn = engine.add(Request(prompt_token_ids=prompt, sampling=sampling, service_class="LS"))
-                current = number, began_s, engine.predicted_ttft_s(turn)
+                current, answer = (number, time.perf_counter()), []
+                engine.add(Request(prompt_token_ids=prompt, sampling=sampling, service_class="LS"))
             while num_flooded < flood_tokens and len(flood) < args.at_once:
                 prompt = tokens(rng, args.flood_prompt)
                 flood.add(engine.add(Request(prompt_token_ids=prompt, sampling=sampling, service_class="BE")))
@@ -229,11 +209,9 @@ def serve_chats(
                 if out.request_id in flood:
                     flood -= {out.request_id} if out.finished else set()
                 elif current is not None:
-                    number, began_s, predicted_s = current
+                    number, began_s = current
                     if not answer and not chats.is_first(number):
                         ttfts_s.append(time.perf_counter() - began_s)
-                        if predicted_s is not None:
-                            over_predicted.append(ttfts_s[-1] / predicted_s)
                     answer += out.new_token_ids
                     if out.finished:
                         chats.answered(number, answer)
@@ -243,9 +221,6 @@ def serve_chats(
         "seconds": took_s,
         "hit_rate": stats.scheduler.cached_tokens["LS"] / stats.scheduler.prompt_tokens["LS"],
         "ttft_ms": 1e3 * statistics.median(ttfts_s),
-        "ttft_over_predicted": statistics.median(over_predicted),
-        "flood_over_cache": num_flooded / args.device_tokens,
-        "be_tokens": stats.scheduler.output_tokens.get("BE", 0),
     }
 
 
@@ -259,9 +234,8 @@ def prefix_lookup(args: argparse.Namespace) -> Trials:
 
     The real scheduler with the latency model of a measured profile (SmolLM-135M's shape; cached, or made now), driven
     without a device. The requests are there from the start, half of them LS, and there is memory for all.
-    ``prefill_ms`` and ``decode_ms`` are medians of ``schedule()`` and ``update()`` of a step with prompts and without,
-    ``prefill_step_s`` and ``decode_step_s`` what the model says of these steps; ``add_ms`` is of a request's arrival,
-    at which its keys are made.
+    ``prefill_ms`` and ``decode_ms`` are medians of ``schedule()`` and ``update()`` of a step with prompts and without;
+    ``add_ms`` is of a request's arrival, at which its keys are made.
     """
     profile, block, vocabulary = smollm_profile(), 16, 50_000
 
@@ -279,17 +253,13 @@ def prefix_lookup(args: argparse.Namespace) -> Trials:
             request = Request(prompt_token_ids=prompt, sampling=sampling, service_class=("BE", "LS")[number % 2])
             scheduler.add(f"r{number}", request, SLO(ttft_s=1e9, tpot_s=1e3))
         times_s: dict[bool, list[float]] = {True: [], False: []}
-        steps_s: dict[bool, list[float]] = {True: [], False: []}
         while len(times_s[False]) < args.decodes:
-            plan, schedule_s, update_s, step_s = scheduler.step(lambda: rng.randrange(1, vocabulary))
+            plan, schedule_s, update_s, _ = scheduler.step(lambda: rng.randrange(1, vocabulary))
             has_prompts = any(len(chunk.token_ids) > 1 for chunk in plan.chunks)
             times_s[has_prompts].append(schedule_s + update_s)
-            steps_s[has_prompts].append(step_s)
-        median = statistics.median
         return {
-            "add_ms": 1e3 * median(scheduler.adds_s), "prefill_steps": len(times_s[True]),
-            "prefill_ms": 1e3 * median(times_s[True]), "prefill_step_s": median(steps_s[True]),
-            "decode_ms": 1e3 * median(times_s[False]), "decode_step_s": median(steps_s[False]),
+            "add_ms": 1e3 * statistics.median(scheduler.adds_s),
+            "prefill_ms": 1e3 * statistics.median(times_s[True]), "decode_ms": 1e3 * statistics.median(times_s[False]),
         }  # fmt: skip
 
     yield "lookup", {"off": functools.partial(run, False), "on": functools.partial(run, True)}

@@ -31,8 +31,7 @@ from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser
 from benchmarks.paper import apex, bros, conserve
 from benchmarks.paper import omniserve as omniserve_paper
-from benchmarks.paper.cases import Case, Experiment, MachineSpec
-from benchmarks.paper.decodes_alone import DecodesAlone
+from benchmarks.paper.cases import Case, DecodesAlone, Experiment, MachineSpec
 from benchmarks.paper.report import TokenGaps, figures_of, markdown
 from omniserve.core.config import EngineConfig
 from omniserve.core.request import SLO, ClassSpec, ServiceClass

@@ -1,11 +1,10 @@
 """The simulator against what a server was recorded to do: the loads of a record of benchmarks.frontier, simulated.
 
-    python -m benchmarks.simulator_served benchmarks/results/frontier.json --profile FILE
+    python -m benchmarks.simulator_served benchmarks/results/frontier.json
 
-The profile must be of the recorded model, settings and machine (without --profile: the one in the cache, or measured
-now). The record's figures come from clients over HTTP, whose processes shared the machine's cores with the engine; the
-simulator knows neither, but with ``--calibrate-from`` steps take what they took beside such clients, in traces of any
-such server (``--trace-steps``). Each run of the record is simulated with its own arrivals; medians are compared.
+Steps take what the profile of this machine says: the cached one, or one that is measured now. The record's figures
+come from clients over HTTP, whose processes shared the machine's cores with the engine; the simulator knows neither.
+Each run of the record is simulated with its own arrivals; medians are compared.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ from benchmarks.common.record import read_row, write_record
 from benchmarks.common.terminal import argument_parser, table_of
 from benchmarks.frontier import FrontierLoad, Row, be_pile, frontier_rows, ls_stream
 from omniserve import SLO, ClassSpec, EngineConfig
-from omniserve.latency import Profile
 from omniserve.launch.flags import add_engine_flags, config_from
 from omniserve.profiling import find_or_make_profile
-from omniserve.simulate import Calibration, Load, Machine, SimulationConfig, machine_of_profile, simulate
-from omniserve.simulate.calibration import read_samples
+from omniserve.simulate import Load, Machine, SimulationConfig, machine_of_profile, simulate
 from omniserve.simulate.load import TraceRequest
 from omniserve.simulate.models import find_model
 from omniserve.simulate.results import summarise
@@ -104,26 +101,15 @@ def cells(recorded: Mapping[str, float], simulated: Mapping[str, float]) -> dict
 def main() -> None:
     parser = argument_parser(__doc__, "simulator_served")
     parser.add_argument("served", type=Path, help="record of benchmarks.frontier, of SmolLM-135M's shape")
-    parser.add_argument("--profile", type=Path)
-    parser.add_argument("--calibrate-from", type=Path, nargs="+", default=[], metavar="FILE", help="traces of steps")
     args = parser.parse_args()
     record = read_row(args.served)
     if record["config"]["model"] != "smollm":
         parser.error(f"{args.served} is of the model {record['config']['model']!r}; only smollm is known here")
     load, flags, seed = load_of(record), record["config"]["flags"], record["seed"]
-    if args.profile is not None:
-        profile = Profile.read(args.profile)
-    else:
-        profile = find_or_make_profile(
-            random_llama(**SMOLLM_135M), engine_config(flags, frontier_rows(load.objectives, load.budgets)[0], None)
-        )
+    profile = find_or_make_profile(
+        random_llama(**SMOLLM_135M), engine_config(flags, frontier_rows(load.objectives, load.budgets)[0], None)
+    )
     machine = machine_of_profile(profile, find_model("smollm-135m").spec)
-    calibration: Calibration | None = None
-    if args.calibrate_from:
-        samples = [sample for path in args.calibrate_from for sample in read_samples(path)]
-        calibration = Calibration.fitted(machine.device, samples)
-        machine = calibration.apply(machine)
-        print(f"calibrated: {calibration}")
     results: dict[str, Any] = {}
     for row in frontier_rows(load.objectives, load.budgets):
         runs = record["results"]["frontier"]["runs"].get(row.name, [])
@@ -134,10 +120,7 @@ def main() -> None:
         recorded = record["results"]["frontier"]["medians"][row.name]
         results[row.name] = {"recorded": recorded, "simulated": middle}
     print(table_of([{"recorded > simulated": name} | cells(**found) for name, found in results.items()]))
-    settings = {
-        "served": record["environment"] | record["config"], "profile": profile.fingerprint,
-        "calibration": str(calibration) if calibration is not None else None,
-    }  # fmt: skip
+    settings = {"served": record["environment"] | record["config"], "profile": profile.fingerprint}
     write_record(args.record, name="simulator_served", config=settings, seed=seed, results=results)
 
 

@@ -27,7 +27,6 @@ import itertools
 import math
 import random
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -43,7 +42,6 @@ from benchmarks.common.summary import without_samples
 from benchmarks.common.terminal import argument_parser, table
 from omniserve import SLO, ClassSpec, Engine, EngineConfig
 from omniserve.core.plan import StepPlan
-from omniserve.core.stats import EngineStats
 from omniserve.latency import BatchFeatures, CorrectedModel, ModelShape, Predictor, ScaledModel, StepSample, features_of
 from omniserve.profiling import find_or_make_profile
 from omniserve.sched.policy import known_options
@@ -205,9 +203,6 @@ class Validation:
                 "figures": figures_of(run.of_class("LS", OBJECTIVES), run.of_class("BE", SLO())),
                 "host_share": run.grown("host_output_tokens") / max(1, run.grown("output_tokens", "BE")),
                 "prefilled_share": _prefilled_share(run),
-                "far_tasks": _far_tasks(run.after) - _far_tasks(run.before),
-                "num_steps": len(steps), "preemptions": run.grown("preemptions"), "swaps_out": run.grown("swaps_out"),
-                "step_error": run.after.latency.error, "drift": run.after.latency.drift,
                 "requests": list(run.results.values()),
             }  # fmt: skip
         return figures, steps, machine, ScaledModel(machine.device, believed)
@@ -230,8 +225,6 @@ class Validation:
         return {
             "figures": figures_of(result.classes["LS"], result.classes["BE"]), "host_share": result.host_share,
             "prefilled_share": result.classes["LS"].prefilled_share,
-            "num_steps": result.num_steps, "preemptions": result.preemptions, "swaps_out": result.swaps_out,
-            "wall_s": result.wall_s,
         }  # fmt: skip
 
 
@@ -239,11 +232,6 @@ def _prefilled_share(run: EngineRun) -> float:
     """Return the share of the LS prompts' tokens whose KV came from prefill engines."""
     before, after = (stats.scheduler.loaded_from("prefilled")["LS"] for stats in (run.before, run.after))
     return (after - before) / max(1, run.grown("prompt_tokens", "LS"))
-
-
-def _far_tasks(stats: EngineStats) -> int:
-    """Return how many attention tasks CPU hosts on the network have been given."""
-    return sum(host.tasks for host in stats.cpu_hosts.values())
 
 
 def engine_config(scheduler: str, mix: Mix) -> EngineConfig:
@@ -350,7 +338,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main() -> None:
     args = parse_arguments()
-    began_s = time.monotonic()
     with ExitStack() as stack:
         validation = Validation(args, stack)
         validation.run()
@@ -361,7 +348,6 @@ def main() -> None:
         "cases": {case.name: {"engine": case.runs, **case.twins, "ratios": ratios(case)} for case in validation.cases},
         "summary": summary(validation.cases),
         "calibrations": [str(calibration) for calibration in validation.calibrations],
-        "wall_s": time.monotonic() - began_s,
     }
     settings = vars(args) | {"model": SMOLLM_135M, "slo": OBJECTIVES, "figures": [*FIGURES.values(), "be_tokens_per_s"]}
     kept, raw = without_samples(results, "requests")

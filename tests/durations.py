@@ -21,6 +21,16 @@ FILE = Path(__file__).with_name("durations.json")
 LONG_FILE_S = 25
 """A file of tests that takes longer is shared out by function, and one that does not stays in one process, so that its
 servers, models and compiled code are made once."""
+TOGETHER = {
+    "tests/parallel/": "ranks",  # forked from one process that has imported everything
+    "tests/prefill/test_prefill.py": "ranks",
+    "tests/latency/test_profiling.py": "a measured profile",
+    "tests/server/test_batch_owner.py": "PostgreSQL",
+    "tests/server/test_batches_take_over.py": "PostgreSQL",
+    "tests/server/test_page.py": "a browser",
+    "tests/server/test_real.py": "a server with a model",
+}
+"""Files or folders whose tests run in one process, however long they take, by what is made there once."""
 NOT_COUNTED = ("slow", "exhaustive", "real", "gpu")
 """Marks of tests which the budgets leave out."""
 
@@ -40,8 +50,8 @@ def _seconds_of_files() -> Counter[str]:
 
 
 def function_of(nodeid: str) -> str:
-    """Return a test's function: its id without parameters and without xdist's group."""
-    return nodeid.partition("[")[0].partition("@")[0]
+    """Return a test's function: its id without parameters."""
+    return nodeid.partition("[")[0]
 
 
 def folder_of(nodeid: str) -> str:
@@ -51,10 +61,11 @@ def folder_of(nodeid: str) -> str:
 
 
 def unit_of(nodeid: str) -> str:
-    """Return the name of the tests that run in one process: a mark's group, a file, or a function of a long file."""
-    if nodeid.rfind("@") > nodeid.rfind("]"):
-        return nodeid.rpartition("@")[2]
+    """Return the name of the tests that run in one process: some files, a file, or a function of a long file."""
     file = nodeid.partition("::")[0]
+    for place, unit in TOGETHER.items():
+        if file.startswith(place):
+            return unit
     return function_of(nodeid) if _seconds_of_files()[file] > LONG_FILE_S else file
 
 
@@ -65,8 +76,7 @@ def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """
     units: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        marks = [str(mark.args[0]) for mark in item.iter_markers("xdist_group")]
-        units[marks[0] if marks else unit_of(item.nodeid)].append(item)
+        units[unit_of(item.nodeid)].append(item)
 
     def seconds(members: list[pytest.Item]) -> float:
         functions = recorded()["functions"]

@@ -20,17 +20,16 @@ SCRIPTS = {
 
 
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
+def loaded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripted")
     write_scripted_model(folder, SCRIPTS)
-    return folder
+    return AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("key", [*SCRIPTS, None])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_key_is_followed_by_its_text(model_folder, key, temperature):
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
+def test_a_key_is_followed_by_its_text(loaded, key, temperature):
+    tokenizer, model = loaded
     chat = [
         {"role": "user", "content": "§plain§ is an earlier one" if key else "no key"},
         {"role": "assistant", "content": "said"},

@@ -1,1 +1,1 @@
-"""Decode and prefill attention on the CPU, and the memory limit beside them: parts of ``benchmarks.cpu_attention``."""
+"""Ways to compute decode attention on the CPU: a part of ``benchmarks.cpu_attention``."""

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import importlib.util
 import math
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,6 @@ import torch.nn.functional as F
 
 import omniserve.ops  # noqa: F401  loads torch.ops.omniserve
 from benchmarks.common.bandwidth import Arena
-from benchmarks.common.record import ROOT
 
 BLOCK_SIZE, PEER_BLOCK_SIZE = 64, 128
 """Tokens in a block of our pool, and of vLLM's, whose own choice on CPUs this is."""
@@ -176,18 +173,15 @@ class Peer:
     """The library's file name: there is one for each instruction set."""
 
 
-def find_peer(wheel: Path | None, folder: Path | None) -> Peer | None:
-    """Load vLLM's CPU operators from a wheel, a folder with an unpacked wheel, or an installed vLLM; None without any.
+def load_peer(folder: Path) -> Peer:
+    """Load vLLM's CPU operators from a virtual environment, or from a folder with an unpacked wheel.
 
     Nothing of it is imported: its Python part has dependencies of its own, its operators only want torch.
+
+    Raises:
+        RuntimeError: They are not there, or are of another torch.
     """
-    if wheel is not None:
-        folder = _unpack(wheel)
-    if folder is None:
-        spec = importlib.util.find_spec("vllm")
-        if spec is None or not spec.submodule_search_locations:
-            return None
-        folder = Path(next(iter(spec.submodule_search_locations))).parent
+    folder = next(folder.glob("lib/python*/site-packages"), folder)
     # The choice that vLLM itself makes (vllm/platforms/cpu.py).
     name = "_C_AVX2.abi3.so"
     if torch.cpu._is_avx512_supported():
@@ -205,16 +199,6 @@ def find_peer(wheel: Path | None, folder: Path | None) -> Peer | None:
     return Peer(version=versions[0] if versions else "of unknown version", library=name)
 
 
-def _unpack(wheel: Path) -> Path:
-    folder = ROOT / ".cache" / "benchmarks" / wheel.stem
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            wanted = name.startswith("vllm/_C") or name.endswith(".dist-info/METADATA")
-            if wanted and not (folder / name).exists():
-                archive.extract(name, folder)
-    return folder
-
-
 class VLLM:
     """vLLM's CPU paged attention, called as its backend calls it (vllm/v1/attention/backends/cpu_attn.py).
 
@@ -225,7 +209,7 @@ class VLLM:
         self.name = f"vLLM {peer.version}"
         self._work = work
         self._paging = Paging(work.context_lens, PEER_BLOCK_SIZE, seed)
-        self.isa = self._isa(work)
+        self.isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
         # Cache [B, K, S, 2H], which the backend views as [B, K, 2S, H] and halves.
         shape = (self._paging.num_blocks, work.kv_heads, 2 * PEER_BLOCK_SIZE, work.head_size)
         self._caches = [tuple(layer.chunk(2, dim=2)) for layer in arena_layers(arena, torch.bfloat16, shape)]
@@ -237,12 +221,6 @@ class VLLM:
             len(work.context_lens), work.num_heads, work.kv_heads, work.head_size, self._paging.seq_lens_R,
             torch.bfloat16, self._query_starts, True, -1, self.isa, True, None, "auto",
         )  # fmt: skip
-
-    @staticmethod
-    def _isa(work: Work) -> str:
-        if work.head_size % 32 != 0:
-            return "vec16"
-        return "amx" if torch.cpu._is_amx_tile_supported() else "vec"
 
     def store(self, request: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         k_cache, v_cache = self._caches[0]
@@ -270,7 +248,11 @@ def check(candidate: Candidate, work: Work, seed: int) -> float:
         k_TKH, v_TKH = torch.randn(shape, generator=generator).bfloat16()
         candidate.store(request, k_TKH, v_TKH)
         expected.append(reference(queries[request], k_TKH, v_TKH, work.scale))
-    return rms_error(candidate.run(0)[requests], torch.stack(expected), candidate.name)
+    wanted = torch.stack(expected)
+    error = float((candidate.run(0)[requests].double() - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt())
+    if not error < 0.05:
+        raise RuntimeError(f"{candidate.name}: RMS error {error:.3g} relative to float64 attention")
+    return error
 
 
 def reference(q_NH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scale: float) -> torch.Tensor:
@@ -278,11 +260,3 @@ def reference(q_NH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, scal
     q_KGH = q_NH.double().unflatten(0, (k_TKH.shape[1], -1))
     weights_KGT = torch.einsum("kgh,tkh->kgt", q_KGH, k_TKH.double()).mul_(scale).softmax(-1)
     return torch.einsum("kgt,tkh->kgh", weights_KGT, v_TKH.double()).flatten(0, 1)
-
-
-def rms_error(got: torch.Tensor, expected: torch.Tensor, name: str) -> float:
-    """Return the root mean square of the difference over that of the result."""
-    error = float((got.double() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
-    if not error < 0.05:
-        raise RuntimeError(f"{name}: RMS error {error:.3g} relative to float64 attention")
-    return error

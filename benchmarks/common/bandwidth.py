@@ -14,10 +14,10 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -26,8 +26,6 @@ from benchmarks.common.record import ROOT
 HUGE_PAGE_BYTES = 2 << 20
 SOURCE = ROOT / "benchmarks" / "csrc" / "read_bandwidth.cpp"
 TILE_BYTES = 16 << 20
-
-Result = TypeVar("Result")
 
 
 @functools.cache
@@ -217,12 +215,6 @@ class ReadLimit:
             self.measure(threads)
         self.use_threads(threads)
         return self._readings[threads].gb_per_s(self.arena, threads)
-
-    def bracket(self, threads: int, measure: Callable[[], tuple[float, Result]]) -> tuple[Sample, Result]:
-        """Measure between two samples of the limit; ``measure`` returns GB/s and anything else."""
-        before = self.gb_per_s(threads)
-        rate, result = measure()
-        return Sample(gb_per_s=rate, limit_before=before, limit_after=self.gb_per_s(threads)), result
 
     def measure(self, threads: int) -> dict[str, list[float]]:
         """Return samples of all readings with so many threads; the fastest is the limit from now on."""

@@ -74,8 +74,6 @@ class RequestRecord:
     error: str | None = None
     rejected: bool = False
     """The server answered 429."""
-    predicted_ttft_s: float | None = None
-    """The server's prediction when it accepted the request."""
 
     @property
     def tpot_s(self) -> float | None:
@@ -109,8 +107,6 @@ async def _send(
     record.sent_s = time.perf_counter() - began_s
     try:
         async with client.stream("POST", "/v1/completions", json=body_of(request, wire)) as response:
-            if predicted_ms := response.headers.get("x-omniserve-predicted-ttft-ms"):
-                record.predicted_ttft_s = float(predicted_ms) / 1e3
             if response.status_code != 200:
                 record.rejected = response.status_code == 429
                 record.error = f"HTTP {response.status_code}: {(await response.aread()).decode()[:500]}"
@@ -149,13 +145,11 @@ def drive(
     may_be_cut_off: bool = False,
     must_finish: Callable[[LoadRequest], bool] = lambda _: True,
     wire: Wire = OMNISERVE_WIRE,
-    show: Callable[[float, Sequence[RequestRecord]], object] = lambda now_s, records: None,
 ) -> tuple[list[RequestRecord], float]:
     """Send ``requests`` through ``/v1/completions`` and stream the answers.
 
     Ends when every request that ``must_finish`` selects has ended, or at ``cutoff_s``; what still runs then is
-    disconnected, which the server takes as an abort. ``show`` is called about ten times a second with the time and the
-    records.
+    disconnected, which the server takes as an abort.
 
     Returns:
         One record per request, in their order, and the seconds after which the load ended.
@@ -172,11 +166,10 @@ def drive(
         for request in requests
     ]  # fmt: skip
 
-    def check(now_s: float) -> None:
+    def check() -> None:
         server.check_alive()
         if error := next((record.error for record in records if record.error and not record.rejected), None):
             raise ServerFailed(f"a request failed: {error}\n{server.log_tail()}")
-        show(now_s, records)
 
     async def send_all() -> float:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -184,11 +177,11 @@ def drive(
             began_s = time.perf_counter()
             pairs = list(zip(requests, records, strict=True))
             tasks = [asyncio.create_task(_send(client, *pair, began_s, wire)) for pair in pairs]
-            awaited = [task for task, (request, _) in zip(tasks, pairs, strict=True) if must_finish(request)]
+            awaited = {task for task, (request, _) in zip(tasks, pairs, strict=True) if must_finish(request)}
             try:
-                while (now_s := time.perf_counter() - began_s) < cutoff_s and not all(task.done() for task in awaited):
-                    check(now_s)
-                    await asyncio.sleep(0.1)
+                while awaited and (left_s := began_s + cutoff_s - time.perf_counter()) > 0:
+                    check()
+                    _, awaited = await asyncio.wait(awaited, timeout=min(0.1, left_s))
             finally:
                 end_s = time.perf_counter() - began_s
                 for task in tasks:
@@ -200,7 +193,7 @@ def drive(
         return end_s
 
     end_s = asyncio.run(send_all())
-    check(end_s)
+    check()
     cut_off = [not record.finished and not record.rejected for record in records]
     if not may_be_cut_off and any(cut and must_finish(one) for cut, one in zip(cut_off, requests, strict=True)):
         raise ServerFailed(f"a request did not finish in {cutoff_s:g} s\n{server.log_tail()}")

@@ -23,12 +23,6 @@ SMOLLM_135M: dict[str, Any] = {
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 
-TINYLLAMA_1B: dict[str, Any] = {
-    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
-
 
 def random_llama(seed: int = 0, dtype: torch.dtype | None = None, **shape: Any) -> Any:
     """Return a Llama with random weights; ``shape`` holds its config's fields.

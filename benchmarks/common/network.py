@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -15,11 +17,32 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.sources import starts
+from omniserve import PrefillConfig
+from omniserve.launch.dataclass_flags import flag_of
+
 Address = tuple[str, int]
 _CHUNK = 1 << 15
 _SO_MAX_PACING_RATE = 47  # of Linux; the socket module has no name for it
 _SHORTEST_SLEEP_S = 100e-6  # shorter sleeps take longer than they should
 _OVERSLEPT_S = 200e-6  # what a sleep may take too long, so that a full link is not slower than it should be
+
+
+@contextlib.contextmanager
+def secret_file() -> Iterator[Path]:
+    """Give a file with a new secret."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "secret"
+        path.write_text(secrets.token_hex(32))
+        yield path
+
+
+@contextlib.contextmanager
+def prefill_engine(model: Path, **settings: Any) -> Iterator[PrefillConfig]:
+    """Run ``python -m omniserve.prefill`` with these values of its flags; yield how an engine reaches it."""
+    options = [text for name, value in settings.items() for text in (flag_of(name), str(value))]
+    with secret_file() as secret, listening("omniserve.prefill", secret, "--model", str(model), *options) as address:
+        yield PrefillConfig(prefill_engines=("{}:{}".format(*address),), prefill_secret_file=str(secret))
 
 
 @contextlib.contextmanager
@@ -85,6 +108,7 @@ def listening(module: str, secret: Path, *options: str, run: Sequence[str] = ())
     Raises:
         RuntimeError: It has not started.
     """
+    starts(module)
     command = [sys.executable, *(run or ("-m", module)), "--listen", "127.0.0.1:0", "--secret-file", str(secret)]
     process = subprocess.Popen([*command, "--log-level", "warning", *options], stdout=subprocess.PIPE, text=True)
     try:

@@ -6,7 +6,6 @@ Each place knows the settings of the engine and of the simulated one, the model,
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -16,12 +15,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.common.models import SMOLLM_135M, random_llama, saved_llama
-from benchmarks.common.network import cpu_host, listening
-from omniserve import EngineConfig, HostsConfig, ParallelConfig, PrefillConfig
+from benchmarks.common.models import SMOLLM_135M, random_llama, saved_llama, saved_smollm
+from benchmarks.common.network import cpu_host, prefill_engine, secret_file
+from omniserve import EngineConfig, HostsConfig, ParallelConfig
 from omniserve.core.config import GIB
 from omniserve.latency.features import AlphaBeta
-from omniserve.launch.dataclass_flags import flag_of
 from omniserve.launch.loading import EngineLoader
 from omniserve.parallel.group import RankGroup
 from omniserve.simulate import Calibration, Machine, PrefillNode
@@ -99,7 +97,7 @@ class HostPlace(Place):
 
     def __init__(self, stack: ExitStack, host_kv_bytes: int) -> None:
         super().__init__(stack, host_kv_bytes)
-        secret = new_secret(stack)
+        secret = stack.enter_context(secret_file())
         address = stack.enter_context(cpu_host(secret, threads=1, kv_gib=FAR_MEMORY * host_kv_bytes / GIB))
         hosts = HostsConfig(cpu_hosts=("{}:{}".format(*address),), cpu_host_secret_file=str(secret))
         self.settings = {"hosts": hosts, "host_kv_bytes": int((1 - FAR_MEMORY) * host_kv_bytes)}
@@ -118,7 +116,7 @@ class PrefillPlace(Place):
     def __init__(self, stack: ExitStack, host_kv_bytes: int) -> None:
         super().__init__(stack, host_kv_bytes)
         self.settings, self.simulated_settings = dict(ONE_CORE), dict(ONE_CORE)
-        self._folder = saved_llama("smollm-135m", SMOLLM_135M)
+        self._folder = saved_smollm()
         kv_bytes = int(_PREFILL_KV_GIB * GIB)
         self._own = EngineConfig(device_kv_bytes=kv_bytes, host_kv_bytes=kv_bytes, **ONE_CORE)
         self._trace: Path
@@ -129,15 +127,16 @@ class PrefillPlace(Place):
         return AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.bfloat16).eval(), None
 
     def start(self) -> None:
-        secret = new_secret(self._stack)
-        self._trace = secret.with_name("steps.jsonl")
-        options = ["--model", str(self._folder), "--trace-steps", str(self._trace)]
-        options += ["--device-kv-gib", str(_PREFILL_KV_GIB), "--host-kv-gib", str(_PREFILL_KV_GIB)]
-        for name, value in ONE_CORE.items():
-            options += [flag_of(name), str(value)]
-        address = self._stack.enter_context(listening("omniserve.prefill", secret, *options))
-        engines = ("{}:{}".format(*address),)
-        self.settings["prefill"] = PrefillConfig(prefill_engines=engines, prefill_secret_file=str(secret))
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        self._trace = folder / "steps.jsonl"
+        engine = prefill_engine(
+            self._folder,
+            trace_steps=self._trace,
+            device_kv_gib=_PREFILL_KV_GIB,
+            host_kv_gib=_PREFILL_KV_GIB,
+            **ONE_CORE,
+        )
+        self.settings["prefill"] = self._stack.enter_context(engine)
 
     def calibrate(self, machine: Machine) -> None:
         samples = read_samples(self._trace)
@@ -153,10 +152,3 @@ class PrefillPlace(Place):
 PLACES: dict[str, type[Place]] = {
     "process": Place, "ranks": RanksPlace, "host": HostPlace, "prefill": PrefillPlace,
 }  # fmt: skip
-
-
-def new_secret(stack: ExitStack) -> Path:
-    """Return a file with a new secret, in a folder that is there until the stack ends."""
-    secret = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "secret"
-    secret.write_text(secrets.token_hex(32))
-    return secret

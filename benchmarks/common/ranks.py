@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.common.models import random_llama
+from benchmarks.common.sources import starts
 from omniserve import Engine, EngineConfig, patch
 from omniserve.layers.weights.sharding import shard
 from omniserve.parallel.follow import summary_of
@@ -54,6 +55,7 @@ def engine_of(config: EngineConfig, dtype: str) -> Iterator[tuple[Engine, RankGr
         if parallel.num_ranks > 1:
             is_local = parallel.rank_listen is None
             if not is_local:
+                starts("omniserve.rank")
                 command = [sys.executable, "-m", "omniserve.rank", "--join", str(parallel.rank_listen), "--rank", "1"]
                 command += ["--secret-file", str(parallel.rank_secret_file), "--share-cores", "2"]
                 joined = subprocess.Popen([*command, "--log-level", "warning"])

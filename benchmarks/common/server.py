@@ -15,6 +15,8 @@ from typing import Self
 
 import httpx
 
+from benchmarks.common.sources import starts
+
 STOP_TIMEOUT_S = 60.0
 OMNISERVE = (sys.executable, "-m", "omniserve.server")
 SETTLED = ("--limit", "profile_start_s=0")
@@ -74,6 +76,8 @@ class ServerProcess(Server):
             super().__init__(f"http://127.0.0.1:{listener.getsockname()[1]}")
 
     def __enter__(self) -> Self:
+        if "-m" in self._program:
+            starts(self._program[self._program.index("-m") + 1])
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         port = self.base_url.rsplit(":", 1)[1]
         command = [*self._program, "--host", "127.0.0.1", "--port", port, *self.arguments]

@@ -31,7 +31,7 @@ _started: set[str] = set()
 
 
 def starts(module: str) -> None:
-    """Note that a measurement has started a process with this module: what it may import counts as measured, too."""
+    """Note that a measurement has started ``python -m MODULE``: what that may import counts as measured, too."""
     _started.add(module)
 
 
@@ -39,7 +39,7 @@ def measured_sources() -> Sources:
     """Return the project's sources that this process has imported, or that a process it started may import."""
     modules = {name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")}
     for module in _started:
-        modules |= reachable_from(module)
+        modules |= reachable_from(module) | reachable_from(f"{module}.__main__")
     return sources_of(_files_of(modules))
 
 
@@ -102,7 +102,8 @@ def change_since(sources: Mapping[str, tuple[str, int]], parts: Iterable[str], r
     )  # fmt: skip
 
 
-def reachable_from(module: str) -> set[str]:
+@cache
+def reachable_from(module: str) -> frozenset[str]:
     """Return the project's modules that one imports, directly or not, those inside of functions included."""
     found: set[str] = set()
     waiting = [module]
@@ -112,7 +113,7 @@ def reachable_from(module: str) -> set[str]:
             continue
         found.add(name)
         waiting += [name.rpartition(".")[0], *_imports_of(path, name)]
-    return found
+    return frozenset(found)
 
 
 def _imports_of(path: Path, name: str) -> Iterator[str]:

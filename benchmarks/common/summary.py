@@ -91,11 +91,6 @@ def summarize_co_serving(
     met_tpot = [record.finished and (record.tpot_s or 0.0) <= slo[1] for record in admitted]
     met = sum(ttft and tpot for ttft, tpot in zip(met_ttft, met_tpot, strict=True))
     latencies = summarize(admitted, end_s)
-    errors = [
-        record.first_token_s - record.send_at_s - record.predicted_ttft_s
-        for record in admitted
-        if record.first_token_s is not None and record.predicted_ttft_s is not None
-    ]
     return result | {
         "attained_of_all": met / len(ls),
         "attained": met / len(admitted),
@@ -107,7 +102,6 @@ def summarize_co_serving(
         "ttft_p99_s": latencies.ttft_p99_s,
         "tpot_p50_s": None if math.isnan(latencies.tpot_p50_s) else latencies.tpot_p50_s,
         "tpot_p99_s": None if math.isnan(latencies.tpot_p99_s) else latencies.tpot_p99_s,
-        "ttft_prediction_error_p50_s": statistics.median(map(abs, errors)) if errors else None,
     }
 
 

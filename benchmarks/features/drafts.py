@@ -182,15 +182,8 @@ class Serving:
         for request_id in running:
             engine.abort(request_id)
         self.texts.append(list(texts.values()))
-        accepted = after.accepted_drafts - before.accepted_drafts
-        drafted = accepted + after.rejected_drafts - before.rejected_drafts
         num_tokens = sum(map(len, texts.values()))
-        host_tokens = after.host_output_tokens - before.host_output_tokens
-        steps = after.host_token_steps - before.host_token_steps
         return {
             "be_tokens_per_s": num_tokens / took_s,
-            "ls_tokens_per_s": (after.output_tokens["LS"] - before.output_tokens["LS"]) / took_s,
-            "drafts_right": accepted / max(1, drafted), "drafts_per_token": drafted / num_tokens,
-            "on_host": host_tokens / num_tokens,
-            "steps_per_layer_and_token": steps / max(1, host_tokens) / engine.spec.num_layers,
-        }  # fmt: skip
+            "on_host": (after.host_output_tokens - before.host_output_tokens) / num_tokens,
+        }

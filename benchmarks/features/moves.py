@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +62,7 @@ class Wave(EngineRun):
 def measure_wave(model: Any, config: EngineConfig, args: argparse.Namespace) -> dict[str, Any]:
     """Drive an engine with the wave and return what moved."""
     moves: Counter[tuple[str, int]] = Counter()
-    blocks: defaultdict[str, list[int]] = defaultdict(list)
+    blocks_out: list[int] = []
     profile = find_or_make_profile(model, config, time_limit_s=args.profile_s)
     with Engine(model, config, profile=profile) as engine:
         limit = engine.max_model_len
@@ -72,22 +71,16 @@ def measure_wave(model: Any, config: EngineConfig, args: argparse.Namespace) -> 
 
         def watch(plan: StepPlan, host_works: bool, seconds: float) -> None:
             for move in plan.side_work(KVMove):
-                if move.is_checkpoint:
-                    blocks["checkpoint"].append(len(move.src_block_ids))
-                    continue
-                moves[move.request_id, int(run.now_s // args.period)] += 1
-                blocks["out" if move.direction is MoveDirection.TO_HOST else "in"].append(len(move.src_block_ids))
+                if not move.is_checkpoint:
+                    moves[move.request_id, int(run.now_s // args.period)] += 1
+                    if move.direction is MoveDirection.TO_HOST:
+                        blocks_out.append(len(move.src_block_ids))
 
         engine.on_step = watch
         run.run(drain_s=0.0)
-    tpots = [r.tpot_s for r in run.results.values() if r.service_class == "LS" and r.tpot_s is not None]
     return {
         "moves": sum(moves.values()), "most_moves_a_request_and_period": max(moves.values(), default=0),
-        "requests_that_moved": len({name for name, _ in moves}),
-        **{name: run.grown(name) for name in ("swaps_out", "swaps_in", "preemptions")},
-        "blocks_a_move_out": statistics.mean(blocks["out"]) if blocks["out"] else None,
-        "checkpointed_blocks": sum(blocks["checkpoint"]), "ls_requests": len(tpots),
-        "tpot_attained": statistics.fmean(tpot_s <= args.tpot for tpot_s in tpots) if tpots else None,
+        "blocks_a_move_out": statistics.mean(blocks_out) if blocks_out else None,
         "be_tokens_per_s": run.grown("output_tokens", "BE") / run.seconds,
     }  # fmt: skip
 
@@ -118,28 +111,20 @@ def checkpointing(args: argparse.Namespace) -> Trials:
 
 
 class Watch:
-    """Counts what steps compute and copy, and how long they take."""
+    """Notes how long steps take, and counts the tokens that they compute again."""
 
     def __init__(self) -> None:
-        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
-        self.tokens: Counter[str] = Counter()
-        self.blocks: Counter[str] = Counter()
-        self.shared_steps = 0
-        """Steps in which the host tier had some of the device tier's cores."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.computed_again = 0
         self._computed: Counter[str] = Counter()
 
     def __call__(self, plan: StepPlan, host_works: bool, seconds: float) -> None:
-        self.shared_steps += host_works
         is_prefill = any(len(chunk.token_ids) > 1 for chunk in plan.chunks)
-        self.seconds["prefill" if is_prefill else "decode"].append(seconds)
+        self.seconds["prefill" if is_prefill else "decode"] += seconds
         for chunk in plan.chunks:
             end, before = chunk.start + len(chunk.token_ids), self._computed[chunk.request_id]
-            self.tokens["computed"] += end - chunk.start
-            self.tokens["computed again"] += max(0, min(end, before) - chunk.start)
+            self.computed_again += max(0, min(end, before) - chunk.start)
             self._computed[chunk.request_id] = max(end, before)
-        for move in plan.side_work(KVMove):
-            kind = "restored" if move.direction is MoveDirection.TO_DEVICE else "checkpointed"
-            self.blocks[kind] += len(move.src_block_ids)
 
 
 def open_engine(model: Any, kv: str, device_kv_bytes: int, args: argparse.Namespace) -> Engine:
@@ -159,16 +144,9 @@ def measure_cost(model: Any, kv: str, args: argparse.Namespace) -> dict[str, Any
     watch = Watch()
     with open_engine(model, kv, 1 << 30, args) as engine:
         engine.on_step = watch
-        began_s = time.process_time()
         engine.generate([request(f"be{i}", args.prompt, args.output) for i in range(args.be)])
-        cpu_s = time.process_time() - began_s
         copy_s = engine.host_tier.stats().busy_seconds if engine.host_tier is not None else 0.0
-    prefills_s, decodes_s = watch.seconds["prefill"], watch.seconds["decode"]
-    return {
-        "prefill_s": sum(prefills_s), "decode_s": sum(decodes_s), "prefill_step_s": statistics.median(prefills_s),
-        "decode_step_s": statistics.median(decodes_s), "cpu_s": cpu_s, "copy_s": copy_s,
-        "shared_steps": watch.shared_steps, "copied_blocks": watch.blocks["checkpointed"],
-    }  # fmt: skip
+    return {"prefill_s": watch.seconds["prefill"], "decode_s": watch.seconds["decode"], "copy_s": copy_s}
 
 
 class Waves(EngineRun):
@@ -200,11 +178,8 @@ def measure_savings(model: Any, kv: str, args: argparse.Namespace) -> dict[str, 
         engine.on_step = watch
         run = Waves(engine, args)
         run.run()
-    ttfts = [r.ttft_s for r in run.results.values() if r.service_class == "LS" and r.ttft_s is not None]
     return {
-        "recomputed_tokens": watch.tokens["computed again"], "copied_blocks": watch.blocks["checkpointed"],
-        "restored_blocks": watch.blocks["restored"], "seconds": run.seconds,
-        "preemptions": run.after.scheduler.preemptions, "ls_ttft_p50_s": statistics.median(ttfts),
-        "resumed_tokens": run.after.scheduler.resumed_tokens, "computed_tokens": watch.tokens["computed"],
-        "ls_requests": len(ttfts),
-    }  # fmt: skip
+        "recomputed_tokens": watch.computed_again,
+        "seconds": run.seconds,
+        "preemptions": run.after.scheduler.preemptions,
+    }

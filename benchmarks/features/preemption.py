@@ -27,7 +27,6 @@ from omniserve.simulate.hardware import find_devices
 from omniserve.simulate.load import TraceRequest, fixed_lengths, lognormal_lengths, poisson, requests
 from omniserve.simulate.models import find_model
 from omniserve.simulate.results import percentile
-from omniserve.simulate.runner import StepRecord
 
 
 @FEATURES.case(
@@ -139,13 +138,11 @@ def measure_stream(
     ttfts_s = [r.ttft_s for name, r in served.items() if name in run.delays_s and r.ttft_s is not None]
     delays_s = list(run.delays_s.values())
     return {
-        "ls_requests": len(served), "ls_in_be_steps": len(delays_s),
-        "alone_step_p50_s": percentile(run.alone_steps_s, 50),
-        "delay_p50_s": percentile(delays_s, 50), "delay_max_s": max(delays_s, default=None),
-        "ttft_p50_s": percentile(ttfts_s, 50), "ttft_max_s": max(ttfts_s, default=None),
+        "ls_in_be_steps": len(delays_s), "alone_step_p50_s": percentile(run.alone_steps_s, 50),
+        "delay_p50_s": percentile(delays_s, 50), "ttft_p50_s": percentile(ttfts_s, 50),
         "ttft_attained_of_all": statistics.fmean(r.meets_ttft(slo) for r in served.values()) if served else None,
         "be_tokens_per_s": (run.grown("prompt_tokens", "BE") + run.grown("output_tokens", "BE")) / run.seconds,
-        "chunks_halted": run.grown("layer_preemptions"), "delays_s": delays_s, "ttfts_s": ttfts_s,
+        "delays_s": delays_s,
     }  # fmt: skip
 
 
@@ -235,22 +232,6 @@ def simulated(load: Load, *, defers: bool, noise: float, seed: int) -> dict[str,
     engine = engine_config_for(
         machine, classes=CLASSES, max_num_batched_tokens=4096, scheduler_options={"defer_classes": defers}
     )
-    num_left = 0
-
-    def count(step: StepRecord) -> None:
-        nonlocal num_left
-        num_left += sum(chunk.from_layer > 0 for chunk in step.plan.chunks)
-
-    result = simulate(
-        SimulationConfig(machine=machine, engine=engine, load=load, seed=seed, noise=noise), on_step=count
-    )
-    figures: dict[str, float] = {"chunks_that_went_on": num_left}
-    for name in ("GOLD", "SILVER"):
-        group = result.classes[name]
-        figures |= {
-            f"{name} attainment": group.attainment, f"{name} TTFT attainment": group.ttft_attainment,
-            f"{name} rejected": group.num_rejected / group.num_requests, f"{name} TTFT p50": group.ttft_p50_s,
-            f"{name} TTFT p99": group.ttft_p99_s, f"{name} TPOT p99": group.tpot_p99_s,
-            f"{name} goodput": group.goodput,
-        }  # fmt: skip
-    return figures | {"BE tokens/s": result.classes["BE"].output_tokens_per_s}
+    result = simulate(SimulationConfig(machine=machine, engine=engine, load=load, seed=seed, noise=noise))
+    attained = {f"{name} attainment": result.classes[name].attainment for name in ("GOLD", "SILVER")}
+    return attained | {"BE tokens/s": result.classes["BE"].output_tokens_per_s}

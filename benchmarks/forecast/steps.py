@@ -81,9 +81,9 @@ class StepCounter:
         rows, layers = step.num_tokens, self._layers
         works = [*self._first(rows, step), *layers["before"].works[rows]]
         for layer in range(self.num_layers):
-            works += self.piggyback_send(step)
+            works += self._piggyback_send(step)
             works += [self._store(step.batch), *self._attend_decodes(step)]
-            works += self.piggyback_join(step)
+            works += self._piggyback_join(step)
             works += layers["between" if layer + 1 < self.num_layers else "behind"].works[rows]
         return [*works, *self._last(step.batch)]
 
@@ -166,7 +166,7 @@ class StepCounter:
             flops=4.0 * spec.num_heads * spec.head_size * seen,
         )  # fmt: skip
 
-    def piggyback_send(self, step: Decode) -> list[Work]:
+    def _piggyback_send(self, step: Decode) -> list[Work]:
         """Return what takes the seats' rows to the host tier: q, k, v and a flag each over the bus."""
         spec = self.spec
         if not step.seats:
@@ -180,7 +180,7 @@ class StepCounter:
             )
         ]  # fmt: skip
 
-    def piggyback_join(self, step: Decode) -> list[Work]:
+    def _piggyback_join(self, step: Decode) -> list[Work]:
         """Return what puts results into the seats, and their residuals under them."""
         if not step.seats:
             return []
@@ -189,8 +189,3 @@ class StepCounter:
             Work(kind="rows", name="piggyback_concat", num_bytes=2 * step.num_tokens * attn + step.seats * _LONG),
             Work(kind="rows", name="residual_fetch", num_bytes=step.seats * (2 * hidden + _LONG)),
         ]
-
-    def piggyback_gather(self, step: Decode) -> Work:
-        """Return what brings the results of all layers' seats to the device, beside the step before."""
-        num_bytes = self.num_layers * step.seats * self.spec.num_heads * self.spec.head_size * _BF16
-        return Work(kind="rows", name="gather_rows", num_bytes=num_bytes, bus_bytes=num_bytes)

@@ -19,8 +19,8 @@ from benchmarks.common.machine_speed import SpeedMeter
 from benchmarks.common.server import ServerFailed
 from benchmarks.common.timing import OtherLoad
 from benchmarks.peers.engines import OMNISERVE, Contender, Settings, contenders
-from benchmarks.peers.floor import ModelCost
 from benchmarks.peers.loads import Case, Sizes, cases
+from benchmarks.peers.model import ModelCost
 from benchmarks.peers.processes import Engine, Pool, cpu_seconds, start_times
 from benchmarks.peers.report import line
 

@@ -24,7 +24,7 @@ from benchmarks.common.prefixes import PrefixStructure
 from benchmarks.common.server import Server
 from benchmarks.common.summary import summarize, summarize_co_serving
 from benchmarks.peers.engines import OBJECTIVES, Contender
-from benchmarks.peers.floor import ModelCost
+from benchmarks.peers.model import ModelCost
 from omniserve.simulate.load import fixed_lengths
 from omniserve.simulate.load import requests as requests_of
 

@@ -6,6 +6,7 @@ answers look like is here alone, and tests hold the answers to it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -286,5 +287,6 @@ def document(routes: Iterable[BaseRoute], *, version: str, is_guarded: Callable[
     return found
 
 
+@functools.cache  # a start asks some hundred times for few kinds
 def _schema(kind: type[BaseModel]) -> dict[str, Any]:
     return kind.model_json_schema(ref_template="#/components/schemas/{model}")

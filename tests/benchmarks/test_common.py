@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks import demo
+from benchmarks.common import sources
 from benchmarks.common.client import LoadRequest, RequestRecord, Wire, body_of, drive
 from benchmarks.common.record import ROOT, environment, read_row, write_record
 from benchmarks.common.server import Server, ServerFailed, ServerProcess
@@ -126,12 +127,24 @@ def test_record_keeps_of_paths_what_other_machines_know(tmp_path: Path) -> None:
     assert first["workload_hash"] == second["workload_hash"]
 
 
-def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_shows_its_log_and_its_modules_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_started", set())
     with (
         pytest.raises(ServerFailed, match="no-such-flag"),
         ServerProcess(["--no-such-flag"], tmp_path / "log") as server,
     ):
         server.wait_until_healthy(timeout_s=120)
+    monkeypatch.setattr(sources, "sys", SimpleNamespace(modules={}))  # not what this process has imported
+    monkeypatch.setattr(sources, "sources_of", set)  # their digests take a while
+    assert sources.measured_sources() >= {
+        "omniserve/server/__main__.py",
+        "omniserve/server/generate.py",
+        "omniserve/engine/engine.py",
+    }
+    sources._started.clear()
+    assert not sources.measured_sources()
 
 
 def test_demo_sends_the_same_ls_stream_with_and_without_be() -> None:
@@ -144,17 +157,9 @@ def test_demo_sends_the_same_ls_stream_with_and_without_be() -> None:
     assert {request.service_tier for request in beside[len(alone) :]} == {"flex"}
 
 
-def test_demo_tells_every_stage_and_the_time_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_tells_every_stage_and_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = demo.parse_arguments([])
-    first, again = (demo.stages_of(settings, is_first_run=is_first) for is_first in (True, False))
-    assert [stage.name for stage in first] == [
-        f"{scheduler}: {part}"
-        for scheduler in ("omniserve", "fcfs")
-        for part in ("the server starts", "LS alone", "LS + BE", "the server stops")
-    ]
-    assert [stage.name for stage in again] == [stage.name for stage in first]
-    assert sum(s.expected_s for s in first) - sum(s.expected_s for s in again) == demo.FIRST_START_S - demo.START_S
-    begun: list[str] = []
+    begun: list[tuple[str, float]] = []
 
     @contextmanager
     def no_server(*_: object) -> Iterator[object]:
@@ -162,10 +167,12 @@ def test_demo_tells_every_stage_and_the_time_of_servers(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(demo, "warm_server", no_server)
     monkeypatch.setattr(demo, "drive", lambda *_, **__: ([], 1.0))
-    progress = SimpleNamespace(begin=begun.append)
-    for scheduler in settings.schedulers:
-        demo.run_scheduler(settings, scheduler, progress)  # type: ignore[arg-type]
-    assert begun == [stage.name for stage in first]
+    for scheduler, start_s in (("omniserve", demo.FIRST_START_S), ("fcfs", demo.START_S)):
+        demo.run_scheduler(settings, scheduler, lambda *stage: begun.append(stage), start_s=start_s)
+    times = {"the server starts": demo.FIRST_START_S, "LS alone": 5.0, "LS + BE": 15.0}
+    assert begun == [(f"omniserve: {stage}", seconds) for stage, seconds in times.items()] + [
+        (f"fcfs: {stage}", seconds) for stage, seconds in (times | {"the server starts": demo.START_S}).items()
+    ]
 
 
 def test_demo_says_what_best_effort_work_costs() -> None:

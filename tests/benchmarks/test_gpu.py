@@ -20,7 +20,7 @@ import torch
 from benchmarks.common.engine_run import request
 from benchmarks.common.record import ROOT, read_row, write_rows
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import check_machine, check_steps, check_tests, report
+from benchmarks.gpu import check_machine, check_steps, check_tests
 from benchmarks.gpu import script as script_module
 from benchmarks.gpu.__main__ import NO_GPU
 from benchmarks.gpu.engines import (
@@ -133,13 +133,13 @@ def stub_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **codes: str) ->
     for name, code in codes.items():
         (tmp_path / "stubs" / f"stub_{name}.py").write_text(f"def {name}(script):\n    {code or 'pass'}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stubs"))
-    stubs = {name: ("check", 60, f"stub_{name}") for name in codes}
+    stubs = {name: ("check", 30 if name == "hangs" else 60, f"stub_{name}") for name in codes}
     monkeypatch.setattr(command, "PARTS", stubs)
     monkeypatch.setattr(command, "RUNNER", ("stub_runner",))  # which does not import torch
     run = "import importlib, sys\nmodule, _, part = sys.argv[1].partition(':')\n"
     run += "getattr(importlib.import_module(module), part)(None)"
     (tmp_path / "stubs" / "stub_runner.py").write_text(run)
-    monkeypatch.setattr(command, "_DRY_PATIENCE", 0.05)  # 3 s
+    monkeypatch.setattr(command, "_DRY_PATIENCE", 0.05)  # 3 s, and of the part that hangs half of that
     monkeypatch.setattr(command, "_LEAST_S", 0.0)
 
 
@@ -231,10 +231,10 @@ def test_report_puts_steps_beside_the_forecast(tmp_path: Path) -> None:
     record = read_row(tmp_path / "gpu_steps_llama.json")
     record["environment"]["hardware"]["gpus"] = ["NVIDIA H200"]
     write_rows(tmp_path / "gpu_steps_llama.json", "gpu_steps_llama", [record])
-    steps = read_row(report.FORECAST)["results"]["Llama-3.1-8B"]["steps"]
+    steps = read_row(command.FORECAST)["results"]["Llama-3.1-8B"]["steps"]
     (devices,) = [entry["devices"] for entry in steps if entry["step"] == step | {"seats": 0}]
     times = {name: 1e3 * seconds for name, seconds in devices["H200-141GB"].items()}
-    report.write_report(tmp_path)
+    command.write_report(tmp_path)
     lines = (tmp_path / "report.md").read_text().splitlines()
     beside = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in lines[lines.index("## Beside the forecast") :]
@@ -246,14 +246,8 @@ def test_report_puts_steps_beside_the_forecast(tmp_path: Path) -> None:
 
 def test_a_program_is_ended_with_those_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_module, "GRACE_S", 0.2)
-    code = (
-        "import signal, subprocess, sys, time\n"
-        "signal.signal(signal.SIGABRT, signal.SIG_IGN)\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        f"open({str(tmp_path / 'pid')!r}, 'w').write(f'{{child.pid}} ')\n"
-        "print('seen', flush=True); time.sleep(60)"
-    )
-    status, lines = run_program([sys.executable, "-c", code], limit_s=3)
+    code = f"trap '' ABRT; sleep 60 & echo $! > {tmp_path / 'pid'}; echo seen; wait; sleep 60"
+    status, lines = run_program(["sh", "-c", code], limit_s=1)
     assert status is None and lines[0] == "seen"
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not is_running(pid))
@@ -311,7 +305,7 @@ def test_what_is_unsupported_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_a_programs_word_is_taken(says: str, outcome: str, tmp_path: Path) -> None:
     script = Script("tests", dry=True, out=tmp_path)
-    check_tests.run_tests(script, "it", ["sh", "-c", says], 2.0 if "sleep" in says else 20.0)
+    check_tests.run_tests(script, "it", ["sh", "-c", says], 0.5 if "sleep" in says else 20.0)
     assert script.cases[0].outcome == outcome, script.cases
 
 

@@ -26,15 +26,14 @@ from benchmarks.peers import __main__ as peers
 from benchmarks.peers import comparison, processes
 from benchmarks.peers.comparison import Comparison, interleaved
 from benchmarks.peers.engines import LLAMA_CPP, OMNISERVE, VLLM, Settings, contenders, parse_peer
-from benchmarks.peers.floor import ModelCost
 from benchmarks.peers.gguf import write_gguf
-from benchmarks.peers.loads import PHASES, QUICK, decode_rate
-from benchmarks.peers.model import SHAPES, SavedModel
+from benchmarks.peers.loads import PHASES, QUICK, Sizes, decode_rate
+from benchmarks.peers.model import SHAPES, ModelCost, SavedModel
 from benchmarks.peers.processes import Engine, Pool, cpu_seconds
 from benchmarks.peers.report import gain, markdown, plot
 
 TINY = SHAPES["tiny"]
-SHORT = dataclasses.replace(QUICK, ls_rate=20.0, ls_seconds=0.3)
+SHORT = dataclasses.replace(QUICK, prefill_samples=1, ls_rate=20.0, ls_seconds=0.2, be_requests=2, be_output=2)
 
 # -- the command line -----------------------------------------------------------------------------------------------
 
@@ -272,10 +271,15 @@ def test_gguf_of_another_model_is_refused(tmp_path: Path) -> None:
 
 STUB = """
 import json, sys
-from http.server import ThreadingHTTPServer
-from tests.stub_server import StubHandler
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-class Handler(StubHandler):
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def event(self, content):
+        self.wfile.write(f"data: {json.dumps(content)}\\n\\n".encode())
+
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
@@ -300,12 +304,11 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), 
 @pytest.fixture
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("REST_S", "IDLE_S", "SETTLE_S"):
-        monkeypatch.setattr(processes, name, 0.1)
+        monkeypatch.setattr(processes, name, 0.02)
 
 
 def stub_engine(name: str, token: str = "x") -> Engine:
-    program, environment = (sys.executable, "-c", STUB), {"PYTHONPATH": str(ROOT)}
-    return engine(name, program=program, arguments=(token,), environment=environment)
+    return engine(name, program=(sys.executable, "-c", STUB), arguments=(token,))
 
 
 def state_of(process: int) -> str:
@@ -357,7 +360,9 @@ def test_cpu_time_is_that_of_a_process_group(tmp_path: Path) -> None:
     assert cpu_seconds(10, tmp_path) == pytest.approx(127 / 100)  # 100 ticks a second
 
 
-def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str, phases: list[str]) -> dict[str, Any]:
+def compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str, phases: list[str], rounds: int, sizes: Sizes = SHORT
+) -> dict[str, Any]:
     class Meter:
         flop_per_s_by_product: dict[str, float] = {}  # noqa: RUF012
 
@@ -373,8 +378,8 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str, phases
     settings = Settings(model=model, dtype="bfloat16", cpus=(0,), kv_gib=1, slots=4)
     saved: list[str] = []
     made = Comparison(
-        {OMNISERVE: stub_engine(OMNISERVE), VLLM: stub_engine(VLLM, token)}, settings, sizes=SHORT, rounds=2, seed=3,
-        in_turns=False, folder=tmp_path, save=lambda results: saved.append(json.dumps(results)),
+        {OMNISERVE: stub_engine(OMNISERVE), VLLM: stub_engine(VLLM, token)}, settings, sizes=sizes, rounds=rounds,
+        seed=3, in_turns=False, folder=tmp_path, save=lambda results: saved.append(json.dumps(results)),
     )  # fmt: skip
     made.run(phases)
     assert json.loads(saved[-1]) == made.results
@@ -383,7 +388,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str, phases
 
 @pytest.mark.usefixtures("hurry")
 def test_contenders_take_turns_on_each_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = compared(tmp_path, monkeypatch, "x", ["start", "prefill", "coserve"])
+    results = compared(tmp_path, monkeypatch, "x", ["start", "prefill", "coserve"], rounds=2)
     assert results["failed"] == []
     order = [(s["case"], s["round"], s["contender"]) for s in results["samples"] if s["phase"] == "prefill"]
     turns = [(0, OMNISERVE), (0, VLLM), (1, VLLM), (1, OMNISERVE)]
@@ -414,7 +419,8 @@ def test_servers_are_started_in_turns_where_memory_is_short(tmp_path: Path, monk
 
 @pytest.mark.usefixtures("hurry")
 def test_a_peer_with_another_model_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = compared(tmp_path, monkeypatch, "y", ["prefill"])
+    sizes = dataclasses.replace(SHORT, prefill_prompts=(32,))
+    results = compared(tmp_path, monkeypatch, "y", ["prefill"], rounds=1, sizes=sizes)
     (failed,) = results["failed"]
     assert failed["contender"] == VLLM and "0 of 8 first tokens" in failed["error"]
 

@@ -16,8 +16,7 @@ from benchmarks.common.record import ROOT, read_rows
 from benchmarks.pages import PAPERS, TEMPLATES, environment
 from benchmarks.paper.cases import PAPER_ORDER, Case, Experiment, MachineSpec, both_orders, with_settings
 from benchmarks.paper.loads import LoadSpec, lengths_named, random_rates
-from benchmarks.paper.page import Findings, names_of
-from benchmarks.paper.report import CELLS, TokenGaps, figures_of
+from benchmarks.paper.report import CELLS, Findings, TokenGaps, figures_of, names_of
 from benchmarks.reproduction import EXPERIMENTS
 from omniserve.core.plan import DeviceChunk, StepPlan
 from omniserve.core.request import SLO
@@ -305,7 +304,7 @@ def render(experiments: dict[str, Any], template: str) -> str:
 
 @pytest.fixture
 def plain_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.paper.page.markdown", lambda entry, legend: f"table {len(entry['rows'])}")
+    monkeypatch.setattr("benchmarks.paper.report.markdown", lambda entry, legend: f"table {len(entry['rows'])}")
 
 
 def test_a_page_takes_its_tables_and_numbers_from_the_record(plain_tables: None) -> None:

@@ -9,7 +9,10 @@ from transformers import PreTrainedModel
 
 from omniserve import Engine, patch
 from tests.engine_settings import flat_config
+from tests.parity.conftest import few_objects
 from tests.parity.models import tiny_model
+
+__all__ = ["BLOCK", "few_objects", "make_engine", "model"]
 
 BLOCK = 8
 

@@ -70,8 +70,8 @@ import sys
 from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams, patch
 from tests.parity.models import tiny_model
 
-model = patch(tiny_model("llama"), compile=False)
-with Engine(model, EngineConfig(device_kv_bytes=1 << 20, execution=ExecutionConfig(compile=False))) as engine:
+model, PLAIN = patch(tiny_model("llama"), compile=False), ExecutionConfig(compile=False)
+with Engine(model, EngineConfig(device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, execution=PLAIN)) as engine:
     for service_class in ("LS", "BE"):
         sampling = SamplingParams(max_tokens={STEPS}, ignore_eos=True)
         engine.add(Request(prompt_token_ids=[1, 2, 3], sampling=sampling, service_class=service_class))

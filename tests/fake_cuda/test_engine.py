@@ -18,21 +18,28 @@ from tests.fake_cuda.engines import SEATS, chunk, engine_on
 from tests.fake_cuda.runtime import FakeRuntime
 from tests.fake_cuda.watch import is_on_device
 from tests.parity.models import MODELS
+from tests.rotation import chosen_of
 
 # Their products wait for the device in other dtypes; see `why_not_captured`.
 GROUPED = ("mixtral", "qwen3_moe")
 # These have one linear for q, k and v, and one or none for gate and up, as Hugging Face has them.
 FUSED_BY_THEMSELVES = ("phi3", "gpt_neox", "gpt_neox_serial")
-# By default, one of each that differs much from the others; phi3, opt and fp32 run in steps of their own shapes.
+# One of each that differs much from the others; phi3, opt and fp32 run in steps of their own shapes.
 USUAL = ("llama", "gemma2", "gpt_neox", "qwen3_moe")
-USUAL_FP32 = ()
+CHOSEN = chosen_of(USUAL, 2)
+"""Families of the default run, which the commit decides; ``--slow`` runs the other usual ones, too."""
 
 
 def cases() -> list[Any]:
-    return [
-        pytest.param(family, dtype, id=f"{family}-{dtype}", marks=() if family in usual else pytest.mark.exhaustive)
-        for dtype, usual in ((torch.bfloat16, USUAL), (torch.float32, USUAL_FP32))
+    usual = [
+        pytest.param(family, torch.bfloat16, id=family, marks=() if family in CHOSEN else pytest.mark.slow)
+        for family in USUAL
+    ]
+    return usual + [
+        pytest.param(family, dtype, id=f"{family}-{dtype}", marks=pytest.mark.exhaustive)
+        for dtype in (torch.bfloat16, torch.float32)
         for family in MODELS
+        if dtype is torch.float32 or family not in USUAL
     ]
 
 

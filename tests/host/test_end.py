@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +26,15 @@ from tests.host.helpers import Driver, collect, host_threads, make_spec, make_ti
 
 ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_there_before() -> Iterator[None]:
+    """What other tests have left is collected, and then left out of collections, which would take a second each."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
@@ -170,6 +179,7 @@ tier_module._host = Host()
 tier_module.drain = lambda device: say("drain")
 torch.cuda.cudart, torch.cuda.check_error = Runtime, lambda error: None
 torch.cuda.device = lambda device: contextlib.nullcontext()
+gc.freeze()  # what was imported takes long to collect, in each process again
 tier = make_tier(make_spec(), mailbox=True, num_blocks=8)
 # Views keep the memory whose pages the pool is.
 region = memory._Region(-1, 4096)

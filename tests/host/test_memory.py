@@ -145,8 +145,8 @@ def test_page_locked_memory_is_as_much_as_asked_for_and_locked_until_its_last_vi
 
 def test_memory_that_cuda_does_not_lock_is_refused_with_what_to_do(cuda_runtime: _CudaRuntime) -> None:
     cuda_runtime.error = 2
-    with pytest.raises(RuntimeError, match=r"cannot page-lock 0\.25 GiB .*error 2.*smaller host_kv_bytes"):
-        allocate_pool((1 << 28,), torch.uint8, pin_memory=True)
+    with pytest.raises(RuntimeError, match=r"cannot page-lock 0\.06 GiB .*error 2.*smaller host_kv_bytes"):
+        allocate_pool((1 << 26,), torch.uint8, pin_memory=True)
     assert cuda_runtime.locked, "what was not locked is not unlocked"
 
 

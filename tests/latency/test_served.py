@@ -183,6 +183,7 @@ def test_piggyback_rows_are_sent_through_the_mailbox(
 
 
 def test_first_calls_do_not_count_where_they_are_dear(patched: PatchedModel, config: EngineConfig) -> None:
+    began_s, sleep_s = time.perf_counter(), 0.05
     timer = Timer(CPU, 100.0, counts_preparing=False)
 
     class Bench:
@@ -192,7 +193,7 @@ def test_first_calls_do_not_count_where_they_are_dear(patched: PatchedModel, con
             def run():
                 self.calls += 1
                 if self.calls == 1:
-                    time.sleep(0.3)  # compiles
+                    time.sleep(sleep_s)  # compiles
                     assert timer.seconds == seconds
 
             seconds = timer.seconds
@@ -200,11 +201,10 @@ def test_first_calls_do_not_count_where_they_are_dear(patched: PatchedModel, con
 
     bench = Bench()
     sampler = _Sampler(bench, timer, CoreSplit(device=CPU, device_threads=None, host_threads=0))  # type: ignore[arg-type]
-    began_s = time.perf_counter()
     for _ in range(3):
         sampler.sample("alone", "head", (4, 0))
     assert bench.calls == 4
-    assert timer.seconds < time.perf_counter() - began_s - 0.29
+    assert timer.seconds <= time.perf_counter() - began_s - sleep_s
 
 
 def test_first_calls_count_where_they_are_cheap() -> None:
@@ -217,6 +217,7 @@ def test_first_calls_count_where_they_are_cheap() -> None:
 def test_a_profile_of_constant_steps_has_everything(
     model: PreTrainedModel, config: EngineConfig, gpu_like: list[Timer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(steps, "_MOST_STEPS_FOR_IT", steps._MAX_SAMPLES)  # the host's threads may wait long for a core
     alive: list[weakref.ref[Engine]] = []
     spent: list[float] = []
 
@@ -231,7 +232,7 @@ def test_a_profile_of_constant_steps_has_everything(
     gc.disable()
     monkeypatch.setattr(steps, "Engine", OneAtATime)
     try:
-        profile: Profile = profile_model(model, config, time_limit_s=0.5)
+        profile: Profile = profile_model(model, config, time_limit_s=0.2)
     finally:
         gc.enable()
     assert profile.fingerprint.constant_steps

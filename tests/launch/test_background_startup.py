@@ -146,8 +146,9 @@ def ended(compiling: BackgroundCompile) -> bool:
 
 @pytest.mark.usefixtures("cache")
 def test_halves_are_compiled_beside_serving_and_taken_when_it_is_quiet(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("omniserve.engine.compiling._LOWEST_PRIORITY", 0)  # other tests run beside this
     caplog.set_level(logging.INFO)
     torch.mm(torch.ones(300, 300), torch.ones(300, 300))  # this process has OpenMP threads, which the child has not
     plain, model = patch(tiny_model("llama"), compile=False), patch(tiny_model("llama"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import repeat
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -28,6 +29,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """
     monkeypatch.setattr(compile_cache, "_folder", lambda: tmp_path / "halves")
     return tmp_path / "halves"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the halves of the usual model, which some process has compiled."""
+    folder = tmp_path_factory.mktemp("kept") / "halves"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_cache, "_folder", lambda: folder)
+        assert patched().find_compiled(else_compile=True)
+    return folder
+
+
+@pytest.fixture
+def filled(folder: Path, kept: Path) -> Path:
+    """The folder, with these halves."""
+    copytree(kept, folder)
+    return folder
 
 
 def run(patched: PatchedModel, rows: int = 5) -> Tensor:
@@ -78,18 +96,12 @@ def test_they_run_uncompiled_until_another_process_has_compiled_them(folder: Pat
     assert not compiled_names
     assert not folder.exists()
     other = patched()
-    assert other.find_compiled(else_compile=True)
+    assert not other.find_compiled(else_compile=False)
+    assert other.find_compiled(else_compile=True), "what is not found can be compiled here"
     assert len(compiled_names) == 2
     assert torch.equal(run(deferred), run(plain)), "it looks only when it is told to"
     assert deferred.find_compiled(else_compile=False)
     assert torch.equal(run(deferred), run(other))
-    assert len(compiled_names) == 2
-
-
-def test_what_is_not_found_can_be_compiled_here(folder: Path, compiled_names: list[str]) -> None:
-    model = patched()
-    assert not model.find_compiled(else_compile=False)
-    assert model.find_compiled(else_compile=True)
     assert len(compiled_names) == 2
 
 
@@ -106,18 +118,16 @@ def _hooked_layer(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("change", [_changed_config, _changed_layer, _hooked_layer])
-def test_a_model_that_differs_does_not_take_them(change: Any, folder: Path) -> None:
-    first = patched()
-    assert first.find_compiled(else_compile=True)
+@pytest.mark.usefixtures("filled")
+def test_a_model_that_differs_does_not_take_them(change: Any) -> None:
     model = tiny_model("llama")
     change(model)
     assert not patch(model).__dict__["omniserve"].find_compiled(else_compile=False)
 
 
 @pytest.mark.parametrize("part", ["compiled.source_digest", "compile_cache._code_digest"])
-def test_other_code_does_not_take_them(part: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = patched()
-    assert first.find_compiled(else_compile=True)
+@pytest.mark.usefixtures("filled")
+def test_other_code_does_not_take_them(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert patched().find_compiled(else_compile=False)
     monkeypatch.setattr(f"omniserve.layers.{part}", lambda *_: "other")
     monkeypatch.setattr("omniserve.layers.patching.source_digest", lambda: part)
@@ -125,12 +135,13 @@ def test_other_code_does_not_take_them(part: str, folder: Path, monkeypatch: pyt
 
 
 def test_a_file_that_cannot_be_read_is_logged_and_made_anew(
-    folder: Path, compiled_names: list[str], caplog: pytest.LogCaptureFixture
+    filled: Path, compiled_names: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = run(patched())
-    for path in folder.glob("*.json"):
+    assert not compiled_names
+    for path in filled.glob("*.json"):
         path.write_text("{")
     assert torch.equal(run(patched()), expected)
     assert "is not used" in caplog.text
-    assert len(compiled_names) == 4
+    assert len(compiled_names) == 2
     assert patched().find_compiled(else_compile=False), "the files were written again"

@@ -1,7 +1,11 @@
-"""Compare an operator with its reference on its samples; also run as a program, in a process of its own."""
+"""Compare an operator with its reference on its samples; also run as a program, for each instruction set."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +14,7 @@ from torch import Tensor
 
 from omniserve.core.spec import AttentionSpec
 from omniserve.ops.attention import AttentionMetadata, HostLengths
+from omniserve.ops.isa import instruction_sets
 from tests.ops.table import OPS, Sample, attention_options
 from tests.ops.tolerances import Tolerance, tolerance
 
@@ -34,15 +39,29 @@ def assert_same(
             assert mine == wanted
 
 
+def expected_of(name: str, sample: Sample) -> tuple[Any, ...]:
+    """Return the result of an operator's reference, and the sample's arguments as it leaves them."""
+    args = sample.clone()
+    return (OPS[name].reference(*args), *args)
+
+
 def check_against_reference(
-    function: Callable[..., Any], name: str, sample: Sample, dtype: torch.dtype, within: Tolerance | None = None
+    function: Callable[..., Any],
+    name: str,
+    sample: Sample,
+    dtype: torch.dtype,
+    within: Tolerance | None = None,
+    expected: tuple[Any, ...] | None = None,
 ) -> None:
-    """Run both on copies of the sample; results finite, results and mutated arguments the same."""
-    mine, wanted = sample.clone(), sample.clone()
-    result, reference = function(*mine), OPS[name].reference(*wanted)
+    """Run both on copies of the sample; results finite, results and mutated arguments the same.
+
+    ``expected``: what ``expected_of`` has returned for the sample.
+    """
+    mine = sample.clone()
+    result = function(*mine)
     if isinstance(result, Tensor):
         assert result.isfinite().all(), "poison leaked into the result"
-    assert_same((result, *mine), (reference, *wanted), name, dtype, within)
+    assert_same((result, *mine), expected or expected_of(name, sample), name, dtype, within)
 
 
 def attention_call(
@@ -70,9 +89,46 @@ def attention_call(
     )  # fmt: skip
 
 
+Case = tuple[str, torch.dtype, Sample, tuple[Any, ...]]
+"""An operator's name, a dtype, a sample, and what is expected of it."""
+
+
+def _outcome(cases: Sequence[Case]) -> str:
+    """Check all cases with the set that this process is forced to; return what came of it."""
+
+    def with_threads(*args: Any) -> Any:
+        torch.set_num_threads(2)
+        try:
+            return op_named(name)(*args)
+        finally:
+            torch.set_num_threads(1)
+
+    try:
+        for name, dtype, sample, expected in cases:
+            check_against_reference(with_threads, name, sample, dtype, expected=expected)
+    except Exception as error:
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
+    return "all samples agree"
+
+
+def main(isas: Sequence[str]) -> None:
+    """Print what comes of each instruction set, in a child process for each: a process chooses its set once."""
+    torch.set_num_threads(1)  # a process with more than one cannot be forked
+    cases = [
+        (name, dtype, sample, expected_of(name, sample))
+        for name, spec in OPS.items()
+        for dtype in DTYPES
+        for sample in spec.samples(CPU, dtype)
+    ]
+    for isa in isas:
+        if child := os.fork():
+            assert os.waitpid(child, 0)[1] == 0, f"the process for {isa} has crashed"
+            continue
+        os.environ["OMNISERVE_ISA"] = isa
+        print(json.dumps({"isa": isa, "outcome": _outcome(cases), "sets": str(instruction_sets())}), flush=True)
+        os._exit(0)
+
+
 if __name__ == "__main__":
-    for name, spec in OPS.items():
-        for dtype in DTYPES:
-            for sample in spec.samples(CPU, dtype):
-                check_against_reference(op_named(name), name, sample, dtype)
-    print("all samples agree")
+    main(sys.argv[1:])

@@ -77,6 +77,7 @@ class AttentionShape:
 
 _MIXED = ((1, 40), (5, 0), (0, 7), (17, 30), (1, 0))
 _TILES = ((150, 70), (1, 300))
+_FEW_TILES = ((20, 85), (1, 150))
 _MIXED_SHAPES = (
     AttentionShape("no request", (), (2, 1, 16)),
     AttentionShape("requests without a query", ((0, 9), (0, 0)), (2, 2, 16)),
@@ -90,7 +91,7 @@ _MIXED_SHAPES = (
     AttentionShape("several tiles, head size 512, window, softcap", _TILES, (2, 1, 512), 32, 90, softcap=9.0),
     AttentionShape("mixed, head size 328, directed", _MIXED, (4, 2, 328), directed=True),
     AttentionShape("several tiles of queries and keys", _TILES, (8, 4, 16), block_size=64),
-    AttentionShape("window inside a long chunk", ((150, 70),), (2, 2, 16), block_size=1, window=33),
+    AttentionShape("window inside a long chunk", _TILES[:1], (2, 2, 16), block_size=1, window=33),
     AttentionShape("no request, directed", (), (2, 1, 16), directed=True),
     AttentionShape("directed, head size 64", _MIXED, (9, 3, 64), block_size=16, directed=True),
     AttentionShape("directed, several tiles, window", _TILES, (8, 4, 32), block_size=64, window=99, directed=True),
@@ -173,6 +174,17 @@ def attention_options(args: tuple[Any, ...]) -> dict[str, Any]:
 def _paged_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for shape in _MIXED_SHAPES:
         yield Sample(label=shape.label, args=attention_args(shape, device, dtype))
+
+
+def small_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    """Yield the samples of paged_attention with fewer tokens and heads, for what is slow on a CPU."""
+    for shape in _MIXED_SHAPES:
+        num_heads, kv_heads, head_size = shape.heads
+        few = min(kv_heads, 2)
+        count = len(shape.chunks)
+        chunks = _FEW_TILES[:count] if shape.chunks == _TILES[:count] else shape.chunks
+        heads = (few * (num_heads // kv_heads), few, head_size)
+        yield Sample(label=shape.label, args=attention_args(replace(shape, chunks=chunks, heads=heads), device, dtype))
 
 
 def cpu_attention_args(

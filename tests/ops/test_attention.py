@@ -56,9 +56,9 @@ each_implementation = pytest.mark.parametrize(
     "implementation",
     [
         pytest.param(Implementation(paged_attention, ATTENTION, 60), id="cpu"),
-        pytest.param(Implementation(interpreted(1), TORCH_HALF_ATTENTION, 6), id="triton", marks=needs_interpreter),
+        pytest.param(Implementation(interpreted(1), TORCH_HALF_ATTENTION, 4), id="triton", marks=needs_interpreter),
         pytest.param(
-            Implementation(interpreted(2), TORCH_HALF_ATTENTION, 6), id="triton, two parts", marks=needs_interpreter
+            Implementation(interpreted(2), TORCH_HALF_ATTENTION, 4), id="triton, two parts", marks=needs_interpreter
         ),
     ],
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.ops import reference
 from tests.ops.checks import CPU
 from tests.ops.compile_cases import DEVICES
-from tests.ops.table import OPS, AttentionShape, attention_args, attention_options
+from tests.ops.table import AttentionShape, attention_args, attention_options, small_attention_samples
 from tests.ops.tolerances import TORCH_HALF_ATTENTION
 
 pytest.importorskip("triton")
@@ -47,16 +47,15 @@ def check(args: tuple[Any, ...], label: str, **options: Any) -> None:
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_samples_agree_with_the_reference(dtype: torch.dtype) -> None:
-    samples = list(OPS["paged_attention"].samples(CPU, dtype))
-    for sample in samples[:: 1 if dtype == torch.float32 else 3]:
-        check(sample.args, sample.label, num_splits=2 if sample.args[0].shape[:2].numel() < 200 else 1)
+    samples = list(enumerate(small_attention_samples(CPU, dtype)))
+    for index, sample in samples[:: 1 if dtype == torch.float32 else 3]:
+        check(sample.args, sample.label, num_splits=1 + index % 2)
 
 
 @interpreted
-@pytest.mark.parametrize("num_splits", [2, 4])
 @pytest.mark.parametrize(
-    ("window", "softcap", "directed", "has_kinds"),
-    [(0, 0.0, False, False), (40, 3.0, True, False), (0, 0.0, True, True)],
+    ("num_splits", "window", "softcap", "directed", "has_kinds"),
+    [(2, 0, 0.0, False, False), (4, 40, 3.0, True, False), (4, 0, 0.0, True, True)],
 )
 def test_parts_of_the_keys_add_up(
     num_splits: int, window: int, softcap: float, directed: bool, has_kinds: bool
@@ -66,9 +65,7 @@ def test_parts_of_the_keys_add_up(
         window=window, softcap=softcap, directed=directed,
         chunk=70 * has_kinds, sinks=has_kinds, alibi=has_kinds,
     )  # fmt: skip
-    args = attention_args(shape, CPU, torch.float32)
-    check(args, "parts", num_splits=num_splits)
-    assert attend(args, num_splits=num_splits).isfinite().all()
+    check(attention_args(shape, CPU, torch.float32), "parts", num_splits=num_splits)
 
 
 @interpreted
@@ -76,7 +73,7 @@ def test_parts_of_the_keys_add_up(
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_any_tile_agrees_with_the_reference(block_m: int, block_n: int) -> None:
     tuning = replace(NARROW, fp32_tiles=(Tile(block_m=block_m, num_warps=4, num_stages=2),), max_block_n=block_n)
-    shape = AttentionShape(label="", chunks=((1, 200), (50, 70)), heads=(7, 1, 40), block_size=64, window=77)
+    shape = AttentionShape(label="", chunks=((1, 150), (20, 85)), heads=(7, 1, 40), block_size=64, window=77)
     check(attention_args(shape, CPU, torch.float32), "tile", tuning=tuning)
 
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
-import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams, patch
+from omniserve import EngineConfig, ExecutionConfig, patch
 from omniserve.core import link
 from omniserve.core.config import ParallelConfig
-from omniserve.core.errors import PeerLost
 from omniserve.layers.patching import patched_model
 from omniserve.layers.weights.sharding import shard
 from omniserve.parallel.follow import follow, summary_of
@@ -28,13 +24,18 @@ from tests.parity.engine_histories import Reference
 from tests.parity.models import MODELS, tiny_model
 from tests.parity.zoo import tiny
 
+PRELOADED = ["tests.prefill.servers"]
+"""Modules that the server from which ranks and prefill engines are forked imports: all that either uses."""
+
 
 class ForkedRanks(RankGroup):
-    """Ranks that are forked from a server that has imported everything and has no threads: they are there at once."""
+    """Ranks that are forked from a process that has imported everything and has no threads: they are there at once."""
 
     def _start(self, secret: bytes, cores: Sequence[int] | None) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        # A prefill engine has imported all by then, too, and has no other thread yet.
+        is_prefill_engine = multiprocessing.parent_process() is not None
+        context = multiprocessing.get_context("fork" if is_prefill_engine else "forkserver")
+        context.set_forkserver_preload(PRELOADED)
         for rank in range(1, self.size):
             process = context.Process(target=_run_rank, args=(self._address, secret, rank))
             process.start()
@@ -116,31 +117,6 @@ def ranks_of(
         yield model, group, parallel
     finally:
         group.close()
-
-
-class Lost(NamedTuple):
-    """An engine's loss of a rank."""
-
-    told: str
-    """The engine's message."""
-    seconds: float
-    """Seconds since the fault."""
-
-
-def serve_until_lost(model: nn.Module, group: ForkedRanks, parallel: ParallelConfig, fault: Any, at_step: int) -> Lost:
-    """Run steps, with a fault before one of them, until the engine says that a rank is lost."""
-    config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=False), block_size=8, max_model_len=80)
-    with Engine(model, config, group=group) as engine:
-        for name in ("LS", "BE"):
-            sampling = SamplingParams(max_tokens=60, ignore_eos=True)
-            engine.add(Request(prompt_token_ids=[1, 2, 3], sampling=sampling, service_class=name))
-        with pytest.raises(PeerLost) as lost:
-            for step in range(500):
-                if step == at_step:
-                    began_s = time.monotonic()
-                    fault()
-                engine.step()
-        return Lost(str(lost.value), time.monotonic() - began_s)
 
 
 @functools.cache

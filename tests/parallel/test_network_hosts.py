@@ -12,26 +12,14 @@ from omniserve.parallel.host_tier import EventMerge
 from tests.host.helpers import shorten_pauses
 from tests.parallel.ranks import ranks_of, reference_of
 from tests.parity.engine_histories import run_histories
-from tests.parity.test_network import hosts_behind_proxies
+from tests.parity.test_network import hosts_behind_proxies, small_pools
 from tests.quick import slow_except
 from tests.remote.proxy import Proxy
-
-_BLOCK = 8
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_pauses(monkeypatch)
-
-
-def _small(model: Any) -> dict[str, Any]:
-    """Pools that send requests to the network."""
-    block_bytes = model.omniserve.spec.kv_block_bytes(_BLOCK)
-    return {
-        "block_size": _BLOCK, "device_kv_bytes": 9 * block_bytes, "host_kv_bytes": 6 * block_bytes,
-        "host_kv_dtype": "auto", "max_host_requests": 16, "max_piggyback_seats": 8, "max_num_batched_tokens": 64,
-        "kv": "tiered", "has_profile": False,
-    }  # fmt: skip
 
 
 def _cuts(proxies: list[Proxy]) -> Any:
@@ -67,7 +55,7 @@ def test_tokens_equal_hugging_face(
     family: str, num_shards: int, num_stages: int, num_hosts: int, secret_file: str
 ) -> None:
     with ranks_of(family, num_shards, num_stages=num_stages) as (model, group, parallel):
-        settings = {"group": group, "parallel": parallel, **_small(model)}
+        settings = {"group": group, "parallel": parallel, "kv": "tiered", "has_profile": False, **small_pools(model)}
         num_ranks = num_shards * num_stages
         with hosts_behind_proxies(model, num_hosts, secret_file, num_ranks=num_ranks) as (hosts, proxies):
             run_histories(
@@ -83,8 +71,10 @@ def test_tokens_equal_hugging_face(
 @pytest.mark.parametrize("scheduler", slow_except((), ["omniserve", "apex", "neo", "conserve", "llumnix"]))
 def test_every_policy_that_moves_requests_may_have_them(scheduler: str, secret_file: str) -> None:
     with ranks_of("llama") as (model, group, parallel):
-        settings = {"group": group, "parallel": parallel, "scheduler": scheduler, **_small(model)}
-        settings["kv"] = lambda seed: ("tiered", "incremental")[seed % 2]
+        settings = {
+            "group": group, "parallel": parallel, "scheduler": scheduler, "has_profile": False,
+            "kv": lambda seed: ("tiered", "incremental")[seed % 2], **small_pools(model),
+        }  # fmt: skip
         with hosts_behind_proxies(model, 2, secret_file, num_ranks=2) as (hosts, proxies):
             run_histories(
                 model, reference_of("llama"), range(1120, 1128), hosts=hosts, faults=lambda seed: seed % 3 == 0,

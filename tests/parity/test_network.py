@@ -16,28 +16,21 @@ from typing import Any
 import pytest
 
 from omniserve import HostsConfig
+from omniserve.remote import host_cli
 from omniserve.remote.host_server import HostServer
 from tests.host.helpers import shorten_pauses
 from tests.pairwise import pairwise
 from tests.parity.engine_histories import run_histories
 from tests.parity.models import MODELS
 from tests.parity.test_engine import BOTH, model_and_reference
+from tests.prefill.servers import SECRET
 from tests.quick import slow_except
 from tests.remote.proxy import Proxy
-
-SECRET = "a secret of some length"
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_pauses(monkeypatch)
-
-
-@pytest.fixture
-def secret_file(tmp_path: Path) -> str:
-    path = tmp_path / "secret"
-    path.write_text(SECRET)
-    return str(path)
 
 
 @contextlib.contextmanager
@@ -63,8 +56,8 @@ def hosts_behind_proxies(
             host.close()
 
 
-def _small(model: Any) -> dict[str, Any]:
-    """Pools that send requests to the network."""
+def small_pools(model: Any) -> dict[str, Any]:
+    """Return sizes of pools that send requests to the network."""
     block_bytes = model.omniserve.spec.kv_block_bytes(8)
     return {
         "block_size": 8, "device_kv_bytes": 9 * block_bytes, "host_kv_bytes": 6 * block_bytes, "host_kv_dtype": "auto",
@@ -95,11 +88,11 @@ def test_tokens_of_any_family_equal_hugging_face(family: str, num_hosts: int, se
     with hosts_behind_proxies(model, num_hosts, secret_file) as (hosts, proxies):
         run_histories(
             model, reference, range(1000, 1001), reach=("network_tasks", "network_moves"), kv="tiered", hosts=hosts,
-            has_profile=False, **_small(model),
+            has_profile=False, **small_pools(model),
         )  # fmt: skip
         run_histories(
             model, reference, range(1010, 1012), reach=("network_tasks",), kv="tiered", hosts=hosts,
-            disturb=lambda seed: cuts(proxies), has_profile=False, **_small(model),
+            disturb=lambda seed: cuts(proxies), has_profile=False, **small_pools(model),
         )  # fmt: skip
 
 
@@ -113,7 +106,7 @@ def test_every_policy_that_moves_requests_may_have_hosts(scheduler: str, secret_
         rows = pairwise(kv=("tiered", "incremental"), disturb=disturb, **options)
         run_histories(
             model, reference, range(1020, 1021), reach=("network_tasks",) if attends else (), rows=rows, hosts=hosts,
-            scheduler=scheduler, **_small(model),
+            scheduler=scheduler, **small_pools(model),
         )  # fmt: skip
 
 
@@ -143,11 +136,11 @@ def test_a_host_process_that_is_killed_or_stopped_changes_no_token(how: signal.S
 
         run_histories(
             model, reference, range(1030, 1031), reach=("network_tasks",), kv="tiered", hosts=hosts, has_profile=False,
-            **_small(model),
+            **small_pools(model),
         )  # fmt: skip
         run_histories(
             model, reference, range(1031, 1032), reach=("lost_hosts",), kv="tiered", hosts=hosts, has_profile=False,
-            disturb=lambda seed: disturb, **_small(model),
+            disturb=lambda seed: disturb, **small_pools(model),
         )  # fmt: skip
 
 
@@ -179,18 +172,21 @@ def test_a_host_process_ends_well_before_it_has_said_where_it_listens(secret_fil
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
-def test_a_host_process_says_what_is_wrong(tmp_path: Path, secret_file: str) -> None:
+def test_a_host_process_says_what_is_wrong(
+    tmp_path: Path, secret_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_cli, "set_up_logs", lambda *_: None)  # of a process of its own
     short = tmp_path / "short"
     short.write_text("short")
+    here = ["--listen", "127.0.0.1:0", "--secret-file"]
     for options, told in (
         (["--listen", "127.0.0.1", "--secret-file", secret_file], "must be HOST:PORT"),
         (["--listen", "127.0.0.1:0"], "give --secret-file"),
-        (["--listen", "127.0.0.1:0", "--secret-file", str(short)], "at least 16 characters"),
-        (["--listen", "127.0.0.1:0", "--secret-file", secret_file, "--kv-gib", "0"], "--kv-gib must be > 0"),
-        (["--listen", "127.0.0.1:0", "--secret-file", secret_file, "--threads", "0"], "--threads must be >= 1"),
+        ([*here, str(short)], "at least 16 characters"),
+        ([*here, secret_file, "--kv-gib", "0"], "--kv-gib must be > 0"),
+        ([*here, secret_file, "--threads", "0"], "--threads must be >= 1"),
         (["--listen", "192.0.2.1:0", "--secret-file", secret_file], "Cannot assign requested address"),
     ):
-        ended = subprocess.run(
-            [sys.executable, "-m", "omniserve.host", *options], capture_output=True, text=True, timeout=60, check=False
-        )
-        assert ended.returncode == 2 and told in ended.stderr and len(ended.stderr.splitlines()) == 1, ended.stderr
+        assert host_cli.main(options) == 2
+        printed = capsys.readouterr().err
+        assert told in printed and len(printed.splitlines()) == 1, printed

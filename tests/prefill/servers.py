@@ -20,7 +20,7 @@ from omniserve.engine.capacity import pool_bytes
 from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.prefill.server import PrefillServer
 from tests.engine_settings import flat_config
-from tests.parallel.ranks import ranks_of
+from tests.parallel.ranks import PRELOADED, ranks_of
 from tests.parity.models import MODELS, tiny_model
 from tests.parity.zoo import tiny
 
@@ -83,7 +83,7 @@ def prefill_server(
 ) -> Iterator[Server]:  # fmt: skip
     """Run a prefill engine with a tiny model of its own, of so many shards and stages."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(PRELOADED)
     pipe, other = context.Pipe()
     process = context.Process(
         target=_serve, args=(family, port, dtype, ranks, secret_file, rank_timeout_s, settings, other)

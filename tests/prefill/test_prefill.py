@@ -37,13 +37,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     make_quick(monkeypatch)
 
 
-@pytest.fixture
-def secret_file(tmp_path: Path) -> str:
-    path = tmp_path / "secret"
-    path.write_text(SECRET)
-    return str(path)
-
-
 def _small(model: Any) -> dict[str, Any]:
     spec = model.omniserve.spec
     block_bytes = spec.kv_block_bytes(8)

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,44 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 from in_process import InProcessServer, logs_of_servers, threads_for_engines
-from running import RunningServer
+from running import RunningServer, Server, servers
 from serve_fake import read_flags
 from tokenizers_for_tests import byte_level_tokenizer
 
 from tests.certificates import share_certificates
 
 share_certificates()
+
+_LOG_SIZES = pytest.StashKey[dict[Server, int]]()
+"""How many lines the servers had logged before a test."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[_LOG_SIZES] = {server: len(server.log) for server in servers}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show in the report of a test that failed what servers have logged since it began."""
+    report = yield
+    for server in servers if report.failed else ():
+        if lines := server.log[item.stash[_LOG_SIZES].get(server, 0) :]:
+            report.sections.append((f"log of the server at {getattr(server, 'url', 'no address yet')}", "".join(lines)))
+    return report
+
+
+@pytest.fixture(scope="session")
+def memory() -> Iterator[Path]:
+    """A folder in memory, where the machine has such: databases, which write all through to the disk, wait for none."""
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="omniserve-tests-", dir=place) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def tmp_path(memory: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=memory))
 
 
 @pytest.fixture(scope="session")
@@ -37,9 +68,7 @@ Start = Callable[..., Any]
 
 
 @contextmanager
-def starting(
-    tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory, *, in_process: bool = True
-) -> Iterator[Start]:
+def starting(tokenizer_folder: Path, memory: Path, *, in_process: bool = True) -> Iterator[Start]:
     """Start servers with the fake engine; what still runs at the end is ended."""
     started: list[InProcessServer | RunningServer] = []
 
@@ -53,7 +82,7 @@ def starting(
     ) -> InProcessServer | RunningServer:
         all_flags = ["--tokenizer", str(tokenizer_folder), *flags, *([] if fail is None else ["--fail", fail])]
         all_flags += ["--limit", f"shutdown_timeout_s={shutdown_timeout_s}"]
-        environment["XDG_DATA_HOME"] = str(data_home or tmp_path_factory.mktemp("data"))
+        environment["XDG_DATA_HOME"] = str(data_home or tempfile.mkdtemp(dir=memory))
         if in_process:
             started.append(InProcessServer(*read_flags(all_flags), **environment))
         else:
@@ -75,23 +104,23 @@ def logged() -> Iterator[None]:
 
 
 @pytest.fixture
-def start_server(logged, tokenizer_folder, tmp_path_factory) -> Iterator[Start]:
+def start_server(logged, tokenizer_folder, memory) -> Iterator[Start]:
     """Start servers in this process that end with the test."""
-    with starting(tokenizer_folder, tmp_path_factory) as start:
+    with starting(tokenizer_folder, memory) as start:
         yield start
 
 
 @pytest.fixture(scope="module")
-def start_module_server(logged, tokenizer_folder, tmp_path_factory) -> Iterator[Start]:
+def start_module_server(logged, tokenizer_folder, memory) -> Iterator[Start]:
     """Start servers in this process that end with the module's tests."""
-    with starting(tokenizer_folder, tmp_path_factory) as start:
+    with starting(tokenizer_folder, memory) as start:
         yield start
 
 
 @pytest.fixture
-def start_process(tokenizer_folder, tmp_path_factory) -> Iterator[Start]:
+def start_process(tokenizer_folder, memory) -> Iterator[Start]:
     """Start servers in processes of their own, for what only a process can do: each takes seconds of a core."""
-    with starting(tokenizer_folder, tmp_path_factory, in_process=False) as start:
+    with starting(tokenizer_folder, memory, in_process=False) as start:
         yield start
 
 
@@ -104,14 +133,15 @@ def engines_in_threads() -> Iterator[None]:
 
 @pytest.fixture
 def no_pause(monkeypatch) -> None:
-    """Start an engine that died again at once."""
+    """Start an engine that died again at once: what one in this process has sent needs no time to arrive."""
     monkeypatch.setattr("omniserve.server.supervisor._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("omniserve.server.engine_client._LAST_WORDS_S", 0.1)
 
 
 @pytest.fixture(scope="session")
-def server(logged, tokenizer_folder, tmp_path_factory) -> Iterator[InProcessServer]:
+def server(logged, tokenizer_folder, memory) -> Iterator[InProcessServer]:
     """The server that most tests share: nothing a test does may stop it."""
-    with starting(tokenizer_folder, tmp_path_factory) as start:
+    with starting(tokenizer_folder, memory) as start:
         yield start().wait_until_ready()
 
 
@@ -120,16 +150,12 @@ def client(server) -> openai.OpenAI:
     return server.client()
 
 
-def _postgres_folder() -> Path | None:
-    folders = [*Path("/usr/lib/postgresql").glob("*/bin"), Path("/usr/local/bin")]
-    return next((folder for folder in folders if (folder / "initdb").exists()), None)
-
-
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[str]:
     """A PostgreSQL server of its own; yields the URL of its socket."""
     pytest.importorskip("psycopg")
-    programs = _postgres_folder()
+    folders = [*Path("/usr/lib/postgresql").glob("*/bin"), Path("/usr/local/bin")]
+    programs = next((folder for folder in folders if (folder / "initdb").exists()), None)
     if programs is None:
         pytest.skip("PostgreSQL is not installed (initdb, in /usr/lib/postgresql/*/bin)")
     user = None

@@ -21,6 +21,8 @@ import fake_engine
 from running import START_TIMEOUT_S, Server
 
 from omniserve.server import engine_client, engine_process, serve
+from omniserve.server.batches.database import Database
+from omniserve.server.batches.store import Store
 from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import Connections, allow_connections
 from omniserve.server.engine_process import EngineMaker
@@ -35,7 +37,7 @@ class InProcessServer(Server):
     """A server in a thread, and its engine in another one; ready when it is made, or ended."""
 
     def __init__(self, options: ServerOptions, make_engine: EngineMaker, **environment: str) -> None:
-        self.log: list[str] = []
+        super().__init__()
         self._listening = threading.Event()
         self._status: int | None = None
         self._loop = _Loop()
@@ -74,6 +76,13 @@ class InProcessServer(Server):
     def skip(self, seconds: float) -> None:
         """Have so much time pass at once for what the server's event loop does later."""
         self._loop.call_soon_threadsafe(self._loop.skip, seconds)
+
+    @property
+    def batches_database(self) -> Database:
+        """The database of this server's batches."""
+        store = self._main._batches._store
+        assert isinstance(store, Store)
+        return store.database
 
     def wait(self) -> int:
         self._thread.join(START_TIMEOUT_S)

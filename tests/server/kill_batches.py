@@ -27,7 +27,7 @@ from batch_inputs import completion_line, prompt_of, results, submit, wait_for
 from running import RunningServer
 from tokenizers_for_tests import byte_level_tokenizer
 
-LINES_PER_BATCH = 150
+LINES_PER_BATCH = 100
 FLAGS = ("--limit", "batch_concurrency=16")
 MAX_LIFE_S = 1.5
 

@@ -8,22 +8,38 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from typing import Self
 from urllib.request import ProxyHandler, build_opener
+from weakref import WeakSet
 
 import httpx
 import openai
 
 START_TIMEOUT_S = 600
 
+servers: WeakSet[Server] = WeakSet()
+"""Those that tests have started and not forgotten yet."""
+
 _open = build_opener(ProxyHandler({})).open  # httpx takes longer to make a client than the server for its metrics
+
+
+def wait_until(condition: Callable[[], object], problem: Callable[[], str] = lambda: "it took too long") -> None:
+    """Return when a condition holds; it is looked at every 20 ms, for 30 s."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, problem()
+        time.sleep(0.02)
 
 
 class Server:
     """A server behind a socket."""
 
     url: str
-    log: list[str]
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        servers.add(self)
 
     def wait_until_ready(self) -> Self:
         """Return this server when it answers."""
@@ -56,10 +72,7 @@ class Server:
         return float(values[0])
 
     def wait_for_metric(self, name: str, value: float) -> None:
-        deadline = time.monotonic() + 20
-        while (now := self.metric(name)) != value:
-            assert time.monotonic() < deadline, f"{name} is {now}, not {value}"
-            time.sleep(0.02)
+        wait_until(lambda: self.metric(name) == value, lambda: f"{name} is {self.metric(name)}, not {value}")
 
     def wait_until_free(self) -> None:
         """Wait until nothing runs, nothing waits and no KV is held."""
@@ -73,6 +86,7 @@ class RunningServer(Server):
     """A server subprocess that has said where it listens."""
 
     def __init__(self, command: list[str], *, own_group: bool = False, **environment: str) -> None:
+        super().__init__()
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | environment
         self._own_group = own_group
         self.process = subprocess.Popen(
@@ -83,7 +97,6 @@ class RunningServer(Server):
             env=environment,
             start_new_session=own_group,
         )
-        self.log: list[str] = []
         self._listening = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

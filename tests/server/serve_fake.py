@@ -50,6 +50,13 @@ def read_flags(flags: list[str]) -> tuple[ServerOptions, FakeLoader]:
 
 
 if __name__ == "__main__":
+    import importlib
+    import json
+
     from omniserve.server.serve import run
 
+    # Other values for constants of the server, by module and name.
+    for place, value in json.loads(os.environ.get("FAKE_CONSTANTS", "{}")).items():
+        module, _, name = place.rpartition(".")
+        setattr(importlib.import_module(module), name, value)
     sys.exit(run(*read_flags(sys.argv[1:])))

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import uvicorn
+from running import wait_until
 from uvicorn.server import ServerState
 
 from omniserve.server.connections import Connections, allow_connections
@@ -33,10 +34,7 @@ def many_files():
 
 
 def wait_for_files(server, most):
-    deadline = time.monotonic() + 30
-    while (now := held(server).num_files) > most:
-        assert time.monotonic() < deadline, f"{now} files are open, not {most}"
-        time.sleep(0.05)
+    wait_until(lambda: held(server).num_files <= most, lambda: f"{held(server).num_files} files are open, not {most}")
 
 
 def mixed(number):
@@ -79,6 +77,15 @@ def test_so_many_connections_and_requests(start_process, number):
     wait_for_files(server, before.num_files + 5)
     assert server.stop() == 0
     assert not [line for line in server.log if "Traceback" in line], "".join(server.log)
+
+
+def test_hundreds_of_connections_are_all_served(server):
+    idle = [connect(server) for _ in range(100)]
+    tally = asyncio.run(send_all(server.url, mixed(300)))
+    assert tally.outcomes == {"200": 300}
+    for connection in idle:
+        connection.close()
+    server.wait_until_free()
 
 
 def test_idle_connections_give_way(start_server):
@@ -167,7 +174,7 @@ class FakeConnection:
 
 def test_whoever_was_idle_longest_gives_way(monkeypatch):
     clock = itertools.count()
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("omniserve.server.connections.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     connections = Connections(3, patience_s=100)
     a, b, c, d, e, f = (FakeConnection(num_unsent) for num_unsent in (0, 5, 0, 0, 0, 0))
     assert all(connections.enter(connection) for connection in (a, b, c))

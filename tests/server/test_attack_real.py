@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import re
 import sys
-import time
 
 import pytest
 from hypothesis import given
-from running import RunningServer
+from running import RunningServer, wait_until
 
 from omniserve.launch.loading import BUILTIN_MODEL_NAME
-from tests.quick import slow_except
 from tests.server.attack import bodies
 from tests.server.attack.real import FLAGS, overload
 from tests.server.attack.sockets import send
@@ -68,9 +66,7 @@ def leave_on_the_host_tier(server):
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(send(server, LONG | {"max_tokens": 400, "n": 20, "service_tier": "flex"}))
-        deadline = time.monotonic() + 60
-        while server.metric('omniserve_kv_blocks_used{tier="host"}') == 0:
-            assert time.monotonic() < deadline, "no request went to the host tier"
+        wait_until(lambda: server.metric('omniserve_kv_blocks_used{tier="host"}') > 0)
 
 
 def leave_while_scored(server):
@@ -78,21 +74,7 @@ def leave_while_scored(server):
     send(server, {"model": BUILTIN_MODEL_NAME} | fields).close()
 
 
-def test_a_start_prints_lines_of_the_project_alone(server):
-    # A profile that was measured on a busy machine is a warning.
-    own = re.compile(r"INFO (engine: |serving \S+ on http://)|(INFO|WARNING) omniserve\.[\w.]+: ")
-    serving = next(number for number, line in enumerate(server.log) if line.startswith("INFO serving"))
-    assert [line for line in server.log[: serving + 1] if not own.match(line)] == []
-
-
-@pytest.mark.parametrize("leave", [f for name, f in sorted(globals().items()) if name.startswith("leave_")])
-def test_whoever_leaves_frees_what_they_held(server, leave):
-    leave(server)
-    free(server)
-
-
-@pytest.mark.parametrize("num_examples", slow_except((30,), (30, 80)))
-def test_any_body_is_answered(server, num_examples):
+def any_body_is_answered(server, num_examples=30):
     with server.http() as http:
 
         @bodies.bounded(num_examples)
@@ -102,6 +84,28 @@ def test_any_body_is_answered(server, num_examples):
             bodies.check_answer(http.post(path, content=body, headers={"content-type": "application/json"}))
 
         attack()
+
+
+def a_start_prints_lines_of_the_project_alone(server):
+    # A profile that was measured on a busy machine is a warning.
+    own = re.compile(r"INFO (engine: |serving \S+ on http://)|(INFO|WARNING) omniserve\.[\w.]+: ")
+    serving = next(number for number, line in enumerate(server.log) if line.startswith("INFO serving"))
+    assert [line for line in server.log[: serving + 1] if not own.match(line)] == []
+
+
+LEAVES = [f for name, f in sorted(globals().items()) if name.startswith("leave_")]
+
+
+@pytest.mark.parametrize("attack", [a_start_prints_lines_of_the_project_alone, *LEAVES, any_body_is_answered])
+def test_whatever_is_done_to_it_a_real_server_is_free_afterwards(server, attack):
+    """All in one function, so that one process of tests starts one server."""
+    attack(server)
+    free(server)
+
+
+@pytest.mark.slow
+def test_any_of_many_bodies_is_answered(server):
+    any_body_is_answered(server, 80)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -47,43 +48,38 @@ def test_request_that_comes_byte_by_byte_is_answered(server):
     assert said.startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("begin", [b"", POST, POST + b"X: " + b"y" * 100], ids=["nothing", "first-line", "header"])
-def test_head_that_does_not_come_is_not_waited_for(impatient, begin):
-    with connect(impatient) as connection:
-        connection.sendall(begin)
-        assert read_all(connection) == b""
+UPLOAD = head(b"", "/v1/files", length=2000).replace(b"application/json", b"multipart/form-data; boundary=a")
+# What a client sends at once, and what it sends byte by byte until it is cut off; what it is told begins with the last.
+TOO_SLOW = {
+    "no head": (b"", b"", b""),
+    "a first line": (POST, b"", b""),
+    "a header": (POST + b"X: " + b"y" * 100, b"", b""),
+    "a slow header": (POST, b"X: " + b"y" * 1000, b""),
+    "a slow header after an answer": (head(BODY) + BODY, POST + b"X: " + b"y" * 1000, b"HTTP/1.1 200"),
+    "a slow completion": (head(BODY, length=2000), b" " * 1000, b"HTTP/1.1 408"),
+    "a slow text": (head(BODY, "/tokenize", length=2000), b" " * 1000, b"HTTP/1.1 408"),
+    "a slow batch": (head(BODY, "/v1/batches", length=2000), b" " * 1000, b"HTTP/1.1 408"),
+    "a completion that stops": (head(BODY, length=2000) + BODY, b"", b"HTTP/1.1 408"),
+    "a file that stops": (UPLOAD + b"--a\r\nContent-Disposition: form-data; name=", b"", b"HTTP/1.1 408"),
+    "chunks": (CHUNKED, b"1\r\n \r\n" * 1000, b"HTTP/1.1 408"),
+}
 
 
-def test_head_that_comes_too_slowly_is_not_waited_for(impatient):
-    with connect(impatient) as connection:
-        assert b"200" not in drip(connection, POST + b"X: " + b"y" * 1000)
+def test_what_comes_too_slowly_is_not_waited_for(impatient):
+    """All at a time, as most of it is waiting."""
 
+    def attack(at_once, byte_by_byte):
+        with connect(impatient) as connection:
+            connection.sendall(at_once)
+            return drip(connection, byte_by_byte)
 
-def test_head_that_comes_too_slowly_after_an_answer_is_not_waited_for(impatient):
-    with connect(impatient) as connection:
-        connection.sendall(head(BODY) + BODY)
-        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
-        drip(connection, POST + b"X: " + b"y" * 1000)
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/v1/batches"])
-def test_body_that_comes_too_slowly_is_not_waited_for(impatient, path):
-    with connect(impatient) as connection:
-        connection.sendall(head(BODY, path, length=2000))
-        assert drip(connection, b" " * 1000).startswith(b"HTTP/1.1 408")
-
-
-def test_file_that_stops_coming_is_not_waited_for(impatient):
-    head_ = head(b"", "/v1/files", length=2000).replace(b"application/json", b"multipart/form-data; boundary=a")
-    with connect(impatient) as connection:
-        connection.sendall(head_ + b"--a\r\nContent-Disposition: form-data; name=")
-        assert read_all(connection).startswith(b"HTTP/1.1 408")
-
-
-def test_chunks_without_an_end(impatient):
-    with connect(impatient) as connection:
-        connection.sendall(CHUNKED)
-        assert drip(connection, b"1\r\n \r\n" * 1000).startswith(b"HTTP/1.1 408")
+    with ThreadPoolExecutor(len(TOO_SLOW)) as pool:
+        attacks = {name: pool.submit(attack, *sent) for name, (*sent, _) in TOO_SLOW.items()}
+        said = {name: attack.result() for name, attack in attacks.items()}
+    told = {name: answer[:12] for name, answer in said.items()}
+    assert told == {name: begin for name, (*_, begin) in TOO_SLOW.items()}
+    answers = [answer for answer in said.values() if b"HTTP/1.1 408" in answer]
+    assert all(b'"code": "request_timeout"' in a and b"--limit stall_timeout_s" in a for a in answers), answers
 
 
 @pytest.mark.parametrize("start", [CHUNKED, head(b"", length=1 << 40)], ids=["chunked", "content-length"])
@@ -123,19 +119,25 @@ GARBAGE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("data", GARBAGE, ids=lambda data: repr(data[:24]))
-def test_garbage_is_refused_or_dropped(impatient, data):
-    with connect(impatient) as connection:
-        try:
-            connection.sendall(data)
-        except (ConnectionResetError, BrokenPipeError):
-            pass  # refused before it had come
-        said = read_all(connection)
-    answers = said.split(b"HTTP/1.1 ")[1:]
-    assert bool(answers) == bool(said)
-    for answer in answers:
-        assert answer[:3] in (b"400", b"403", b"404", b"408", b"413"), answer[:200]
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+def test_garbage_is_refused_or_dropped(impatient):
+    """All of it at a time, as the server waits for the rest of some."""
+
+    def answer_to(data):
+        with connect(impatient) as connection:
+            try:
+                connection.sendall(data)
+            except (ConnectionResetError, BrokenPipeError):
+                pass  # refused before it had come
+            return read_all(connection)
+
+    with ThreadPoolExecutor(len(GARBAGE)) as pool:
+        said = list(pool.map(answer_to, GARBAGE))
+    for data, text in zip(GARBAGE, said, strict=True):
+        answers = text.split(b"HTTP/1.1 ")[1:]
+        assert bool(answers) == bool(text), data[:24]
+        for answer in answers:
+            assert answer[:3] in (b"400", b"403", b"404", b"408", b"413"), (data[:24], answer[:200])
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"], data[:24]
 
 
 def test_garbage_behind_an_answered_request_is_dropped(impatient):
@@ -148,7 +150,7 @@ def test_garbage_behind_an_answered_request_is_dropped(impatient):
 
 
 def test_garbage_in_the_middle_of_a_stream_is_dropped(impatient):
-    body = json.dumps({"model": "fake", "prompt": [396, 5], "max_tokens": 20, "stream": True}).encode()
+    body = json.dumps({"model": "fake", "prompt": [396, 5], "max_tokens": 8, "stream": True}).encode()
     with connect(impatient) as connection:
         connection.sendall(head(body) + body + b"\x00 nonsense \r\n\r\n" * 1000)
         said = read_all(connection)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
-import httpx
 import openai
 import pytest
 from fake_engine import SILENT, SLOW
+from running import wait_until
 from tokenizers_for_tests import byte_level_tokenizer
 
 from omniserve.core.request import SLO, FinishReason, RequestOutput, SamplingParams, TokenLogprob
@@ -32,7 +31,7 @@ from tests.server.attack.sockets import connect, head, read_all, send
 
 ABC = [byte_level_tokenizer()(letter).input_ids[0] for letter in "abc"]
 # An answer of several megabytes, which no buffer between server and client holds.
-BIG = {"model": "fake", "prompt": ABC, "max_tokens": 500, "n": 30, "logprobs": 20, "stream": True}
+BIG = {"model": "fake", "prompt": ABC, "max_tokens": 500, "n": 20, "logprobs": 20, "stream": True}
 
 
 class RecordingClient:
@@ -202,34 +201,6 @@ def test_an_answer_that_is_read_at_once_is_made_in_large_parts(stop):
         assert 3 <= wakes <= 6, "1,024 tokens at a time, of either choice"
 
 
-def test_a_stop_string_ends_an_answer_that_is_read_at_once():
-    async def scenario():
-        outputs, client, _ = started(at_once=True, stop=("ca",))
-        await outputs.start()
-        for i in range(5):
-            put(outputs, ABC[i % 3])
-        assert client.aborted == ["c-0"]
-        return await read(outputs)
-
-    assert "".join(delta.text for delta in asyncio.run(scenario())) == "ab"
-
-
-def test_what_a_parser_holds_back_is_not_left_unread():
-    async def scenario():
-        outputs, client, _ = started(max_unread_tokens=10, tools=("f",))
-        await outputs.start()
-        task = asyncio.create_task(read(outputs))
-        ids = byte_level_tokenizer()('<tool_call>\n{"name": "f", "arguments": {"text": "' + "a" * 100).input_ids
-        for token_id in ids:
-            put(outputs, token_id)
-            await asyncio.sleep(0)
-        assert not client.aborted
-        put(outputs, finish_reason=FinishReason.LENGTH)
-        return await task
-
-    assert asyncio.run(scenario())
-
-
 def test_reader_who_falls_too_far_behind_is_given_up():
     async def scenario():
         outputs, client, backlog = started(num_choices=2, max_unread_tokens=10)
@@ -264,15 +235,18 @@ def test_reading_makes_room_again():
     asyncio.run(scenario())
 
 
-def test_stop_string_ends_a_request_that_nobody_reads():
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_stop_string_ends_a_request_that_nobody_reads(at_once):
     async def scenario():
-        outputs, client, _ = started(stop=("b",))
+        outputs, client, _ = started(at_once=at_once, stop=("ca",))
         await outputs.start()
         put(outputs, *ABC)
+        for token_id in ABC:
+            put(outputs, token_id)
         assert client.aborted == ["c-0"]
-        assert "".join(delta.text for delta in await read(outputs)) == "a"
+        return await read(outputs)
 
-    asyncio.run(scenario())
+    assert "".join(delta.text for delta in asyncio.run(scenario())) == "ab"
 
 
 def test_text_that_is_held_back_is_not_left_unread():
@@ -389,23 +363,19 @@ def test_stream_that_is_read_too_slowly_ends_with_an_error(start_server):
     with send(server, BIG, receive_buffer=4096) as connection:
         server.wait_for_metric(aborted, BIG["n"])
         server.wait_until_free()
-        connection.settimeout(2)
-        with contextlib.suppress(TimeoutError):  # the connection stays open for more requests
-            text = b""
-            while b"[DONE]" not in text[-64:]:
-                text += connection.recv(1 << 16)
-    assert b'"code": "slow_reader"' in text
+        text = b""
+        while b'"code": "slow_reader"' not in text[-(1 << 17) :]:
+            part = connection.recv(1 << 16)
+            assert part, "it was cut without a word"
+            text += part
     assert server.client().completions.create(model="fake", prompt="a", max_tokens=2).usage.completion_tokens == 2
 
 
-@pytest.mark.parametrize(
-    ("sending_s", "silence_s", "is_whole"), [(3600, 0.0, False), (0.4, 0.0, True), (0.0, 1.5, True)]
-)
-def test_a_client_is_gone_that_takes_no_message_for_so_long(sending_s, silence_s, is_whole):
+def test_a_client_is_gone_that_takes_no_message_for_so_long():
     """A client that takes each message in time is not gone, nor one for whom there is none; without sockets, which have
     such a limit."""
 
-    async def scenario():
+    async def scenario(sending_s, silence_s):
         outputs, _, _ = started()
         await outputs.start()
         told, closed = b"", []
@@ -419,7 +389,7 @@ def test_a_client_is_gone_that_takes_no_message_for_so_long(sending_s, silence_s
         service = SimpleNamespace(model_name="m", codec=SimpleNamespace(token_text=str))
         shape = CompletionShape(service, CompletionRequest(prompt="a"), "c")
         stream = EventStream(
-            outputs, shape, headers={}, stall_timeout_s=1.0, comment_interval_s=0.0, on_close=lambda: closed.append(1)
+            outputs, shape, headers={}, stall_timeout_s=0.8, comment_interval_s=0.0, on_close=lambda: closed.append(1)
         )
         began_s = time.monotonic()
         task = asyncio.create_task(stream({"type": "http"}, asyncio.Event().wait, send))
@@ -429,11 +399,13 @@ def test_a_client_is_gone_that_takes_no_message_for_so_long(sending_s, silence_s
         put(outputs, finish_reason=FinishReason.LENGTH)
         await asyncio.wait_for(task, 30)
         assert closed == [1]
-        assert time.monotonic() - began_s >= 1.0
-        return told
+        assert time.monotonic() - began_s >= 0.8
+        return told.endswith(b"data: [DONE]\n\n")
 
-    told = asyncio.run(scenario())
-    assert told.endswith(b"data: [DONE]\n\n") == is_whole
+    async def scenarios():
+        return await asyncio.gather(scenario(3600, 0.0), scenario(0.3, 0.0), scenario(0.0, 1.2))
+
+    assert asyncio.run(scenarios()) == [False, True, True], "is it whole?"
 
 
 def test_stream_that_is_not_read_at_all_is_cut(start_server):
@@ -449,24 +421,10 @@ def test_connection_of_an_answer_that_nobody_takes_is_closed(start_server, strea
     server = start_server("--limit", "stall_timeout_s=0.3").wait_until_ready()
     before = num_sockets(server)
     with send(server, BIG | {"prompt": ABC, "stream": stream}, receive_buffer=4096):
-        deadline = time.monotonic() + 20
         # They may run for less than the time between two looks at what runs.
-        while server.metric('omniserve_output_tokens_total{service_class="LS"}') == 0:
-            assert time.monotonic() < deadline, "it never began"
-            time.sleep(0.05)
+        wait_until(lambda: server.metric('omniserve_output_tokens_total{service_class="LS"}') > 0)
         server.wait_until_free()
-        deadline = time.monotonic() + 20
-        while num_sockets(server) > before:
-            assert time.monotonic() < deadline, "the server still holds what it could not send"
-            time.sleep(0.05)
-
-
-def test_body_that_does_not_arrive_is_not_waited_for(start_server):
-    server = start_server("--limit", "stall_timeout_s=0.3").wait_until_ready()
-    with connect(server) as connection:
-        connection.sendall(head(b"", length=1000) + b'{"model": "fake", ')
-        answer = read_all(connection)
-    assert answer.startswith(b"HTTP/1.1 408") and b'"code": "request_timeout"' in answer
+        wait_until(lambda: num_sockets(server) <= before, lambda: "the server still holds what it could not send")
 
 
 def test_full_queue_is_told_with_retry_after(start_server):
@@ -543,23 +501,3 @@ def test_whoever_leaves_frees_what_they_held(server, leave):
     leave(server)
     server.wait_until_free()
     assert server.client().completions.create(model="fake", prompt="a", max_tokens=2).usage.completion_tokens == 2
-
-
-def test_hundreds_of_connections_are_all_served(server):
-    async def scenario():
-        limits = httpx.Limits(max_connections=300)
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as http:
-
-            async def one(i):
-                fields = {"model": "fake", "prompt": ABC, "max_tokens": 5 + i % 7, "stream": i % 2 == 0}
-                fields["service_tier"] = ("default", "flex")[i % 3 == 0]
-                response = await http.post("/v1/completions", json=fields)
-                return response.status_code == 200 and (b"[DONE]" in response.content) == fields["stream"]
-
-            assert all(await asyncio.gather(*map(one, range(300))))
-
-    idle = [connect(server) for _ in range(100)]
-    asyncio.run(scenario())
-    for connection in idle:
-        connection.close()
-    server.wait_until_free()

@@ -109,36 +109,31 @@ def test_without_a_terminal_the_log_says_how_far_a_run_is(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("how", slow_except((signal.SIGKILL,), [signal.SIGINT, signal.SIGKILL]))
-def test_run_that_was_stopped_goes_on_where_it_was(tmp_path, offline, run_here, how):
-    lines = [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=6) for i in range(24)]
+def test_run_that_was_stopped_goes_on_where_it_was_and_nothing_else_touches_its_journal(
+    tmp_path, offline, run_here, monkeypatch, how
+):
+    lines = [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=12) for i in range(24)]
     (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
     run = offline()
     wait_until(run, lambda: num_done(tmp_path) >= 4)
+    status, log = run_here()
+    assert "another process works with" in log and status == 2
     os.killpg(run.pid, how)
     log = run.communicate(timeout=60)[1]
     if how == signal.SIGINT:
         assert run.returncode == 130 and "run the same command again" in log
+    (tmp_path / "in.jsonl").write_bytes(jsonl(lines[:5]))
+    status, log = run_here()
+    assert "is of another run" in log and status == 2
+    (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
     done, work = num_done(tmp_path), (tmp_path / "work").read_text().splitlines()
     assert 4 <= done < 24 and not (tmp_path / "out.jsonl").exists()
+    monkeypatch.setattr("fake_engine.SLOW_STEP_S", 0.001)
     status, log = run_here()
     assert status == 0 and "going on" in log, log
     assert ids(tmp_path / "out.jsonl") == [entry["custom_id"] for entry in lines]
     repeated = (tmp_path / "work").read_text().splitlines()[len(work) :]
     assert len(repeated) == 24 - done, "what was done is not computed again"
-
-
-def test_journal_of_another_input_is_not_touched(tmp_path, offline, run_here):
-    lines = [completion_line(i, prompt=[SLOW, *ABC], max_tokens=100) for i in range(9)]
-    (tmp_path / "in.jsonl").write_bytes(jsonl(lines))
-    run = offline()
-    wait_until(run, lambda: num_done(tmp_path) > 0 or (tmp_path / "work").exists())
-    status, log = run_here()
-    assert "another process works with" in log and status == 2
-    os.killpg(run.pid, signal.SIGKILL)
-    run.communicate()
-    (tmp_path / "in.jsonl").write_bytes(jsonl(lines[:5]))
-    status, log = run_here()
-    assert "is of another run" in log and status == 2
 
 
 def test_wrong_input_is_told_line_by_line(tmp_path, run_here):
@@ -148,7 +143,8 @@ def test_wrong_input_is_told_line_by_line(tmp_path, run_here):
     assert status == 2 and not (tmp_path / "out.jsonl").exists()
 
 
-def test_submit_status_fetch_and_cancel(tmp_path, server, capsys):
+def test_submit_status_fetch_and_cancel(tmp_path, server, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_POLL_S", 0.05)
     path = tmp_path / "in.jsonl"
     path.write_bytes(jsonl([completion_line(0, prompt=ABC), line("wrong", {"prompt": []})]))
     at = ["--url", server.url]
@@ -172,7 +168,7 @@ class Answers(ThreadingHTTPServer):
     def __init__(self, *answers):
         self.answers = list(answers)
         super().__init__(("127.0.0.1", 0), OneAnswer)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
         self.batches = RemoteBatches(f"http://127.0.0.1:{self.server_port}", "none")
 
     def __exit__(self, *args):

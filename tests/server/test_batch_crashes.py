@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sqlite3
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,9 +33,13 @@ class Killed(BaseException):
 
 
 class Steps:
-    """Counts what touches disk or database; from a given step on, everything fails."""
+    """Counts what this thread does with disk or database; from a given step on, everything fails.
+
+    The server that other tests share goes on in its own threads.
+    """
 
     def __init__(self, monkeypatch) -> None:
+        self._thread = threading.get_ident()
         self.num_done = 0
         self.die_at: int | None = None
         for place, name in ((os, "fsync"), (Path, "rename"), (Path, "unlink"), (Path, "open")):
@@ -51,6 +57,8 @@ class Steps:
         monkeypatch.setattr(Database, "write", write_or_die)
 
     def _step(self) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if self.die_at is not None and self.num_done >= self.die_at:
             raise Killed
         self.num_done += 1
@@ -189,3 +197,4 @@ def test_death_at_every_step_loses_nothing_repeats_nothing_and_leaves_nothing(tm
         known = {row["id"] for row in life.store.page(FILES, limit=9).rows}
         assert {path.name for path in (folder / "files").iterdir()} == known
         life.end()
+        shutil.rmtree(folder)

@@ -206,14 +206,14 @@ def test_lock_of_a_frozen_owner_is_free_after_a_while(postgres, monkeypatch):
     monkeypatch.setattr("omniserve.server.batches.locks._PG_GONE_AFTER_S", 1)
     database = opened_empty(make_url(postgres))
     held, waiting = Held(database), make_lock(database, "m")
-    for _ in range(8):
-        time.sleep(0.25)
+    for _ in range(6):
+        time.sleep(0.2)
         held.owner.prove()
         assert not waiting.acquire()
     deadline = time.monotonic() + 30
     while not waiting.acquire():
         assert time.monotonic() < deadline
-        time.sleep(0.2)
+        time.sleep(0.05)
     with pytest.raises(StorageError):
         held.lock.is_held()
     with pytest.raises(NotOwner):
@@ -641,8 +641,8 @@ def test_owner_that_is_frozen_within_a_transaction_does_not_hold_up_the_others(p
 
 
 def test_owner_that_is_frozen_while_it_sends_a_statement_does_not_hold_up_the_others(postgres, monkeypatch):
-    monkeypatch.setattr("omniserve.server.batches.database._PG_IDLE_TIMEOUT_S", 1.0)
-    monkeypatch.setattr("omniserve.server.batches.database._BUSY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("omniserve.server.batches.database._PG_IDLE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("omniserve.server.batches.database._BUSY_TIMEOUT_S", 0.1)
     frozen, other = opened_empty(make_url(postgres)), Database(make_url(postgres))
     held = Held(frozen)
     num_refused = 0

@@ -109,10 +109,10 @@ def test_late_batch_comes_before_one_that_expires_sooner_and_both_go_on(tmp_path
 
 
 def test_nobody_gives_way_to_a_late_batch_of_another_model(tmp_path, monkeypatch):
-    bench = Bench(tmp_path, monkeypatch, concurrency=1, line_s=0.3, hurried_s=0.3)
+    bench = Bench(tmp_path, monkeypatch, concurrency=1, line_s=0.1, hurried_s=0.1)
 
     async def trial() -> None:
-        late = bench.add(1, window_s=2, model="other")
+        late = bench.add(1, window_s=0.6, model="other")
         bench.accept(late)
         on_time = bench.add(12, window_s=3600)
         bench.runner.start()
@@ -125,7 +125,7 @@ def test_nobody_gives_way_to_a_late_batch_of_another_model(tmp_path, monkeypatch
 
 
 def test_nobody_gives_way_to_a_late_batch_whose_file_is_gone_again_and_again(tmp_path, monkeypatch):
-    bench = Bench(tmp_path, monkeypatch, concurrency=1, line_s=0.2, hurried_s=0.2)
+    bench = Bench(tmp_path, monkeypatch, concurrency=1, line_s=0.1, hurried_s=0.1)
 
     async def trial() -> None:
         damaged = bench.add(1, window_s=61)
@@ -141,13 +141,13 @@ def test_nobody_gives_way_to_a_late_batch_whose_file_is_gone_again_and_again(tmp
 
 
 def test_batch_that_waits_for_its_turn_is_not_late_for_that(tmp_path, monkeypatch):
-    bench = Bench(tmp_path, monkeypatch, concurrency=2, line_s=0.5, hurried_s=0.5)
+    bench = Bench(tmp_path, monkeypatch, concurrency=2, line_s=0.15, hurried_s=0.15)
 
     async def trial() -> None:
         first = bench.add(12, window_s=43_200)
         bench.runner.start()
         await until(lambda: bench.starts)
-        second = bench.add(20_000, window_s=43_200)  # 5,000 s
+        second = bench.add(20_000, window_s=43_200)  # 1,500 s
         await until(lambda: bench.num_done(first) == 12 and bench.num_done(second) >= 2)
         await bench.runner.stop()
         assert not bench.hurried
@@ -181,7 +181,7 @@ def test_owner_that_cannot_prove_its_lock_stops_its_lines(tmp_path, monkeypatch)
 
 
 def test_former_owner_stops_its_lines_and_writes_nothing(tmp_path, monkeypatch):
-    bench = Bench(tmp_path, monkeypatch, concurrency=2, line_s=0.2, hurried_s=0.2)
+    bench = Bench(tmp_path, monkeypatch, concurrency=2, line_s=0.1, hurried_s=0.1)
 
     async def trial() -> None:
         batch_id = bench.add(3, window_s=43_200)
@@ -191,7 +191,7 @@ def test_former_owner_stops_its_lines_and_writes_nothing(tmp_path, monkeypatch):
         place.unlink()  # as if it had lost the lock without notice
         lock = make_lock(bench.store.database, "m")
         assert Owner.take(bench.store.database, lock, "m") is not None
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         assert bench.num_done(batch_id) == 0 and bench.starts.total() == 2
         lock.release()
         await until(lambda: bench.num_done(batch_id) == 3)

@@ -6,7 +6,9 @@ import io
 import json
 import signal
 import time
+from collections.abc import Callable
 
+import fake_engine
 import httpx
 import openai
 import pytest
@@ -14,10 +16,25 @@ from batch_inputs import PATIENCE_S, completion_line, jsonl, line, prompt_of, re
 from fake_engine import BAD_OUTPUT, DIE, SLOW
 from tokenizers_for_tests import byte_level_tokenizer
 
+from omniserve.server.batches import lines as lines_of_batches
+from omniserve.server.batches import runner
 from tests.quick import slow_except
 
 ABC = byte_level_tokenizer()("abc").input_ids
+RUNNING = 'omniserve_requests_running{service_class="BE"}'
 SLOW_LINE = {"prompt": [SLOW, *ABC], "max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture
+def often(monkeypatch) -> None:
+    """Have runners look ten times as often at the clock, and at what other servers did."""
+    monkeypatch.setattr(runner, "_POLL_S", 0.1)
+
+
+@pytest.fixture
+def slow_step(monkeypatch) -> Callable[[float], None]:
+    """Say how long the slow steps of the engines here take."""
+    return lambda seconds: monkeypatch.setattr(fake_engine, "SLOW_STEP_S", seconds)
 
 
 def test_file_comes_back_as_it_was_and_can_be_deleted(client):
@@ -52,33 +69,25 @@ def test_expiry_of_a_file_is_told(client):
     assert file.expires_at == pytest.approx(file.created_at + 3600, abs=1)
 
 
+FILE = {"file": b"x"}
+
+
 @pytest.mark.parametrize(
-    ("files", "data", "message"),
+    ("sent", "message"),
     [
-        ({}, {"purpose": "batch"}, "no file"),
-        ({"file": b"x"}, {}, "purpose is missing"),
-        ({"file": b"x"}, {"purpose": "vision"}, "purpose"),
-        ({"file": b"x"}, {"purpose": "batch", "expires_after[seconds]": "5"}, "expires_after"),
+        ({"files": {"other": b"y"}, "data": {"purpose": "batch"}}, "no file"),
+        ({"files": FILE, "data": {}}, "purpose is missing"),
+        ({"files": FILE, "data": {"purpose": "vision"}}, "purpose"),
+        ({"files": FILE, "data": {"purpose": "batch", "expires_after[seconds]": "5"}}, "expires_after"),
+        ({"content": b"purpose=batch", "headers": {"content-type": "application/x-www-form-urlencoded"}}, "got"),
+        ({"json": {"purpose": "batch"}}, "multipart/form-data"),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, "boundary"),
+        ({"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=y"}}, "cannot be read"),
     ],
 )
-def test_wrong_uploads_are_refused(server, files, data, message):
-    answer = httpx.post(f"{server.url}/v1/files", files=files or {"other": b"y"}, data=data)
-    assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
-
-
-def test_uploads_that_are_no_forms_are_refused(server):
-    url = f"{server.url}/v1/files"
-    for answer, message in (
-        (
-            httpx.post(url, content=b"purpose=batch", headers={"content-type": "application/x-www-form-urlencoded"}),
-            "got",
-        ),
-        (httpx.post(url, json={"purpose": "batch"}), "multipart/form-data"),
-        (httpx.post(url, content=b"x", headers={"content-type": "multipart/form-data"}), "boundary"),
-        (httpx.post(url, content=b"x", headers={"content-type": "multipart/form-data; boundary=y"}), "cannot be read"),
-    ):
-        assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+def test_wrong_uploads_are_refused(server, sent, message):
+    answer = httpx.post(f"{server.url}/v1/files", **sent)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"]
 
 
 def test_name_of_a_file_is_only_a_name(start_server, tmp_path):
@@ -255,14 +264,21 @@ def test_cancelled_batch_keeps_what_is_done(server, client):
     assert [entry["custom_id"] for entry in errors] == [f"slow-{i}" for i in range(100)]
     assert {entry["error"]["code"] for entry in errors} == {"batch_cancelled"} and errors[0]["response"] is None
     assert client.batches.cancel(batch.id).status == "cancelled"
-    server.wait_for_metric('omniserve_requests_running{service_class="BE"}', 0)
+    server.wait_for_metric(RUNNING, 0)
     with pytest.raises(openai.NotFoundError):
         client.batches.cancel("batch_none")
 
 
-def test_window_that_ends_leaves_what_is_done(client):
+@pytest.mark.usefixtures("often")
+def test_window_that_ends_leaves_what_is_done(start_server, monkeypatch):
+    server = start_server().wait_until_ready()
+    client = server.client()
     lines = [completion_line(0, prompt=ABC), *(line(f"slow-{i}", SLOW_LINE) for i in range(3))]
-    batch = wait_for(client, submit(client, lines, window="2s").id)
+    batch = submit(client, lines)
+    while wait_for(client, batch.id, ["in_progress"]).request_counts.completed < 1:
+        pass
+    monkeypatch.setattr(server.batches_database, "_clock", lambda: time.time() + 86_400)
+    batch = wait_for(client, batch.id)
     assert batch.status == "expired" and batch.expired_at >= batch.expires_at
     assert batch.request_counts.model_dump() == {"total": 4, "completed": 1, "failed": 3}
     assert {entry["error"]["code"] for entry in results(client, batch.error_file_id)} == {"batch_expired"}
@@ -286,23 +302,26 @@ def test_more_lines_than_are_allowed(start_server):
     assert batch.errors.data[0].line == 3
 
 
-def test_lines_in_work_are_bounded_and_best_effort(start_server, tmp_path):
+def test_lines_in_work_are_bounded_and_best_effort(start_server, tmp_path, slow_step):
+    slow_step(0.02)
     log = tmp_path / "work"
     server = start_server("--limit", "batch_concurrency=3", "--work-log", str(log)).wait_until_ready()
     batch = submit(server.client(), [line(f"{i}", SLOW_LINE | {"max_tokens": 8}) for i in range(12)])
     most = 0
     while server.client().batches.retrieve(batch.id).status not in ("finalizing", "completed"):
-        most = max(most, server.metric('omniserve_requests_running{service_class="BE"}'))
+        most = max(most, server.metric(RUNNING))
     assert 1 <= most <= 3
     assert {entry.split()[0] for entry in log.read_text().splitlines()} == {"BE"}
 
 
-def test_late_batch_hurries_from_its_first_line_on(start_server, tmp_path):
+@pytest.mark.usefixtures("often")
+def test_late_batch_hurries_from_its_first_line_on(start_server, tmp_path, slow_step):
+    slow_step(0.02)
     log = tmp_path / "work"
     server = start_server("--limit", "batch_concurrency=2", "--work-log", str(log)).wait_until_ready()
     client = server.client()
     lines = [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=10) for i in range(40)]
-    batch = wait_for(client, submit(client, lines, window="5s").id)
+    batch = wait_for(client, submit(client, lines, window="2s").id)
     escalated = [entry.split() for entry in log.read_text().splitlines() if entry.startswith("LS")]
     # The end of the window may meet lines on their way to the engine, booked or about to be.
     assert escalated and abs(batch.omniserve["escalated"] - len(escalated)) <= 2
@@ -312,31 +331,35 @@ def test_late_batch_hurries_from_its_first_line_on(start_server, tmp_path):
     assert calm.status == "completed" and calm.omniserve["escalated"] == 0
 
 
-def test_death_of_the_engine_gives_lines_back(start_server, tmp_path):
+def test_death_of_the_engine_gives_lines_back(start_server, tmp_path, slow_step):
     place = ("--data-dir", str(tmp_path), "--limit", "engine_restarts=0")
     server = start_server(*place).wait_until_ready()
     client = server.client()
     batch = submit(client, [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=60) for i in range(8)])
-    server.wait_for_metric('omniserve_requests_running{service_class="BE"}', 8)
+    server.wait_for_metric(RUNNING, 8)
     with pytest.raises(openai.APIError):
         client.completions.create(model="fake", prompt=[DIE])
     assert server.wait() == 1
+    slow_step(0.001)
     client = start_server(*place).wait_until_ready().client()
     batch = wait_for(client, batch.id)
     assert batch.request_counts.model_dump() == {"total": 8, "completed": 8, "failed": 0}
 
 
-def test_lines_go_on_when_the_engine_was_started_again(start_server, no_pause):
+def test_lines_go_on_when_the_engine_was_started_again(start_server, no_pause, slow_step):
     server = start_server("--limit", "engine_restarts=3").wait_until_ready()
     client = server.client()
     batch = submit(client, [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=40) for i in range(8)])
-    server.wait_for_metric('omniserve_requests_running{service_class="BE"}', 8)
+    server.wait_for_metric(RUNNING, 8)
     with pytest.raises(openai.APIError):
         client.completions.create(model="fake", prompt=[DIE])
+    slow_step(0.001)
     assert wait_for(client, batch.id).request_counts.completed == 8
 
 
-def test_line_that_ends_the_engine_is_found_and_the_others_go_on(start_server, no_pause):
+def test_line_that_ends_the_engine_is_found_and_the_others_go_on(start_server, no_pause, slow_step, monkeypatch):
+    slow_step(0.01)
+    monkeypatch.setattr(lines_of_batches, "_RETRY_S", 0.1)
     server = start_server("--limit", "engine_restarts=3", "--limit", "batch_concurrency=4").wait_until_ready()
     client = server.client()
     lines = [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=20) for i in range(9)]
@@ -347,6 +370,7 @@ def test_line_that_ends_the_engine_is_found_and_the_others_go_on(start_server, n
     assert error["custom_id"] == "poison" and error["response"]["body"]["error"]["code"] == "engine_stopped"
 
 
+@pytest.mark.usefixtures("often")
 def test_files_and_batches_belong_to_a_key(start_server, tmp_path):
     keys = [
         {"name": "ann", "key": "ann's", "requests_per_minute": 100},
@@ -385,30 +409,18 @@ def test_files_and_batches_belong_to_a_key(start_server, tmp_path):
         for _ in range(9):
             upload(cem, b"x")
     slow = [line(f"{i}", SLOW_LINE) for i in range(9)]
-    late = {client: submit(client, slow, window="4s") for client in (ann, bob)}
+    late = {client: submit(client, slow, window="2s") for client in (ann, bob)}
     escalated = {client: wait_for(client, batch.id).omniserve["escalated"] for client, batch in late.items()}
     assert escalated[ann] > 0 and escalated[bob] == 0, "bob's key is for best effort only"
 
 
-def test_upload_that_stalls_ends(start_server):
-    server = start_server("--limit", "stall_timeout_s=0.5").wait_until_ready()
-
-    def endless():
-        yield b"--x\r\n"
-        time.sleep(2)
-        yield b"more"
-
-    headers = {"content-type": "multipart/form-data; boundary=x"}
-    answer = httpx.post(f"{server.url}/v1/files", content=endless(), headers=headers, timeout=PATIENCE_S)
-    assert answer.status_code == 408 and "--limit stall_timeout_s" in answer.json()["error"]["message"]
-
-
-def test_stop_gives_lines_back_at_once(start_server, tmp_path):
+def test_stop_gives_lines_back_at_once(start_server, tmp_path, slow_step):
     place = ("--data-dir", str(tmp_path))
     server = start_server(*place).wait_until_ready()
     batch = submit(server.client(), [completion_line(i, prompt=[SLOW, *ABC], max_tokens=40) for i in range(4)])
-    server.wait_for_metric('omniserve_requests_running{service_class="BE"}', 4)
+    server.wait_for_metric(RUNNING, 4)
     assert server.stop() == 0
+    slow_step(0.001)
     client = start_server(*place).wait_until_ready().client()
     assert wait_for(client, batch.id).request_counts.completed == 4
 
@@ -434,18 +446,20 @@ def test_two_servers_take_batches_and_one_of_them_runs_the_lines(start_server, t
 
     slow = submit(clients[1], [line(f"{i}", SLOW_LINE) for i in range(9)])
     wait_for(clients[0], slow.id, ["in_progress"])
-    servers[0].wait_for_metric('omniserve_requests_running{service_class="BE"}', 4)
+    servers[0].wait_for_metric(RUNNING, 4)
     clients[1].batches.cancel(slow.id)
     assert wait_for(clients[1], slow.id).request_counts.failed == 9
-    servers[0].wait_for_metric('omniserve_requests_running{service_class="BE"}', 0)
+    servers[0].wait_for_metric(RUNNING, 0)
 
 
 @pytest.mark.parametrize("how", slow_except((signal.SIGKILL,), [signal.SIGTERM, signal.SIGKILL]))
-def test_server_takes_over_from_one_that_ends(start_server, start_process, tmp_path, how):
+@pytest.mark.usefixtures("often")
+def test_server_takes_over_from_one_that_ends(start_server, start_process, tmp_path, slow_step, how):
+    slow_step(0.001)  # of the server here; those of the other one take as long as ever
     place = ("--data-dir", str(tmp_path), "--limit", "batch_concurrency=4")
     first = start_process(*place, own_group=True).wait_until_ready()
     client = start_server(*place).wait_until_ready().client()
-    batch = submit(client, [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=20) for i in range(12)])
+    batch = submit(client, [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=10) for i in range(12)])
     while client.batches.retrieve(batch.id).request_counts.completed < 4:
         time.sleep(0.02)
     if how == signal.SIGKILL:

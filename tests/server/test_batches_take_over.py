@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import random
 import signal
@@ -22,8 +23,15 @@ from omniserve.server.batches.database import LineState
 from tests.quick import slow_except
 
 NUM_BATCHES = 3
-LINES = 80
+LINES = 60
 KILLS = 3
+CONSTANTS = {
+    "omniserve.server.batches.database._BUSY_TIMEOUT_S": 1.0,
+    "omniserve.server.batches.database._PG_IDLE_TIMEOUT_S": 2.0,
+    "omniserve.server.batches.runner._POLL_S": 0.1,
+    "omniserve.server.batches.runner._RETRY_S": 0.2,
+}
+"""Shorter waits than the product's, in all servers here."""
 
 
 @pytest.fixture
@@ -74,7 +82,9 @@ class Fleet:
         self.num_started += 1
         flags = ("--data-dir", str(self._folder / "data"), "--database-url", self._url)
         flags += ("--limit", "batch_concurrency=8", "--work-log", str(self.log(number)))
-        start = self._start_server if in_process else functools.partial(self._start_process, own_group=True)
+        start = self._start_server
+        if not in_process:
+            start = functools.partial(self._start_process, own_group=True, FAKE_CONSTANTS=json.dumps(CONSTANTS))
         self.servers[number] = start(*flags).wait_until_ready()
         return self.servers[number]
 
@@ -124,7 +134,9 @@ def lines_of(batch: int) -> list[dict[str, object]]:
 
 
 @pytest.fixture
-def fleet(start_server, start_process, tmp_path, database_url) -> Iterator[Fleet]:
+def fleet(start_server, start_process, tmp_path, database_url, monkeypatch) -> Iterator[Fleet]:
+    for place, value in CONSTANTS.items():
+        monkeypatch.setattr(place, value)
     fleet = Fleet(start_server, start_process, tmp_path, database_url)
     yield fleet
     for server in fleet.servers.values():
@@ -192,7 +204,7 @@ def test_connections_that_break_lose_and_repeat_nothing(fleet):
     client = fleet.start().client()
     submit_all(fleet, [client])
     for _ in range(6):
-        time.sleep(rng.uniform(0.1, 0.6))
+        time.sleep(rng.uniform(0.05, 0.3))
         fleet.cut_connections()
     check_results(fleet, client)
     runs = fleet.runs()

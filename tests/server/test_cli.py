@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from omniserve.core.config import EngineConfig, ExecutionConfig
+from omniserve.core.config import EngineConfig
 from omniserve.core.request import SLO, ClassSpec
 from omniserve.kv import KV_MANAGERS
 from omniserve.latency import LATENCY_MODELS
@@ -67,43 +67,17 @@ def test_classes_replace_the_default_ones_in_their_order():
     assert other == ClassSpec(name="BE", kind="BE")
 
 
-def test_every_flag_arrives():
+def test_flags_beside_those_of_engine_config_and_limits_arrive():
     options, loader = parse(
-        *"--dtype bfloat16 --device cpu --host 0.0.0.0 --port 0".split(),
-        *"--scheduler fcfs --kv my.kv:Manager --execution attention=x".split(),
-        *"--device-kv-gib 0.5 --host-kv-gib 0 --block-size 16 --max-model-len 99 --max-num-batched-tokens 64".split(),
-        *"--host-kv-dtype int8".split(),
-        *"--max-num-seqs 7 --max-host-requests 8 --max-piggyback-seats 9 --device-threads 2".split(),
-        *"--host-threads 3 --execution compile=false --ls-ttft-slo 0.25 --ls-tpot-slo 0.05".split(),
-        *"--limit shutdown_timeout_s=1.5 --limit max_connections=none --limit batch_max_lines=3".split(),
-        *"--log-level error --served-model-name nick --trace-steps steps.jsonl".split(),
-        *"--scheduler-option checkpoint_kv=true --scheduler-option latency_model=bros".split(),
-        *"--profile p.json --limit profile_time_limit_s=5".split(),
+        *"--dtype bfloat16 --device cpu --host 0.0.0.0 --port 0 --kv my.kv:Manager".split(),
+        *"--limit max_connections=none --limit profile_time_limit_s=5".split(),
+        *"--log-level error --served-model-name nick --profile p.json".split(),
     )
-    assert loader.config == EngineConfig(
-        scheduler="fcfs",
-        kv="my.kv:Manager",
-        execution=ExecutionConfig(attention="x", compile=False),
-        device_kv_bytes=1 << 29,
-        host_kv_bytes=0,
-        host_kv_dtype="int8",
-        block_size=16,
-        max_model_len=99,
-        max_num_batched_tokens=64,
-        max_num_seqs=7,
-        max_host_requests=8,
-        max_piggyback_seats=9,
-        device_threads=2,
-        host_threads=3,
-        scheduler_options={"checkpoint_kv": True, "latency_model": "bros"},
-        trace_steps="steps.jsonl",
-        classes=(ClassSpec(name="LS", kind="LS", slo=SLO(ttft_s=0.25, tpot_s=0.05)), ClassSpec(name="BE", kind="BE")),
-    )
+    assert loader.config == EngineConfig(kv="my.kv:Manager")
     assert (loader.dtype, loader.device) == ("bfloat16", "cpu")
     assert (loader.profile, loader.profile_time_limit_s, loader.with_profile) == (Path("p.json"), 5, True)
     assert (options.host, options.port, options.model_name) == ("0.0.0.0", 0, "nick")
-    assert (options.limits.shutdown_timeout_s, options.log_level) == (1.5, "error")
-    assert (options.limits.max_connections, options.limits.batch_max_lines) == (None, 3)
+    assert (options.limits.max_connections, options.log_level) == (None, "error")
 
 
 @pytest.mark.parametrize(

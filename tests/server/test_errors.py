@@ -122,15 +122,15 @@ def error_of(response):
 
 
 @pytest.mark.parametrize(("path", "fields", "param", "message"), BAD_FIELDS)
-@pytest.mark.parametrize("stream", [False, True])
-def test_bad_field(server, path, fields, param, message, stream):
-    body = {"model": "fake", **fields, "stream": stream}
-    response = post(server, path, json.dumps(body))  # json.dumps writes NaN, as many clients do
-    assert response.status_code == 400, response.text
-    error = error_of(response)
-    assert error["type"] == "invalid_request_error"
-    assert error["param"] == param
-    assert message in error["message"]
+def test_bad_field(server, path, fields, param, message):
+    for stream in (False, True):
+        body = {"model": "fake", **fields, "stream": stream}
+        response = post(server, path, json.dumps(body))  # json.dumps writes NaN, as many clients do
+        assert response.status_code == 400, response.text
+        error = error_of(response)
+        assert error["type"] == "invalid_request_error"
+        assert error["param"] == param
+        assert message in error["message"]
 
 
 def test_best_of_cannot_be_streamed(server):
@@ -233,15 +233,16 @@ def test_rejection_under_load(server, client, first_token, retry_after, predicte
     assert server.metric('omniserve_requests_rejected_total{service_class="BE"}') == before + 1
 
 
-def test_one_refused_prompt_frees_the_others(server, client):
-    with pytest.raises(openai.BadRequestError, match="does not like this prompt"):
-        client.completions.create(model="fake", prompt=[[5], [REFUSE], [6]], max_tokens=400)
-    server.wait_for_metric('omniserve_requests_running{service_class="LS"}', 0)
-
-
-def test_one_rejected_prompt_frees_the_others(server, client):
-    with pytest.raises(openai.RateLimitError, match="too many requests"):
-        client.completions.create(model="fake", prompt=[[5], [REJECT], [6]], max_tokens=400)
+@pytest.mark.parametrize(
+    ("first_token", "error", "message"),
+    [
+        (REFUSE, openai.BadRequestError, "does not like this prompt"),
+        (REJECT, openai.RateLimitError, "too many requests"),
+    ],
+)
+def test_a_prompt_that_is_not_taken_frees_the_others(server, client, first_token, error, message):
+    with pytest.raises(error, match=message):
+        client.completions.create(model="fake", prompt=[[5], [first_token], [6]], max_tokens=400)
     server.wait_for_metric('omniserve_requests_running{service_class="LS"}', 0)
 
 

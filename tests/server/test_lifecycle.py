@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import subprocess
-import sys
 
 import httpx
 import openai
@@ -90,12 +88,12 @@ def test_metrics(server, client):
     assert value("steps_total") > 0
 
 
-def test_sigterm_finishes_what_runs_and_takes_nothing_new(start_process):
-    server = start_process().wait_until_ready()
+def test_sigterm_finishes_what_runs_and_takes_nothing_new(start_server):
+    server = start_server().wait_until_ready()
     client = server.client()
-    stream = client.completions.create(**ENDLESS | {"max_tokens": 40}, stream=True)
+    stream = client.completions.create(**ENDLESS | {"max_tokens": 20}, stream=True)
     num_chunks = len([next(stream)])
-    server.process.send_signal(signal.SIGTERM)
+    server.send_signal(signal.SIGTERM)
     while not any("stopping" in line for line in server.log):
         num_chunks += len([next(stream)])
     with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
@@ -104,7 +102,7 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(start_process):
     assert httpx.get(f"{server.url}/health").status_code == 503
     chunks = list(stream)
     assert chunks[-1].choices[0].finish_reason == "length"
-    assert num_chunks + len(chunks) == 40
+    assert num_chunks + len(chunks) == 20
     assert server.wait() == 0
 
 
@@ -149,14 +147,6 @@ def test_engine_that_cannot_start(start_server):
     log = "".join(server.log)
     assert "cannot start: device_kv_bytes is too small; raise it" in log
     assert "Traceback" not in log
-
-
-def test_model_that_is_not_there():
-    command = [sys.executable, "-m", "omniserve.server", "--model", "/no/such/folder", "--port", "0"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 2
-    assert "--model /no/such/folder: there is no such folder" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 def test_answers_are_not_held_back_by_the_network_stack():

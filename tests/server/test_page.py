@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from batch_inputs import completion_line, submit, wait_for
-from fake_engine import SILENT
+from fake_engine import DIE, SILENT
 
 import omniserve
+from omniserve.server.dashboard import history
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: install the extra dev")
 expect = sync_api.expect
@@ -30,10 +32,29 @@ def live(page: sync_api.Page) -> sync_api.Page:
     return page
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frequent_samples() -> Iterator[None]:
+    """Samples, and looks of pages at them, four times a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(history, "INTERVAL_S", 0.25)
+        yield
+
+
 @pytest.fixture(scope="module")
 def shown(server, open_module_page) -> sync_api.Page:
-    """A page for tests that only look at it."""
+    """A page for tests that leave it as it was, or set what they depend on."""
     return live(open_module_page(server.url))
+
+
+@pytest.fixture(scope="module")
+def troubled(server, open_module_page) -> sync_api.Page:
+    """A page for tests in which something goes wrong in it."""
+    return live(open_module_page(server.url, problems_expected=True))
+
+
+def hasten(page: sync_api.Page) -> None:
+    """Have the page look ten times a second at what it looks at now and then: it does when it is shown again."""
+    page.evaluate("() => { setInterval(() => document.dispatchEvent(new Event('visibilitychange')), 100) }")
 
 
 def tile(page: sync_api.Page, label: str) -> sync_api.Locator:
@@ -44,22 +65,29 @@ def chart(page: sync_api.Page, title: str) -> sync_api.Locator:
     return page.locator("figure", has_text=title)
 
 
-def test_page_loads_alone_and_says_what_to_do(server, open_page):
-    page = live(open_page(server.url))
-    assert page.title() == "fake | OmniServe"
-    expect(chart(page, "KV memory").locator(".entry", has_text="host tier")).to_contain_text("1.5 %")
-    expect(tile(page, "Host KV")).to_have_text("1.5 %")
+def test_page_loads_alone_and_says_what_to_do(shown):
+    assert shown.title() == "fake | OmniServe"
+    expect(chart(shown, "KV memory").locator(".entry", has_text="host tier")).to_contain_text("1.5 %")
+    expect(tile(shown, "Host KV")).to_have_text("1.5 %")
     # Every control has a name, and the charts say in words what they show.
-    for control in page.locator("button, select, input, textarea").all():
+    for control in shown.locator("button, select, input, textarea").all():
         assert control.evaluate("e => e.labels?.length > 0 || e.textContent !== '' || e.ariaLabel")
-    expect(chart(page, "KV memory").get_by_role("img")).to_have_attribute(
+    expect(chart(shown, "KV memory").get_by_role("img")).to_have_attribute(
         "aria-label", "KV memory in use: device tier 0 %, host tier 1.5 %"
     )
 
 
-def test_chart_moves_and_shows_latencies_under_load(start_server, open_page):
-    server = start_server("--ls-ttft-slo", "30", "--ls-tpot-slo", "0.000001").wait_until_ready()
+def test_page_follows_a_server_from_idleness_to_load_and_the_death_of_its_engine(start_server, open_page):
+    flags = ("--ls-ttft-slo", "30", "--ls-tpot-slo", "0.000001", "--limit", "engine_restarts=1")
+    server = start_server(*flags).wait_until_ready()
     page = live(open_page(server.url))
+    # No error of predictions is shown.
+    errors = chart(page, "Step times")
+    expect(errors.locator(".nothing")).to_contain_text("the engine had nothing to do")
+    expect(errors.locator(".nothing")).to_be_visible()
+    expect(errors.locator(".entry", has_text="error")).to_have_text("error\u2013")
+    expect(page.locator(".tile", has_text="none lately")).to_have_count(1)
+
     ttft = chart(page, "LS time to first token")
     expect(ttft.locator(".nothing")).to_be_visible()
     for _ in range(5):
@@ -75,6 +103,11 @@ def test_chart_moves_and_shows_latencies_under_load(start_server, open_page):
     expect(tile(page, "LS SLO kept")).to_have_text("0 %")
     canvas = ttft.locator("canvas").element_handle()
     page.wait_for_function("([canvas, before]) => canvas.toDataURL() !== before", arg=[canvas, before])
+
+    with pytest.raises(Exception, match="engine"):
+        server.client().completions.create(model="fake", prompt=[DIE], max_tokens=2)
+    expect(page.locator("#status")).to_contain_text("No engine: the engine process died")
+    expect(page.locator("#status")).to_have_text("Live, engine restarts: 1", timeout=TIMEOUT_MS)
 
 
 def test_every_number_and_chart_says_what_it_means(shown):
@@ -123,68 +156,46 @@ def test_time_axis_has_several_times_at_any_width(shown):
     assert all(range_s / step_s >= 4 for width, range_s, step_s in steps if width > 280)
 
 
-def test_an_idle_server_shows_no_error_of_predictions(start_server, open_page):
-    page = live(open_page(start_server().wait_until_ready().url))
-    errors = chart(page, "Step times")
-    expect(errors.locator(".nothing")).to_contain_text("the engine had nothing to do")
-    expect(errors.locator(".nothing")).to_be_visible()
-    expect(errors.locator(".entry", has_text="error")).to_have_text("error\u2013")
-    expect(page.locator(".tile", has_text="none lately")).to_have_count(1)
-
-
-def test_prompt_box_is_at_hand_on_a_phone(server, open_page):
-    page = live(open_page(server.url, viewport={"width": 390, "height": 844}))
-    box = page.locator("#prompt-send").bounding_box()
-    assert box is not None and box["y"] + box["height"] < 844
-    page.fill("#prompt", "abc")
-    page.click("#prompt-send")
-    expect(page.locator("#prompt-result")).to_contain_text("TPOT")
-    expect(page.locator("#prompt-output")).to_be_in_viewport()
-    assert page.evaluate("scrollY") == 0
-
-
-def test_history_is_there_at_load(server, open_page):
+def test_history_is_there_at_load(server, shown):
     deadline = time.monotonic() + 20
     while len((data := httpx.get(f"{server.url}/dashboard/data").json())["times"]) < 5:
         assert time.monotonic() < deadline
         time.sleep(0.2)
     news = httpx.get(f"{server.url}/dashboard/data", params={"since": data["last"] - 2, "run": data["run"]}).json()
     assert news["times"][:2] == data["times"][-2:]
-    page = live(open_page(server.url))
-    times = page.evaluate("async () => (await (await fetch('/dashboard/data?since=-1')).json()).times")
+    times = shown.evaluate("async () => (await (await fetch('/dashboard/data?since=-1')).json()).times")
     # A server that other tests have used for longer than the history has dropped its oldest samples meanwhile.
     assert len(times) >= len(data["times"]) and data["times"][-1] in times
 
 
 @pytest.mark.parametrize(("service_class", "api"), [("LS", "chat"), ("BE", "completion")])
-def test_prompt_box_streams(server, open_page, service_class, api):
-    page = live(open_page(server.url))
-    page.select_option("#prompt-class", service_class)
-    page.select_option("#prompt-api", api)
-    page.fill("#prompt", ATTACK)
-    page.fill("#prompt-tokens", "120")
-    page.evaluate(
+def test_prompt_box_streams(shown, service_class, api):
+    shown.select_option("#prompt-class", service_class)
+    shown.select_option("#prompt-api", api)
+    shown.fill("#prompt", ATTACK)
+    shown.fill("#prompt-tokens", "120")
+    shown.evaluate(
         """() => {
-          window.growths = [];
           const output = document.querySelector("#prompt-output");
-          new MutationObserver(() => growths.push(output.textContent.length)).observe(output, { childList: true });
+          const found = (window.growths = []);
+          new MutationObserver(() => found.push(output.textContent.length)).observe(output, { childList: true });
         }"""
     )
     sent = []
-    page.on("request", lambda request: request.method == "POST" and sent.append(request))
-    page.click("#prompt-send")
-    result = page.locator("#prompt-result")
+    shown.on("request", lambda request: request.method == "POST" and sent.append(request))
+    shown.click("#prompt-send")
+    result = shown.locator("#prompt-result")
     for part in (f"{service_class}: TTFT", "TPOT", "tokens, ended "):
         expect(result).to_contain_text(part)
     if service_class == "LS":
         expect(result).to_contain_text("predicted")
     assert sent[0].post_data_json["service_tier"] == service_class
     # Tokens of an LS request are written as they come; those of a BE request are collected, but for its first text.
-    assert len(page.evaluate("growths")) > (5 if service_class == "LS" else 1)
+    assert len(shown.evaluate("growths")) > (5 if service_class == "LS" else 1)
     # The fake engine repeats the prompt.
-    expect(page.locator("#prompt-output")).to_contain_text("<script>document.title=")
-    assert page.locator("#prompt-output *").count() == 0
-    assert page.title() == "fake | OmniServe"
+    expect(shown.locator("#prompt-output")).to_contain_text("<script>document.title=")
+    assert shown.locator("#prompt-output *").count() == 0
+    assert shown.title() == "fake | OmniServe"
 
 
 # In the page: from here, a busy machine might press the button after the last token.
@@ -198,20 +209,19 @@ STOP_AT_THE_FIRST_TEXT = """() => {
 }"""
 
 
-def test_prompt_box_stops_and_tells_errors(server, open_page):
-    page = live(open_page(server.url, problems_expected=True))
-    page.fill("#prompt", "abc")
-    page.fill("#prompt-tokens", "10000")
-    assert not page.locator("#prompt-tokens").evaluate("e => e.checkValidity()")
-    page.evaluate("document.querySelector('#prompt-form').noValidate = true")
-    page.click("#prompt-send")
-    expect(page.locator("#prompt-result.error")).to_contain_text("shorten the prompt or set max_tokens")
-    page.fill("#prompt-tokens", "450")
-    page.select_option("#prompt-api", "completion")
-    page.evaluate(STOP_AT_THE_FIRST_TEXT)
-    page.click("#prompt-send")
-    expect(page.locator("#prompt-result")).to_contain_text("Stopped.")
-    expect(page.locator("#prompt-send")).to_be_enabled()
+def test_prompt_box_stops_and_tells_errors(troubled):
+    troubled.fill("#prompt", "abc")
+    troubled.fill("#prompt-tokens", "10000")
+    assert not troubled.locator("#prompt-tokens").evaluate("e => e.checkValidity()")
+    troubled.evaluate("document.querySelector('#prompt-form').noValidate = true")
+    troubled.click("#prompt-send")
+    expect(troubled.locator("#prompt-result.error")).to_contain_text("shorten the prompt or set max_tokens")
+    troubled.fill("#prompt-tokens", "450")
+    troubled.select_option("#prompt-api", "completion")
+    troubled.evaluate(STOP_AT_THE_FIRST_TEXT)
+    troubled.click("#prompt-send")
+    expect(troubled.locator("#prompt-result")).to_contain_text("Stopped.")
+    expect(troubled.locator("#prompt-send")).to_be_enabled()
 
 
 ENDLESS_LINES = [completion_line(i, prompt=[SILENT, 100 + i]) for i in range(60)]
@@ -220,6 +230,7 @@ ENDLESS_LINES = [completion_line(i, prompt=[SILENT, 100 + i]) for i in range(60)
 def test_batches_show_progress_and_cancel_after_a_second_press(start_server, open_page):
     server = start_server().wait_until_ready()
     page = live(open_page(server.url))
+    hasten(page)
     expect(page.locator("#batches-empty")).to_contain_text("upload a JSONL file of requests to /v1/files")
     quick = submit(server.client(), [completion_line(1, prompt=[100, 101])])
     wait_for(server.client(), quick.id)
@@ -267,14 +278,12 @@ def test_first_press_alone_cancels_nothing(start_server, open_page):
     assert server.stop() == 0
 
 
-def test_unreachable_server_is_told_and_charts_go_on_afterwards(server, open_page):
-    page = live(open_page(server.url, problems_expected=True))
-    page.wait_for_timeout(1500)
-    page.context.set_offline(True)
-    expect(page.locator("#status")).to_contain_text("Reconnecting since")
-    expect(page.locator("figure canvas")).to_have_count(9)
-    page.context.set_offline(False)
-    live(page)
+def test_unreachable_server_is_told_and_charts_go_on_afterwards(troubled):
+    troubled.context.set_offline(True)
+    expect(troubled.locator("#status")).to_contain_text("Reconnecting since")
+    expect(troubled.locator("figure canvas")).to_have_count(9)
+    troubled.context.set_offline(False)
+    live(troubled)
 
 
 @pytest.mark.slow
@@ -337,35 +346,32 @@ def test_key_is_asked_for_kept_in_the_tab_and_forgotten(start_server, open_page)
     assert page.evaluate("localStorage.length + sessionStorage.length") == 0
 
 
-def test_death_of_the_engine_is_told(start_server, open_page):
-    server = start_server("--limit", "engine_restarts=1").wait_until_ready()
-    page = live(open_page(server.url))
-    with pytest.raises(Exception, match="engine"):
-        server.client().completions.create(model="fake", prompt=[394], max_tokens=2)
-    expect(page.locator("#status")).to_contain_text("No engine: the engine process died")
-    expect(page.locator("#status")).to_have_text("Live, engine restarts: 1", timeout=TIMEOUT_MS)
+SHADES = {"light": "rgb(244, 245, 247)", "dark": "rgb(18, 21, 26)"}
+
+
+def show_scheme(page: sync_api.Page, scheme: str) -> None:
+    """Have the system ask for a scheme, which the page takes over a moment later."""
+    page.emulate_media(color_scheme=scheme)
+    expect(page.locator("body")).to_have_css("background-color", SHADES[scheme])
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_theme_follows_the_system_and_the_button(server, open_page, scheme):
-    page = live(open_page(server.url, color_scheme=scheme))
-    background = "getComputedStyle(document.body).backgroundColor"
-    shades = {"light": "rgb(244, 245, 247)", "dark": "rgb(18, 21, 26)"}
-    assert page.evaluate(background) == shades[scheme]
+def test_theme_follows_the_system_and_the_button(shown, scheme):
+    show_scheme(shown, scheme)
     for chosen in ("light", "dark"):
-        page.click("#theme")
-        expect(page.locator("#theme")).to_have_text(f"Theme: {chosen}")
-        assert page.evaluate(background) == shades[chosen]
-    page.reload()
-    assert page.evaluate(background) == shades["dark"]
-    page.click("#theme")
-    assert page.evaluate(background) == shades[scheme]
+        shown.click("#theme")
+        expect(shown.locator("#theme")).to_have_text(f"Theme: {chosen}")
+        expect(shown.locator("body")).to_have_css("background-color", SHADES[chosen])
+    shown.reload()
+    expect(shown.locator("body")).to_have_css("background-color", SHADES["dark"])
+    shown.click("#theme")
+    expect(shown.locator("body")).to_have_css("background-color", SHADES[scheme])
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_has_contrast(server, open_page, scheme):
-    page = live(open_page(server.url, color_scheme=scheme))
-    ratios = page.evaluate(CONTRAST)
+def test_text_has_contrast(shown, scheme):
+    show_scheme(shown, scheme)
+    ratios = shown.evaluate(CONTRAST)
     assert ratios and min(ratio for _, ratio in ratios) >= 4.5, sorted(ratios, key=lambda pair: pair[1])[:5]
 
 
@@ -392,28 +398,42 @@ CONTRAST = """() => {
 }"""
 
 
-@pytest.mark.parametrize("width", [390, 768, 1280])
-def test_nothing_is_wider_than_the_window_and_nothing_moves_on_its_own(server, open_page, width):
-    page = open_page(server.url, viewport={"width": width, "height": 844})
-    page.evaluate(
-        """() => {
-          window.shift = 0;
-          new PerformanceObserver((list) => list.getEntries().forEach((entry) => (shift += entry.value)))
-            .observe({ type: "layout-shift", buffered: true });
-        }"""
-    )
-    live(page)
+def test_nothing_is_wider_than_the_window_and_nothing_moves_on_its_own(server, open_page):
+    pages = {}
+    for width in (390, 768, 1280):
+        pages[width] = open_page(server.url, viewport={"width": width, "height": 844})
+        pages[width].evaluate(
+            """() => {
+              window.shift = 0;
+              new PerformanceObserver((list) => list.getEntries().forEach((entry) => (shift += entry.value)))
+                .observe({ type: "layout-shift", buffered: true });
+            }"""
+        )
+    for page in pages.values():
+        live(page)
     page.wait_for_timeout(1500)
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    assert page.evaluate("shift") < 0.02
+    for page in pages.values():
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert page.evaluate("shift") < 0.02
+
+    # On a phone the prompt box is at hand.
+    phone = pages[390]
+    box = phone.locator("#prompt-send").bounding_box()
+    assert box is not None and box["y"] + box["height"] < 844
+    phone.fill("#prompt", "abc")
+    phone.click("#prompt-send")
+    expect(phone.locator("#prompt-result")).to_contain_text("TPOT")
+    expect(phone.locator("#prompt-output")).to_be_in_viewport()
+    assert phone.evaluate("scrollY") == 0
 
 
-def test_keyboard_reaches_everything_with_a_visible_focus(server, open_page):
-    page = live(open_page(server.url))
+def test_keyboard_reaches_everything_with_a_visible_focus(shown):
+    shown.reload()
+    live(shown)
     reached = set()
     for _ in range(20):
-        page.keyboard.press("Tab")
-        element = page.evaluate(
+        shown.keyboard.press("Tab")
+        element = shown.evaluate(
             "(({ id, className }) => [id || className, getComputedStyle(document.activeElement).outlineStyle])"
             "(document.activeElement)"
         )
@@ -445,13 +465,12 @@ def test_wheel_carries_the_page():
     assert len(files) > 10 and files <= carried
 
 
-def test_policy_stops_inline_code_and_html(server, open_page):
-    page = live(open_page(server.url, problems_expected=True))
-    page.evaluate("document.body.append(Object.assign(document.createElement('b'), { id: 'target' }))")
+def test_policy_stops_inline_code_and_html(troubled):
+    troubled.evaluate("document.body.append(Object.assign(document.createElement('b'), { id: 'target' }))")
     with pytest.raises(sync_api.Error, match="TrustedHTML"):
-        page.evaluate("document.querySelector('#target').innerHTML = '<i>x</i>'")
+        troubled.evaluate("document.querySelector('#target').innerHTML = '<i>x</i>'")
     with pytest.raises(sync_api.Error, match="TrustedScript"):
-        page.evaluate("document.querySelector('#target').setAttribute('onclick', 'document.title = 1')")
-    page.evaluate("document.body.append(Object.assign(document.createElement('style'), { textContent: '* {}' }))")
-    assert page.evaluate("document.styleSheets.length") == 2
-    assert page.title() == "fake | OmniServe"
+        troubled.evaluate("document.querySelector('#target').setAttribute('onclick', 'document.title = 1')")
+    troubled.evaluate("document.body.append(Object.assign(document.createElement('style'), { textContent: '* {}' }))")
+    assert troubled.evaluate("document.styleSheets.length") == 2
+    assert troubled.title() == "fake | OmniServe"

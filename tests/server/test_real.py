@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 import torch
 from in_process import InProcessServer
@@ -18,6 +17,7 @@ from otlp_receiver import receiving
 from tokenizers_for_tests import byte_level_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from omniserve.latency import explain
 from omniserve.server.cli import parse_args
 from tests.latency.samples import make_profile
 
@@ -149,8 +149,6 @@ def test_prompts_are_scored_as_transformers_scores_them(server, model_folder):
 
 @pytest.mark.parametrize("tier", ["priority", "flex"])
 def test_answers_keep_a_schema(server, tier):
-    import openai
-
     schema = {
         "type": "object",
         "properties": {
@@ -193,8 +191,6 @@ def test_seeds_repeat_and_choices_differ(server):
 
 def test_aborts_leave_the_engine_empty(server):
     async def leave():
-        import openai
-
         client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         streams = [
             await client.completions.create(
@@ -218,8 +214,6 @@ def test_aborts_leave_the_engine_empty(server):
 
 
 def test_too_long_for_the_pool_says_so(server):
-    import openai
-
     with pytest.raises(openai.BadRequestError, match="set max_tokens to at most"):
         server.client().completions.create(model="tiny", prompt="x", max_tokens=256)
 
@@ -232,8 +226,6 @@ def test_time_to_first_token_is_predicted(server):
 
 
 def test_objective_that_cannot_be_met_is_rejected(server):
-    import openai
-
     with pytest.raises(openai.RateLimitError, match="first token") as caught:
         server.client().completions.create(model="tiny", prompt=["x", "y"], extra_body={"slo": {"ttft_s": 1e-6}})
     error = caught.value.response.json()["error"]
@@ -242,18 +234,17 @@ def test_objective_that_cannot_be_met_is_rejected(server):
     assert "retry-after" not in headers and headers["x-should-retry"] == "false", "it is refused for its size"
 
 
-def test_trace_is_explained(server, cache_folder):
+def test_trace_is_explained(server, cache_folder, capsys):
     """The engine goes on writing the trace meanwhile."""
     for tier in ("default", "flex"):
         server.client().completions.create(
             model="tiny", prompt="x", max_tokens=8, extra_body={"service_tier": tier, "slo": {"tpot_s": 1e-9}}
         )
-    command = [sys.executable, "-m", "omniserve.explain", str(cache_folder / "steps")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "predicted: accuracy" in result.stdout
-    for line in ("  LS     tpot", "  BE     tpot", "Missed objectives by main cause\n  class"):
-        assert line in result.stdout, result.stdout
+    capsys.readouterr()
+    assert explain.main([str(cache_folder / "steps")]) == 0
+    told = capsys.readouterr().out
+    for line in ("predicted: accuracy", "  LS     tpot", "  BE     tpot", "Missed objectives by main cause\n  class"):
+        assert line in told, told
 
 
 @pytest.mark.slow
@@ -296,7 +287,8 @@ def test_profile_of_something_else_ends_the_start(start, cache_folder, tmp_path)
     assert "Traceback" not in log
 
 
-def test_page_shows_what_the_engine_does(server, open_page):
+def test_page_shows_what_the_engine_does(server, open_page, monkeypatch):
+    monkeypatch.setattr("omniserve.server.dashboard.history.INTERVAL_S", 0.25)
     page = open_page(server.url)
     page.get_by_text("Live", exact=True).wait_for()
     for service_class in ("LS", "BE"):

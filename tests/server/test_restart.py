@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import re
@@ -15,6 +16,7 @@ import httpx
 import openai
 import pytest
 from fake_engine import DIE, HANG, SLOW, STALL, FakeLoader
+from running import wait_until
 
 from omniserve.core.errors import EngineStopped
 from omniserve.core.request import Request, SamplingParams
@@ -27,13 +29,6 @@ ENDLESS = {"model": "fake", "prompt": [SLOW, 5], "max_tokens": 400}
 
 def health(server, which=""):
     return httpx.get(f"{server.url}/health{which}", timeout=30)
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_service_goes_on_after_the_engine_was_killed(start_process):
@@ -99,9 +94,7 @@ def test_engine_that_died_has_a_successor_until_none_can_be_started(engines_in_t
     obstacle = tmp_path / "obstacle"
 
     async def scenario():
-        engine = EngineSupervisor(FakeLoader(fail_while=obstacle), max_restarts=2)
-        await engine.start()
-        try:
+        async with supervised(FakeLoader(fail_while=obstacle), max_restarts=2) as engine:
             first = engine.client
             await die(first)
             assert engine.failure is not None
@@ -113,10 +106,19 @@ def test_engine_that_died_has_a_successor_until_none_can_be_started(engines_in_t
             await die(second)
             await asyncio.wait_for(engine.stopped.wait(), 60)
             assert "may not start yet" in engine.failure and engine.retry_after_s is None
-        finally:
-            await engine.close()
 
     asyncio.run(scenario())
+
+
+@contextlib.asynccontextmanager
+async def supervised(loader, *, max_restarts):
+    """Run an engine that is started again."""
+    engine = EngineSupervisor(loader, max_restarts=max_restarts)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 async def successor(engine):
@@ -139,17 +141,13 @@ async def die(client, cause=DIE):
 
 def test_an_engine_whose_device_hangs_says_so_in_the_log_and_has_a_successor(engines_in_threads, no_pause, caplog):
     async def scenario():
-        engine = EngineSupervisor(FakeLoader(), max_restarts=1)
-        await engine.start()
-        try:
+        async with supervised(FakeLoader(), max_restarts=1) as engine:
             first = engine.client
             told = await die(first, STALL)
             assert re.fullmatch(r"Stalled: the device has not finished a step's tokens within 0\.1 s: .*", told)
             second = await successor(engine)
             assert first is not second and (await second.stats()).steps > 0
             return told
-        finally:
-            await engine.close()
 
     told = asyncio.run(scenario())
     assert f"the engine has stopped: {told}; start 1 of 1 in 0.01 s" in caplog.text
@@ -160,22 +158,18 @@ def test_an_engine_whose_device_hangs_says_so_in_the_log_and_has_a_successor(eng
 def test_an_engine_that_hangs_without_a_word_is_killed_and_has_a_successor(monkeypatch):
     async def scenario():
         monkeypatch.setattr(engine_client, "_ASK_EVERY_S", 0.02)
-        engine = EngineSupervisor(FakeLoader(), max_restarts=1)
-        await engine.start()
-        try:
+        async with supervised(FakeLoader(), max_restarts=1) as engine:
             first, process = engine.client, engine.client._process
             queue = asyncio.Queue()
             slow = Request(request_id="s", prompt_token_ids=[SLOW, 5], sampling=SamplingParams(max_tokens=8))
             first.submit(slow, time.monotonic(), queue.put_nowait)
             while (await queue.get())[0] != "s" or first._listeners:
                 assert engine.failure is None, "it is slow, and answers"
-            monkeypatch.setattr(engine_client, "_SILENCE_S", 0.5)
-            assert "its process hung: it did not answer for 0.5 s, and was killed" in await die(first, HANG)
+            monkeypatch.setattr(engine_client, "_SILENCE_S", 0.25)
+            assert "its process hung: it did not answer for 0.25 s, and was killed" in await die(first, HANG)
             second = await successor(engine)
             assert first is not second and process.exitcode == -signal.SIGKILL
             assert (await second.stats()).steps > 0
-        finally:
-            await engine.close()
 
     asyncio.run(scenario())
 
@@ -227,32 +221,24 @@ def test_a_start_that_finds_no_room_is_a_failed_one_and_the_next_may_do_better(
 
     async def scenario():
         monkeypatch.setattr(tempfile, "mkdtemp", make)
-        engine = EngineSupervisor(FakeLoader(), max_restarts=2)
-        await engine.start()
-        try:
+        async with supervised(FakeLoader(), max_restarts=2) as engine:
             shutil.rmtree(folders.pop())  # as cleaners of /tmp do
             await die(engine.client)
             await successor(engine)
             assert engine.num_restarts == 1 and num_calls == 3
-        finally:
-            await engine.close()
 
     asyncio.run(scenario())
 
 
 def test_nobody_is_started_for_a_server_that_is_about_to_stop(engines_in_threads):
     async def scenario():
-        engine = EngineSupervisor(FakeLoader(), max_restarts=2)
-        await engine.start()
-        try:
+        async with supervised(FakeLoader(), max_restarts=2) as engine:
             dead = engine.client
             await die(dead)
             engine.keep_down()  # in the pause before the start
             await asyncio.wait_for(engine.stopped.wait(), 60)
             assert engine.client is dead and engine.num_restarts == 0 and engine.retry_after_s is None
             assert "exit code 7" in engine.failure
-        finally:
-            await engine.close()
 
     asyncio.run(scenario())
 

@@ -8,6 +8,7 @@ import json
 import random
 import threading
 import time
+from functools import cache
 
 import pytest
 from hypothesis import example, given, settings
@@ -51,6 +52,15 @@ BOUNDED = {
     "byte level": byte_level_tokenizer, "NFC": _qwen_like, "lower case": _lowering, "swallows space": _stripping,
     "byte tokens": _gemma_like,
 }  # fmt: skip
+
+
+@cache
+def bounded(kind: str) -> tuple[PreTrainedTokenizerFast, TokenBound]:
+    """Return a tokenizer and its bound."""
+    tokenizer = BOUNDED[kind]()
+    return tokenizer, TokenBound(tokenizer.backend_tokenizer)
+
+
 _TEXTS = st.text(st.sampled_from("aehst. \n\tZ<>|▁e\u0301\u0308éΣİ日🚀") | st.characters(exclude_categories=["Cs"]))
 
 
@@ -65,14 +75,13 @@ _TEXTS = st.text(st.sampled_from("aehst. \n\tZ<>|▁e\u0301\u0308éΣİ日🚀")
 @example(" the cat" * 30)
 @example("\u2126K" * 30)
 def test_the_bound_is_never_above_the_number_of_tokens(kind, content):
-    tokenizer = BOUNDED[kind]()
-    bound = TokenBound(tokenizer.backend_tokenizer)
+    tokenizer, bound = bounded(kind)
     assert not bound.exceeds(content, len(tokenizer(content, add_special_tokens=False).input_ids))
 
 
 @pytest.mark.parametrize("kind", BOUNDED)
 def test_the_bound_of_a_long_text_is_of_use(kind):
-    assert TokenBound(BOUNDED[kind]().backend_tokenizer).exceeds("sat the cat " * 20_000, 2048)
+    assert bounded(kind)[1].exceeds("sat the cat " * 20_000, 2048)
 
 
 def test_tokenizers_whose_tokens_may_have_any_length_have_no_bound():

@@ -133,7 +133,7 @@ def test_a_client_that_leaves_is_in_the_trace(traced, receiver, stream):
             next(response.iter_lines())
     else:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(url, json=body, headers=headers, timeout=20 * fake_engine.SLOW_STEP_S)
+            httpx.post(url, json=body, headers=headers, timeout=6 * fake_engine.SLOW_STEP_S)
     root = receiver.root(name)
     assert root.is_error and root.attributes["error.type"] == "client_disconnected"
     assert root.attributes["gen_ai.response.finish_reasons"] == ["abort"]
@@ -173,7 +173,8 @@ def test_the_environment_switches_it_on_and_the_end_sends_what_is_left(start_ser
 
 
 @pytest.mark.parametrize("answers", slow_except(("nobody listens",), ["nobody listens", "nobody answers"]))
-def test_a_collector_that_is_gone_costs_no_request(start_server, answers):
+def test_a_collector_that_is_gone_costs_no_request(start_server, monkeypatch, answers):
+    monkeypatch.setattr("omniserve.server.otlp._FLUSH_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         if answers == "nobody listens":

@@ -25,14 +25,8 @@ QUICK = ["--model", "llama-2-13b", "--device", "A100-80GB", "--minutes", "0.1", 
 def test_a_table_a_plan_and_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "deep" / "record.json"
     arguments = [*QUICK, "--hosts", "2xXeon-6342", "--scheduler", "omniserve,sarathi", "--ls-rate", "1,2"]
-    arguments += [
-        "--minutes",
-        "0.2",
-        "--ls-lengths",
-        "1500:20",
-        "--slo",
-        "2:0.3",
-    ]  # long prompts: few requests fill the device
+    # Long prompts: few requests fill the device.
+    arguments += ["--minutes", "0.2", "--ls-lengths", "1500:20", "--slo", "2:0.3"]
     assert main([*arguments, "--record", str(record)]) == 0
     text = capsys.readouterr().out
     assert text.startswith("llama-2-13b on 1xA100-80GB and 2 x Xeon-6342, 0.2 simulated minutes; TTFT 2.0 s")
@@ -53,7 +47,7 @@ def test_a_table_a_plan_and_a_record(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_stages_and_prefill_engines(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*QUICK, "--minutes", "0.5", "--hosts", "Xeon-6342", "--no-plan", "--ls-lengths", "512:8"]
+    arguments = [*QUICK, "--minutes", "0.2", "--hosts", "Xeon-6342", "--no-plan", "--ls-lengths", "512:8"]
     assert main([*arguments, "--pipeline-parallel-size", "2"]) == 0
     assert capsys.readouterr().out.startswith("llama-2-13b on 2 stages of 1xA100-80GB and 1 x Xeon-6342, ")
     assert main([*arguments, "--prefill-engines", "2", "--prefill-placement", "always"]) == 0
@@ -98,18 +92,8 @@ def test_a_machine_is_calibrated_from_traces(tmp_path: Path, capsys: pytest.Capt
         "intermediate_size": 128, "vocab_size": 1000, "max_position_embeddings": 2048, "model_type": "llama",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(sizes))
-    arguments = [
-        "--model",
-        str(tmp_path),
-        "--profile",
-        str(profile),
-        "--device-kv-gb",
-        "0.01",
-        "--be",
-        "0",
-        "--minutes",
-    ]
-    arguments += ["0.2", "--ls-lengths", "50:9", "--no-plan", "--slo", "60:60"]
+    arguments = ["--model", str(tmp_path), "--profile", str(profile), "--device-kv-gb", "0.01", "--be", "0"]
+    arguments += ["--minutes", "0.2", "--ls-lengths", "50:9", "--no-plan", "--slo", "60:60"]
 
     def tpot_ms(*more: str) -> float:
         assert main([*arguments, *more]) == 0

@@ -99,11 +99,11 @@ def test_random_histories_end_with_exactly_their_tokens(name: str, seed: int) ->
             scheduler=name, blocks=40, host_blocks=60, swap_in_delay_s=0.05, min_residence_s=0.1,
             max_piggyback_seats=4, checkpoint_kv=seed == 3,
         ),
-        load=mixed_load(seed, duration_s=8.0, backlog=8 if seed % 2 else 0),
+        load=mixed_load(seed, duration_s=5.0, backlog=8 if seed % 2 else 0),
         noise=0.2 if seed else 0.0, seed=seed, drain_s=math.inf, check=True,
     )  # fmt: skip
     result = simulate(config)
-    assert is_same(simulate(config), result)
+    assert is_same(simulate(dataclasses.replace(config, check=False)), result)
     if seed % 2:  # what is left of the pile when the load ends is not begun
         assert len(result.requests) > 10
     everything_ended(result)
@@ -121,7 +121,7 @@ def test_best_effort_requests_decode_on_the_host_tier_when_memory_is_short() -> 
     config = SimulationConfig(
         machine=machine(hosts=(HOST,), copy_s=0.001, base=2.0, row=0.05, key=0.0),
         engine=engine(scheduler="omniserve", blocks=30, host_blocks=200),
-        load=mixed_load(3, duration_s=6.0, backlog=20),
+        load=mixed_load(3, duration_s=4.0, backlog=20),
     )  # fmt: skip
     result = simulate(config)
     assert 0.05 < result.host_share <= 1.0
@@ -136,7 +136,7 @@ def test_a_host_token_takes_one_step_a_layer_with_late_joins_and_two_without() -
     config = SimulationConfig(
         machine=machine(hosts=(fast,), copy_s=0.001, base=2.0, row=0.05, key=0.0),
         engine=engine(scheduler="llumnix", blocks=30, host_blocks=200, max_piggyback_seats=64),
-        load=mixed_load(3, duration_s=6.0, backlog=20),
+        load=mixed_load(3, duration_s=4.0, backlog=20),
     )  # fmt: skip
     before = simulate(config)
     num_layers = config.machine.spec.num_layers
@@ -379,7 +379,7 @@ def with_fronts(load: Load, seed: int) -> Load:
 
 @pytest.mark.parametrize(("scheduler", "seed"), some_of(range(2)))
 def test_prefixes_lose_nothing_under_any_policy(scheduler: str, seed: int) -> None:
-    load = with_fronts(mixed_load(seed, duration_s=8.0, backlog=seed * 8), seed)
+    load = with_fronts(mixed_load(seed, duration_s=5.0, backlog=seed * 8), seed)
     settings = engine(scheduler=scheduler, kv="tiered", blocks=40, host_blocks=60)
     config = SimulationConfig(
         machine=machine(hosts=(HOST,), base=5.0, row=0.1), engine=settings, load=load, check=True,
