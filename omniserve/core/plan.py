@@ -175,8 +175,8 @@ class Decision:
     bound_s: float | None = None
     """The bound up to which best-effort work was added, in seconds; None without a bound."""
     bound_by: str = ""
-    """The source of the bound: ``tpot of <request>``, ``ttft of <request>``, ``ttft of a new request``, ``residual time
-    of <request>``."""
+    """The source of the bound: ``tpot of <request>``, ``tpot of class <class>``, ``ttft of <request>``, ``ttft of a new
+    request``, ``residual time of <request>``."""
     left_out: tuple[LeftOut, ...] = ()
 
 

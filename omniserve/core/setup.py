@@ -99,6 +99,8 @@ class RunnerSetup:
     """Rows that left a step between two layers go on where they left; else they begin anew."""
     has_safepoints: bool
     """Rows may leave a step between two layers."""
+    safepoint_every: int
+    """Number of layers from one such place to the next."""
     awaits_host: bool
     """Steps may have rows that wait for the host tier in each layer."""
     overlaps: bool

@@ -95,7 +95,8 @@ class BatchFeatures:
     hybrid_rows: int = 0
     """Number of these rows that are in the first sub-batch, not in the second."""
     swap_bytes: int = 0
-    """KV that must have come from the host before the step can run; 0 in this engine: its moves run beside steps."""
+    """KV that must have come from the host before the step can run. Measured steps have none, as copies run beside
+    them; the policy ``bros-paper`` asks what such a step would take."""
 
     @property
     def device_rows(self) -> int:

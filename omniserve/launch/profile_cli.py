@@ -38,6 +38,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--time-limit", type=positive, default=60.0, metavar="SECONDS", help="about how long to measure (default: 60)"
     )
+    parser.add_argument(
+        "--steps", choices=("mixed", "grid"), default="mixed", help="whole steps that are measured: of a load of both "
+        "classes, or of a grid of rows and contexts, as for the latency models of ConServe and BROS in their papers "
+        "(default: mixed)",
+    )  # fmt: skip
     add_engine_flags(parser)
     return parser
 
@@ -58,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--output {args.output} is a folder; give a file")
         model = model_from(args)
         loader = EngineLoader(model=model, dtype=args.dtype, device=args.device, config=config_from(args))
-        profile = _measure(loader, args.time_limit)
+        profile = _measure(loader, args.time_limit, in_grid=args.steps == "grid")
         path = path_in(folder, profile.fingerprint) if args.output is None else args.output
         if is_kept := args.output is not None or not profile.disturbances:
             profile.write(path)
@@ -81,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(loader: EngineLoader, time_limit_s: float) -> Profile:
+def _measure(loader: EngineLoader, time_limit_s: float, *, in_grid: bool) -> Profile:
     from tqdm import tqdm
 
     from omniserve.profiling import profile_model
@@ -107,7 +112,9 @@ def _measure(loader: EngineLoader, time_limit_s: float) -> Profile:
             bar.update(share - bar.n)
 
         try:
-            profile = profile_model(model, loader.config, time_limit_s=time_limit_s, progress=show, group=group)
+            profile = profile_model(
+                model, loader.config, time_limit_s=time_limit_s, progress=show, in_grid=in_grid, group=group
+            )
         finally:
             if group is not None:
                 group.close()

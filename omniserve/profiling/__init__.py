@@ -6,7 +6,8 @@ one sample of many points and not all samples of one; times are lower quartiles,
 """
 
 from omniserve.engine.fingerprint import fingerprint_of
+from omniserve.profiling.loads import Arrival, mixed_load
 from omniserve.profiling.measure import find_or_make_profile, profile_model
-from omniserve.profiling.steps import Arrival, measure_steps, mixed_load
+from omniserve.profiling.steps import measure_steps
 
 __all__ = ["Arrival", "find_or_make_profile", "fingerprint_of", "measure_steps", "mixed_load", "profile_model"]

@@ -37,6 +37,7 @@ def profile_model(
     time_limit_s: float = 60.0,
     progress: Progress = lambda what, spent: None,
     is_coarse: bool = False,
+    in_grid: bool = False,
     longest_s: float = math.inf,
     others: Others | None = None,
     group: RankGroup | None = None,
@@ -50,6 +51,8 @@ def profile_model(
             long it takes. On a GPU first calls, which choose and compile kernels, capture of CUDA graphs and starts
             of engines do not count: they take minutes at times, and samples of a few milliseconds are to be had after.
         is_coarse: Say in the profile that it is coarse, and take few samples of whole steps.
+        in_grid: Whole steps are those of a grid of rows and contexts, without the host tier, as the papers fit the
+            latency models ``conserve`` and ``bros``; else of a mixed load.
         longest_s: Take no sample that is predicted to last longer; times of more rows and keys are then extrapolated.
         group: The other ranks of a model with several, connected.
         others: Work that goes on between samples whenever there is any; its time does not count.
@@ -92,7 +95,9 @@ def profile_model(
                 pipeline_parallel = measure_hand_overs(group, timer, progress, max_rows=rows)
         rows, seconds = modules["dense"]["alone"][-1]
         row_s = patched.num_layers * seconds / rows  # a row passes all stages
-        steps = measure_mixed_steps(model, config, timer, progress, row_s=row_s, is_coarse=is_coarse, group=group)
+        steps = measure_mixed_steps(
+            model, config, timer, progress, row_s=row_s, is_coarse=is_coarse, in_grid=in_grid, group=group
+        )
     finally:
         torch.set_num_threads(threads_before)
     return Profile(

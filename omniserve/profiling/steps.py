@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 
 from transformers import PreTrainedModel
 
 from omniserve.core.config import DiskKVConfig, EngineConfig, HostsConfig, PrefillConfig
 from omniserve.core.plan import StepPlan
-from omniserve.core.request import Request, SamplingParams, ServiceClass
 from omniserve.engine.capacity import fit_states, has_host_tier, largest_part, num_blocks, pool_bytes
 from omniserve.engine.engine import Engine
 from omniserve.host.cores import available_cores
 from omniserve.latency import ModelShape, StepSample, features_of
 from omniserve.layers.patching import PatchedModel
 from omniserve.parallel.group import RankGroup
+from omniserve.profiling.loads import MEAN_ACTIVE, Arrival, grid_load, mixed_load
 from omniserve.profiling.timer import Progress, Timer
 
 _IDLE_WAIT_S = 0.02
@@ -29,58 +27,6 @@ _LEAST_ROWS = 32  # of the largest step, however short it shall be
 _LEAST_WITH_HOST, _MOST_STEPS_FOR_IT = 8, 64  # of these; if the policy has no use for the host tier, not for ever
 _MAX_SAMPLES, _WANTED_SAMPLES = 200, 100  # of each of the two loads
 _LEAST_MAX_PROMPT, _MAX_PROMPT, _MAX_OUTPUT = 64, 1024, 64
-_MEAN_ACTIVE = 12.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arrival:
-    """A request and when it comes. Time is counted in steps, so that a load has one shape on any machine."""
-
-    at_step: int
-    request: Request
-
-
-def mixed_load(
-    seed: int, *, num_steps: int, vocab_size: int, max_prompt: int, max_output: int, mean_active: float = _MEAN_ACTIVE
-) -> list[Arrival]:
-    """Draw a load of both classes.
-
-    Lengths are log-normal. LS requests arrive at a rate that changes every 20 to 60 steps between little and much; BE
-    requests come in batches.
-
-    Args:
-        num_steps: The last arrival comes before this step.
-        max_prompt: Longest prompt, in tokens.
-        max_output: Longest output.
-        mean_active: Requests of each class that are there at a time, on average, if none waits.
-    """
-    rng = random.Random(seed)
-    arrivals: list[Arrival] = []
-
-    def draw(service_class: ServiceClass, at_step: int) -> int:
-        prompt = min(max_prompt, max(1, round(rng.lognormvariate(0, 1.0) * max_prompt / 8)))
-        output = min(max_output, max(1, round(rng.lognormvariate(0, 0.8) * max_output / 4)))
-        tokens = rng.choices(range(vocab_size), k=prompt)
-        sampling = SamplingParams(max_tokens=output, ignore_eos=True)
-        request = Request(prompt_token_ids=tokens, sampling=sampling, service_class=service_class)
-        arrivals.append(Arrival(at_step=at_step, request=request))
-        return output
-
-    mean_output = max_output / 4 * 1.3
-    level, until = 1.0, 0
-    next_batch = 0
-    for step in range(num_steps):
-        if step >= until:
-            level, until = rng.choice((0.1, 0.5, 1.0, 2.0)), step + rng.randint(20, 60)
-        # At most a few at once: a Poisson draw's tail is of no use here.
-        for _ in range(4):
-            if rng.random() < level * mean_active / mean_output / 4:
-                draw(ServiceClass.LS, step)
-        if step >= next_batch:
-            size = rng.randint(1, round(2 * mean_active))
-            outputs = [draw(ServiceClass.BE, step) for _ in range(size)]
-            next_batch = step + max(1, round(sum(outputs) / mean_active))
-    return arrivals
 
 
 def measure_steps(
@@ -181,6 +127,7 @@ def measure_mixed_steps(
     *,
     row_s: float,
     is_coarse: bool = False,
+    in_grid: bool = False,
     group: RankGroup | None = None,
 ) -> tuple[StepSample, ...]:
     """Measure whole steps of an engine in what is left of the time: first device only, then with the host tier.
@@ -194,6 +141,7 @@ def measure_mixed_steps(
     Args:
         row_s: Seconds that a row of a large step takes.
         is_coarse: Take few samples, and of one engine, with the host tier if there is one.
+        in_grid: Take samples of ``grid_load`` instead, and of the device alone.
     """
     patched: PatchedModel = model.__dict__["omniserve"]
     spec = patched.spec
@@ -201,16 +149,20 @@ def measure_mixed_steps(
     max_output = max(1, min(longest // 4, _MAX_OUTPUT))
     rows_a_step = timer.left_s / (2 * _WANTED_SAMPLES) / row_s
     # A request of either class brings about max_prompt / 5 rows, and is there for about max_output / 3 steps.
-    max_prompt = int(5 * rows_a_step * max_output / 3 / (2 * _MEAN_ACTIVE))
+    max_prompt = int(5 * rows_a_step * max_output / 3 / (2 * MEAN_ACTIVE))
     max_prompt = max(1, min(longest // 2, _MAX_PROMPT, max(max_prompt, _LEAST_MAX_PROMPT)))
     here = largest_part(config, spec)
     block_bytes = here.kv_block_bytes(config.block_size)
     blocks_each = -(-(max_prompt + max_output) // config.block_size)
-    roomy = min(config.device_kv_bytes, round(2 * _MEAN_ACTIVE) * blocks_each * block_bytes)
-    tight = min(config.device_kv_bytes, max(2 * blocks_each, round(_MEAN_ACTIVE * blocks_each / 4)) * block_bytes)
+    roomy = min(config.device_kv_bytes, round(2 * MEAN_ACTIVE) * blocks_each * block_bytes)
+    tight = min(config.device_kv_bytes, max(2 * blocks_each, round(MEAN_ACTIVE * blocks_each / 4)) * block_bytes)
     config = settings_to_measure(config)
     host_bytes = min(config.host_kv_bytes, 2 * roomy)
-    has_tier = has_host_tier(config) and host_bytes >= here.host_block_bytes(config.block_size, config.host_kv_dtype)
+    has_tier = (
+        not in_grid
+        and has_host_tier(config)
+        and host_bytes >= here.host_block_bytes(config.block_size, config.host_kv_dtype)
+    )
     pools = [(roomy, 0), (tight, host_bytes)] if has_tier else [(roomy, 0)]
     pools = pools[-1:] if is_coarse else pools
     longest_step = max(_LEAST_ROWS, int(min(timer.longest_s / row_s, config.max_num_batched_tokens)))
@@ -238,6 +190,14 @@ def measure_mixed_steps(
             max_prompt=min(max_prompt, half),
             max_output=min(max_output, half),
         )
+        if in_grid:
+            load = partial(
+                grid_load,
+                vocab_size=spec.vocab_size,
+                max_step=small.max_num_batched_tokens,
+                max_tokens=min(longest, half),
+                max_requests=min(small.max_num_seqs, small.max_num_batched_tokens),
+            )
         progress("whole steps", timer.spent)
         samples += _measure_engine(
             model,

@@ -51,7 +51,7 @@ class HaltedRows:
 
 
 class LayerThrottle:
-    """Keeps the host at most one layer ahead of the device, which so always has a layer to run.
+    """Keeps the host at most one safepoint ahead of the device, which so always has a layer to run.
 
     A GPU is given layers long before it runs them, so without this a safepoint would be asked too early.
     """
@@ -75,11 +75,12 @@ class LayerThrottle:
 class LayerPreemption:
     """The strategy of steps that rows may leave between two layers, or where rows that left go on.
 
-    ``must_leave`` returns the requests whose rows must leave the running step, if they are preemptible.
+    ``must_leave`` returns the requests whose rows must leave the running step, if they are preemptible. It is asked
+    before every layer whose number is a multiple of ``every``, but the first.
     """
 
-    def __init__(self, loop: LayerLoop, *, keep: bool, must_leave: Callable[[], Set[str]]) -> None:
-        self._loop, self.must_leave = loop, must_leave
+    def __init__(self, loop: LayerLoop, *, keep: bool, every: int, must_leave: Callable[[], Set[str]]) -> None:
+        self._loop, self._every, self.must_leave = loop, every, must_leave
         self.halted = HaltedRows(keep=keep)
         """Rows that left a step until a later one goes on with them."""
 
@@ -89,7 +90,7 @@ class LayerPreemption:
             self.halted.forget(chunk.request_id for chunk in plan.chunks if not chunk.from_layer)
         if not plan.preemptible and not any(chunk.from_layer for chunk in plan.chunks):
             return None
-        return Safepoints(plan, loop=self._loop, halted=self.halted, must_leave=self.must_leave)
+        return Safepoints(plan, loop=self._loop, halted=self.halted, every=self._every, must_leave=self.must_leave)
 
     def forget(self, request_id: str) -> None:
         """Drop the rows of a request that has ended."""
@@ -102,9 +103,9 @@ class Safepoints(StepHooks):
     stops = True
 
     def __init__(
-        self, plan: StepPlan, *, loop: LayerLoop, halted: HaltedRows, must_leave: Callable[[], Set[str]]
+        self, plan: StepPlan, *, loop: LayerLoop, halted: HaltedRows, every: int, must_leave: Callable[[], Set[str]]
     ) -> None:
-        self._plan, self._loop, self._halted, self._must_leave = plan, loop, halted, must_leave
+        self._plan, self._loop, self._halted, self._every, self._must_leave = plan, loop, halted, every, must_leave
         self._throttle = LayerThrottle(loop.model.device)
         self.present = _until_layer(plan, 0)
         """The plan with the chunks that are at the current layer only; a new object after each change."""
@@ -121,7 +122,7 @@ class Safepoints(StepHooks):
         if not layer:
             return
         hidden_TD = run.hidden_TD
-        if leaving := self.leaving():
+        if leaving := self.leaving(layer):
             hidden_TD = self.leave(leaving, layer, hidden_TD)
         if any(chunk.from_layer == layer for chunk in self._plan.chunks):
             hidden_TD = self._rejoin(layer, hidden_TD)
@@ -132,14 +133,14 @@ class Safepoints(StepHooks):
         """Name the chunks that left the step."""
         return dataclasses.replace(output, outcome=dataclasses.replace(output.outcome, halted=self.left))
 
-    def leaving(self) -> Set[str]:
-        """Return the requests whose rows must leave before the current layer; call it once a layer.
+    def leaving(self, layer: int) -> Set[str]:
+        """Return the requests whose rows must leave before a layer; call it once a layer.
 
-        On a GPU this waits until the device has come to the layer before. If no present row is preemptible, it returns
-        an empty set at once.
+        On a GPU this waits until the device has come to the safepoint before. If there is none before this layer, or if
+        no present row is preemptible, it returns an empty set at once.
         """
         preemptible = self._plan.preemptible
-        if not any(chunk.request_id in preemptible for chunk in self.present.chunks):
+        if layer % self._every or not any(chunk.request_id in preemptible for chunk in self.present.chunks):
             return frozenset()
         self._throttle.wait()
         return preemptible & self._must_leave()

@@ -47,7 +47,9 @@ def make_strategies(
         from omniserve.runner.safepoint import LayerPreemption
 
         must_leave = partial(broadcast.agree, safepoint)
-        strategies.append(LayerPreemption(loop, keep=setup.keeps_halted, must_leave=must_leave))
+        strategies.append(
+            LayerPreemption(loop, keep=setup.keeps_halted, every=setup.safepoint_every, must_leave=must_leave)
+        )
     if setup.awaits_host and tier is not None:
         from omniserve.runner.pipelining import Pipelining
 

@@ -11,7 +11,9 @@ __all__ = ["SCHEDULERS", "Batch", "Forecast", "Policy", "PolicyOptions", "Schedu
 _POLICIES = {
     "apex": "apex:APEXPolicy",
     "bros": "bros:BROSPolicy",
+    "bros-paper": "bros:BROSPaperPolicy",
     "conserve": "conserve:ConServePolicy",
+    "conserve-paper": "conserve:ConServePaperPolicy",
     "fcfs": "baselines:FCFSPolicy",
     "llumnix": "baselines:LlumnixPolicy",
     "neo": "neo:NEOPolicy",

@@ -61,12 +61,13 @@ class APEXPolicy(CoServingPolicy):
     least ``min_host_per_device`` requests for each request of the step on the device (4.2: eight times), if it takes
     every seat, or if there is no device request. A smaller one waits for more requests, at most ``max_cohort_wait_s``.
     If the step's bound has no time for all its rows, a cohort splits. The host's speed is watched while it works, and
-    corrects N_C (section 6, online profiling).
+    corrects N_C (section 6, online profiling). ``strategy`` forces one of the two, to see what the choice brings.
 
     What differs from the paper: LS before BE, under the latency control of ``omniserve``; the paper has no limit on the
     wait of a small cohort; the first sub-batch has host rows only with ``hybrid_first_batch``. Prompts are computed
     into device memory as a whole; where their KV went to the host layer by layer, they would need less of it
-    (simulated, that would bring up to 4 %: docs/reproduction.md). Without a latency model it overlaps always.
+    (simulated, that would bring up to 4 %: docs/reproduction.md). Without a latency model it overlaps always, unless
+    ``strategy`` is ``pipelined``.
     """
 
     options_type = APEXOptions
@@ -90,7 +91,10 @@ class APEXPolicy(CoServingPolicy):
 
 
 class PipelinedOrOverlapped:
-    """Chooses a second sub-batch where that pays, else the cohort of asynchronous overlap (a ``HostRowChoice``)."""
+    """Chooses a second sub-batch where that pays, else the cohort of asynchronous overlap (a ``HostRowChoice``).
+
+    The option ``strategy`` may leave it no choice.
+    """
 
     def __init__(self, view: RequestView, options: APEXOptions, forecast: Forecast | None) -> None:
         self._view, self._options, self._forecast = view, options, forecast
@@ -110,11 +114,33 @@ class PipelinedOrOverlapped:
         self._second.hybrid_share = 0.0
         if not self._view.host_is_up:
             return HostRows()
+        if self._options.strategy == "overlapped":
+            return self._cohort.choose(batch, bound_s)
         states = self._second.candidates()
+        if self._options.strategy == "pipelined":
+            return self._second.run_through(batch, states, self._most_pipelined(batch, states, bound_s))
         count = self._num_pipelined(batch, states, bound_s)
         if not count:
             return self._cohort.choose(batch, bound_s)
         return self._second.run_through(batch, states, count)
+
+    def _most_pipelined(self, batch: Batch, states: Sequence[RequestState], bound_s: float) -> int:
+        """Return how many of ``states`` run in a second sub-batch, whether that pays or not.
+
+        Without a latency model, or beside no device rows, the host has time for all of them.
+        """
+        most = len(states)
+        if self.watch is None or batch.cost is None or not states:
+            return most
+        if batch.chunks:
+            context = sum(state.num_tokens for state in states) / most
+            in_time = int(self.watch.rate(most, context) * self._layer_times(batch.cost.features).overlap_s)
+            most = max(1, min(most, in_time))
+        else:  # an idle machine works, whatever the bound
+            bound_s = max(bound_s, self._second.seconds_with(batch.cost, states[:1]))
+        while most and self._second.seconds_with(batch.cost, states[:most]) > bound_s:
+            most //= 2
+        return most
 
     def _num_pipelined(self, batch: Batch, states: Sequence[RequestState], bound_s: float) -> int:
         """Return how many of ``states`` run in a second sub-batch: what the host attends for in time, or none."""

@@ -20,28 +20,38 @@ Read differently than printed (line numbers of Algorithm 1):
   for. Here requests that hold KV come first, and the youngest gives way.
 * "No RT requests are detected" (batch size) means that no LS request is about to be late.
 
-Departures: B_curr limits BE requests only, in the paper (7) LS requests too. That never recovers from an overload: one
-late request resets B_curr, steps of 128 bring less than larger ones, so of more LS requests some are always late.
+``bros-paper`` is the same policy with the paper's choices, to be run with the KV manager ``bidirectional`` and a
+profile at powers of two (``python -m omniserve.profile --steps grid``). ``bros`` departs from these choices:
 
-Prompts are taken whole if they fit what the step's token budget leaves, else cut there, but never for time; so
-``max_num_batched_tokens`` should be a chunk that fits into a TPOT. Section 5 is the KV manager ``bidirectional``; with
-another one LS requests take whole BE requests' memory (``Parking``). Copies to and from the host run beside the steps:
-C has no swap term, and the order by swapped blocks (line 17) is that in which parked requests, or those that gave way
-and keep some KV, come back; new ones follow them. B_curr does not exceed ``max_num_seqs``. The waiting queue is polled
-in its own order, by class and arrival, which is that of the deadlines if their TTFT is the same. Without a latency
-model there is no time bound: LS by residual time, then BE."""
+* B_curr limits BE requests only, in the paper (7) LS requests too (``batch_limits_ls``). That never recovers from an
+  overload: one late request resets B_curr, steps of 128 bring less than larger ones, so of more LS requests some are
+  always late.
+* C has no swap term, in the paper (4.1) it is max(t_exec, t_swap) (``swap_term``). Copies to and from the host run
+  beside the steps here, which do not wait for them: with the term a step is only given fewer requests whose KV is on
+  the host, as many as can be copied while it may run. Their rows come in the next step, when the copies have ended.
+
+Departures of both: prompts are taken whole if they fit what the step's token budget leaves, else cut there, but never
+for time; so ``max_num_batched_tokens`` should be a chunk that fits into a TPOT. Section 5 is the KV manager
+``bidirectional``; with another one LS requests take whole BE requests' memory (``Parking``). The order by swapped
+blocks (line 17) is that in which parked requests, or those that gave way and keep some KV, come back; new ones follow
+them. While no LS request waits, the first BE request in line comes back ahead of its turn. B_curr does not exceed
+``max_num_seqs``. The waiting queue is polled in its own order, by class and arrival, which is that of the deadlines if
+their TTFT is the same. Without a latency model there is no time bound: LS by residual time, then BE."""
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import final
 
 from omniserve.core.plan import StepPlan
 from omniserve.kv.base import Tier
 from omniserve.sched.batch import Batch
+from omniserve.sched.options import BROSOptions, BROSPaperOptions
 from omniserve.sched.parking import Parking
 from omniserve.sched.policy import Policy
 from omniserve.sched.state import BE, LS, Phase, RequestState
@@ -58,22 +68,40 @@ class Chosen:
 
     state: RequestState
     start: int
+    """The request's computed tokens, when it was chosen."""
     count: int
+    num_kept: int = 0
+    """First tokens of a request without a table that still have their KV somewhere, and need no row."""
+    num_swapped: int = 0
+    """Blocks of these that must come from the host."""
 
 
 class Selection:
     """Selects the requests of a step, most urgent first. A prompt is cut only where the token budget ends."""
 
-    def __init__(self, forecast: Forecast | None, max_tokens: int) -> None:
-        self._forecast = forecast
+    def __init__(
+        self,
+        forecast: Forecast | None,
+        max_tokens: int,
+        kept: Callable[[RequestState], tuple[int, int]],
+        block_bytes: int,
+    ) -> None:
+        self._forecast, self._kept, self._block_bytes = forecast, kept, block_bytes
         self.tokens_left = max_tokens
         self.chosen: list[Chosen] = []
 
+    def whole(self, state: RequestState) -> Chosen:
+        """Return a request with all its tokens that are to be computed, at least one."""
+        num_kept, num_swapped = self._kept(state)
+        count = max(1, state.num_uncomputed_tokens - num_kept)
+        return Chosen(state, state.num_computed_tokens, count, num_kept, num_swapped)
+
     def push(self, state: RequestState) -> None:
         """Choose one more request; there must be a token for it."""
-        start, count = state.num_computed_tokens, min(state.num_uncomputed_tokens, self.tokens_left)
-        self.chosen.append(Chosen(state, start, count))
-        self.tokens_left -= count
+        one = self.whole(state)
+        one = dataclasses.replace(one, count=min(one.count, self.tokens_left))
+        self.chosen.append(one)
+        self.tokens_left -= one.count
 
     def replace(self, chosen: list[Chosen]) -> None:
         """Choose these instead; the tokens they need must be there."""
@@ -81,14 +109,22 @@ class Selection:
         assert self.tokens_left >= 0, "more tokens than the step's budget"
         self.chosen = chosen
 
-    def seconds(self, chosen: Iterable[Chosen]) -> float:
-        """Return C, the predicted seconds of a step of these."""
+    def seconds(self, chosen: Iterable[Chosen], num_swapped: int = 0) -> float:
+        """Return C, the predicted seconds of a step of these, and of ``num_swapped`` other blocks from the host."""
         if self._forecast is None:
             return 0.0
         cost = self._forecast.step()
         for one in chosen:
-            cost.add_chunk(one.start, one.count, samples=one.state.num_logits(one.start, one.count))
+            start = one.start + one.num_kept
+            cost.add_chunk(start, one.count, samples=one.state.num_logits(start, one.count))
+            num_swapped += one.num_swapped
+        cost.features.swap_bytes = num_swapped * self._block_bytes
         return cost.seconds()
+
+    def num_within(self, num_blocks: Iterable[int], bound_s: float) -> int:
+        """Return of how many parked requests, with so many blocks, C has time for the copies."""
+        totals = itertools.accumulate(num_blocks)
+        return sum(1 for _ in itertools.takewhile(lambda total: self.seconds(self.chosen, total) <= bound_s, totals))
 
     def keep_within(self, bound_s: float, least: int) -> bool:
         """Drop requests from the end until C is within the bound, all but the first ``least``; return if any was."""
@@ -105,6 +141,8 @@ class BROSPolicy(Policy):
 
     predicts = True
     offloads = True
+    options_type = BROSOptions
+    options: BROSOptions
 
     def set_up(self) -> None:
         self._parking = Parking(self.view)
@@ -116,7 +154,8 @@ class BROSPolicy(Policy):
         self._ended_s = -math.inf
 
     def schedule(self, now_s: float) -> StepPlan:
-        step = Selection(self.forecast, self.limits.config.max_num_batched_tokens)
+        limits = self.limits
+        step = Selection(self.forecast, limits.config.max_num_batched_tokens, self._kept, limits.kv_block_bytes)
         residuals, lacks_memory = self._choose_ls(step, now_s)
         bound, late = self._bound(step, residuals)
         # In whatever the bound: the most urgent, and those before all others that cannot be in time any more.
@@ -125,17 +164,30 @@ class BROSPolicy(Policy):
         if not any(late):
             self._choose_be(step, residuals[: len(step.chosen)], bound.seconds, admits=not lacks_memory)
         retreats = kept_out or any(late)
-        self._batch_size = self._base_size if retreats else min(2 * self._batch_size, self.limits.config.max_num_seqs)
+        self._batch_size = self._base_size if retreats else min(2 * self._batch_size, limits.config.max_num_seqs)
         cost = self.forecast.step() if self.forecast is not None else None
         batch = self.new_batch(now_s, cost=cost)
         complete = self._place_ls(batch, [one for one in step.chosen if one.state.kind is LS])
         ls_s = cost.seconds() if cost is not None else None
         self._place_be(batch, [one for one in step.chosen if one.state.kind is BE], bound.seconds, complete=complete)
         parked = sorted(self.host.queue, key=lambda s: (self.memory.num_blocks(s), s.priority_key))
+        if self.options.swap_term and parked:
+            parked = parked[: step.num_within(map(self.memory.num_blocks, parked), bound.seconds)]
         self._parking.bring_back(batch, parked)
         plan = batch.plan(decision=decision_of(cost, ls_s, bound))
         self._begins_s[plan.step_id] = now_s
         return plan
+
+    def _kept(self, state: RequestState) -> tuple[int, int]:
+        """Return how many of a WAITING request's tokens need no row, and how many blocks of them the host has alone.
+
+        Without the swap term the answer is none: what a request still has is found when it is admitted.
+        """
+        if not self.options.swap_term or state.phase is not Phase.WAITING:
+            return 0, 0
+        on_device, on_host = (self.view.num_kept_tokens(state, tier) for tier in Tier)
+        num_swapped = max(0, on_host - on_device) if self.view.host_is_up else 0
+        return on_device + num_swapped, -(-num_swapped // self.limits.config.block_size)
 
     def on_step_end(self, plan: StepPlan, now_s: float) -> None:
         begins_s = self._begins_s.pop(plan.step_id, None)
@@ -169,7 +221,7 @@ class BROSPolicy(Policy):
         return heapq.merge(pending, waiting)
 
     def _choose_ls(self, step: Selection, now_s: float) -> tuple[list[float], bool]:
-        """Choose LS requests by urgency while the limit on requests, the tokens and the memory allow.
+        """Choose LS requests by urgency while the limits on requests, the tokens and the memory allow.
 
         Returns:
             Their residual times, and whether one that waits finds no memory, be it that of all BE requests.
@@ -179,7 +231,7 @@ class BROSPolicy(Policy):
         residuals: list[float] = []
         lacks_memory = False
         for residual_s, _, state in self._by_urgency(now_s):
-            if step.tokens_left == 0:
+            if step.tokens_left == 0 or (self.options.batch_limits_ls and len(step.chosen) >= self._batch_size):
                 break
             if state.phase is Phase.WAITING:
                 needed = self.memory.blocks_for(state)
@@ -273,10 +325,11 @@ class BROSPolicy(Policy):
         num_ls, average_s, tokens = len(residuals), self._average_s or 0.0, step.tokens_left
         new: list[Chosen] = []
         for index, state in zip(reversed(range(num_ls)), candidates, strict=False):
-            tokens += step.chosen[index].count - state.num_uncomputed_tokens
+            one = step.whole(state)
+            tokens += step.chosen[index].count - one.count
             if tokens < 0 or residuals[index] == math.inf:
                 break
-            new.append(Chosen(state, state.num_computed_tokens, state.num_uncomputed_tokens))
+            new.append(one)
         if not new:
             return
         packed = step.chosen[num_ls:]
@@ -307,3 +360,14 @@ class BROSPolicy(Policy):
                 complete &= self._parking.run(batch, state, (BE,), bound_s=limit_s) is None
             elif complete:
                 complete = batch.admit(state, bound_s=limit_s) is None
+
+
+@final
+class BROSPaperPolicy(BROSPolicy):
+    """``bros`` with the paper's choices: B_curr limits LS requests, too, C has a swap term, and models of its own.
+
+    The name has defaults of its own, and no code.
+    """
+
+    options_type = BROSPaperOptions
+    options: BROSPaperOptions

@@ -36,7 +36,6 @@ from omniserve.sched.step_cost import (
     decision_of,
     left_out,
     tpot_bound,
-    ttft_left_s,
 )
 from omniserve.sched.ttft import MIN_LS_CHUNK
 from omniserve.sched.view import RequestView
@@ -64,6 +63,9 @@ class LatencyControl(Protocol):
     @property
     def margin(self) -> float:
         """The share of a TTFT that admission leaves, in [0, 1)."""
+
+    def first_token_bound_s(self, state: RequestState, begin_s: float) -> float:
+        """Return the most seconds of a step with a request's first token, for the LS prompts behind it in the step."""
 
     def long_prompt_bound_s(
         self, batch: Batch, decoding: Sequence[RequestState], bound_s: float, begin_s: float
@@ -98,9 +100,16 @@ class HostRowChoice(Protocol):
         """Return the host rows of a step that has all its device rows, and add them to its cost."""
 
 
+class StepBounds(Protocol):
+    """Bounds the seconds of steps by the TPOTs of LS requests."""
+
+    def of(self, decoding: Iterable[RequestState], begin_s: float) -> tuple[TimeBound, TimeBound]:
+        """Return S_d for LS prefill, and the bound for BE work, of a step with these decodes."""
+
+
 @dataclass(frozen=True, slots=True)
 class TPOTBounds:
-    """How the bounds of a step follow from the TPOTs of its LS decodes; ``slack`` as in ``CoServingOptions``."""
+    """The ``StepBounds`` that follow from the TPOTs of a step's LS decodes; ``slack`` as in ``CoServingOptions``."""
 
     slack: str
     ls_headroom: float
@@ -127,7 +136,7 @@ class CoServingStep:
     def __init__(
         self,
         view: RequestView,
-        tpots: TPOTBounds,
+        tpots: StepBounds,
         control: LatencyControl | None,
         best_effort: BestEffortWork,
         host_rows: HostRowChoice,
@@ -254,9 +263,11 @@ class CoServingStep:
                 memory_is_short |= not is_full
             if not batch.samples(state):
                 unfinished.append(state)
-            elif batch.cost is not None and (left_s := ttft_left_s(state, begin_s)) >= batch.cost.seconds():
-                # None behind it may make its first token late, if it can still be in time.
-                bound_s = min(bound_s, left_s)
+            elif batch.cost is not None and self.control is not None:
+                left_s = self.control.first_token_bound_s(state, begin_s)
+                if left_s >= batch.cost.seconds():
+                    # None behind it may make its first token late, if it can still be in time.
+                    bound_s = min(bound_s, left_s)
         kept_out = [
             s for s in unfinished if s not in batch and s.request_id not in deferred and s.phase is not Phase.MOVING
         ]

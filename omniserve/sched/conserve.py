@@ -9,25 +9,28 @@ steps (see ``Parking``).
 
 A step with BE rows has safepoints (4.3, Algorithm 1): an LS request that comes while it runs, and would miss its TTFT
 if it waited for the step's end, has them leave between two layers. They go on there later, or begin anew as in the
-paper (``keep_halted``).
+paper (``keep_halted``). There is a safepoint before each layer, in the paper before every fourth (``safepoint_every``).
 
-Departures: the paper has one TBT objective, here it is the shortest TPOT of the unfinished LS requests. Without a
-latency model no step is bounded, and BE requests fill the token budget as in ``sarathi``. The latency model is
-``latency_model``'s; the paper's own polynomial is there under the name ``conserve``. Evicting and prefetching is
+``conserve-paper`` is the same policy with the paper's choices; it is meant to run with the KV manager ``incremental``
+(4.4), and with a profile over a grid of rows and contexts (``python -m omniserve.profile --steps grid``).
+
+Departures of both: the paper has one TBT objective, here it is the shortest TPOT of the unfinished LS requests. Without
+a latency model no step is bounded, and BE requests fill the token budget as in ``sarathi``. Evicting and prefetching is
 by request with ``tiered`` and by block with ``incremental``, not by token: a request runs only with all of its KV on
-the device.
+the device. No thread watches for arrivals (Algorithm 1): the step asks for them at its safepoints.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from typing import final
 
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request
 from omniserve.sched.batch import Batch
 from omniserve.sched.disciplines import runnable
-from omniserve.sched.options import LayerPreemptionOptions
+from omniserve.sched.options import ConServePaperOptions, LayerPreemptionOptions
 from omniserve.sched.parking import Parking
 from omniserve.sched.policy import Policy
 from omniserve.sched.state import BE, LS, Phase
@@ -139,3 +142,13 @@ class ConServePolicy(Policy):
             if left:
                 break
         return best
+
+
+@final
+class ConServePaperPolicy(ConServePolicy):
+    """``conserve`` with the paper's choices: its polynomial, work of halted rows is lost, safepoints 4 layers apart.
+
+    The name has defaults of its own, and no code.
+    """
+
+    options_type = ConServePaperOptions

@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from omniserve.sched.admission import Admission
 from omniserve.sched.batch import Batch
 from omniserve.sched.best_effort import BestEffortWork
-from omniserve.sched.co_serving import CoServingPolicy, CoServingStep, TPOTBounds
+from omniserve.sched.co_serving import CoServingPolicy, CoServingStep
 from omniserve.sched.options import HostTierOptions
 from omniserve.sched.piggyback import PiggybackChoice
 from omniserve.sched.seats import PiggybackPlan, rows_within, seat_bucket
@@ -35,18 +35,23 @@ class OmniServePaperPolicy(CoServingPolicy):
     """LS decode, LS prefill, BE prefill, BE decode, then piggyback rows greedily from the lowest layer up.
 
     What it does otherwise than ``omniserve``: the paper's order (3.3.2); a first token is predicted by one step with
-    all LS prefill at once (3.3.3); a step is bounded by the decoding objective itself, with no share of it kept back,
-    none lent between tokens and none kept for an LS request that may come (3.3.4); every BE decode for which a step has
-    no time goes to the host tier at once (3.3.5); rows of all layers are admitted, the lowest first, until the bound is
-    reached, in as many seats as the fullest layer needs (3.3.6).
+    all LS prefill at once, whose prompts count in decode attention, too (3.3.3); a step is bounded by S_d, a constant
+    of the service, with no share of it kept back, none lent between tokens and none kept for an LS request that may
+    come (3.3.4); the TTFT of an LS prompt bounds BE work alone, not the LS prompts behind it (3.3.4); every BE decode
+    for which a step has no time goes to the host tier at once (3.3.5); rows of all layers are admitted, the lowest
+    first, until the bound is reached, in as many seats as the fullest layer needs (3.3.6).
 
     Errata: in 3.3.3 n(t) has l_j - p_j where the remaining prompt p_j - l_j is meant; in 3.3.4 the bound less w, the
-    time of the piggyback rows, is meant for steps with results in the output queue, not for those without.
+    time of the piggyback rows, is meant for steps with results in the output queue, not for those without. In the c_DA
+    of 3.3.3 the 1 of ``l_j + 1`` is read as a part of the sum, as each decode sees its own key.
 
-    Departures: what is refused by that prediction, and which objectives are scaled, follows docs/admission.md. LS
-    prefill goes on by 16 tokens a step, and BE work in a step without LS work, even if the bound lets in none. Where
-    both tiers are one CPU, no decode is offloaded for time. A request moves back as with ``omniserve``
-    (3.2.4 gives no numbers).
+    Departures, and why: what is refused by that prediction, and which objectives are scaled, follows docs/admission.md
+    (the paper has one TTFT and refuses whatever misses it, also on an idle machine, so that a long prompt is never
+    served). LS prefill goes on by 16 tokens a step, and BE work in a step without LS work, even if the bound lets in
+    none: else an objective shorter than the shortest step stops all. S_d is the shortest of the objectives that there
+    are, as classes and requests may have several. Where both tiers are one CPU, no decode is offloaded for time: the
+    host tier would take the cores that the step lacks. A request moves back as with ``omniserve`` (3.2.4 gives no
+    numbers).
     """
 
     options_type = PaperOptions
@@ -58,8 +63,28 @@ class OmniServePaperPolicy(CoServingPolicy):
         moves, max_rows = TierMoves(view, options, forecast), options.most_rows(self.limits)
         best_effort = BestEffortWork(view, moves, OffloadAtOnce(moves), order="prefill", by_prefix=False)
         seats = GreedySeats(max_seats=self.limits.config.max_piggyback_seats, max_rows=max_rows)
-        tpots = TPOTBounds("step", ls_headroom=0.0, be_headroom=0.0)
-        self.step = CoServingStep(view, tpots, control, best_effort, PiggybackChoice(view, max_rows, seats))
+        self.step = CoServingStep(view, ServiceTPOT(view), control, best_effort, PiggybackChoice(view, max_rows, seats))
+
+
+class ServiceTPOT:
+    """Bounds every step by the shortest TPOT of the service, whether an LS request decodes in it or not (3.3.4).
+
+    A ``StepBounds``. The TPOTs are those of the LS classes, and of the LS requests that have not ended.
+    """
+
+    def __init__(self, view: RequestView) -> None:
+        self._view, self._of_classes = view, TimeBound()
+        for spec in view.limits.config.classes:
+            if spec.kind is LS and spec.slo.tpot_s is not None:
+                self._of_classes = self._of_classes.or_tighter(spec.slo.tpot_s, f"tpot of class {spec.name}")
+
+    def of(self, decoding: Iterable[RequestState], begin_s: float) -> tuple[TimeBound, TimeBound]:
+        """Return S_d twice: LS prefill and BE work have the same bound."""
+        s_d = self._of_classes
+        for state in (*self._view.device[LS].everyone(), *self._view.waiting[LS].everyone()):
+            if state.slo.tpot_s is not None:
+                s_d = s_d.or_tighter(state.slo.tpot_s, f"tpot of {state.request_id}")
+        return s_d, s_d
 
 
 class PaperControl:
@@ -78,12 +103,12 @@ class PaperControl:
         """Predict the time to first token of an LS request by one step with all LS work (3.3.3)."""
         everything, alone, at_best = self._forecast.step(), self._forecast.step(), self._forecast.step(at_best=True)
         for step in (alone, at_best):
-            step.add_chunk(0, state.num_prompt_tokens, samples=True)
+            _add_prompt(step, 0, state.num_prompt_tokens)
         for other in (*self._view.device[LS], *self._view.waiting[LS]):
             if other.decodes:
                 everything.add_chunk(other.num_computed_tokens, 1, samples=True)
             else:
-                everything.add_chunk(other.num_computed_tokens, other.num_uncomputed_tokens, samples=True)
+                _add_prompt(everything, other.num_computed_tokens, other.num_uncomputed_tokens)
         step_s = everything.seconds()
         prediction = TTFTPrediction(
             soonest_s=step_s,
@@ -105,6 +130,10 @@ class PaperControl:
 
     def on_end(self, state: RequestState) -> None:
         """Learn nothing: the prediction knows no lengths of outputs."""
+
+    def first_token_bound_s(self, state: RequestState, begin_s: float) -> float:
+        """Return infinity: LS prompts are bounded by S_d alone."""
+        return math.inf
 
     def long_prompt_bound_s(
         self, batch: Batch, decoding: Sequence[RequestState], bound_s: float, begin_s: float
@@ -129,6 +158,18 @@ class PaperControl:
                 left_s = state.arrival_s + state.slo.ttft_s - begin_s
                 bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {state.request_id}")
         return bound
+
+
+def _add_prompt(step: StepCost, start: int, count: int) -> None:
+    """Add what is left of a prompt as 3.3.3 counts it: its rows in c_PA, and once more, as one decode, in c_DA and g.
+
+    Its last row is that decode, so n grows by ``count``.
+    """
+    features, shape = step.features, step.shape
+    step.add_decodes(1, start, shape.keys_seen(start, 1), samples=1)
+    features.prefill_tokens += count - 1
+    features.prefill_context += start
+    features.prefill_load += shape.keys_seen(start, count)
 
 
 class OffloadAtOnce:

@@ -119,6 +119,10 @@ class CoServingOptions(HostTierOptions):
 class APEXOptions(CoServingOptions):
     """Options of ``apex``."""
 
+    strategy: Literal["auto", "pipelined", "overlapped"] = "auto"
+    """How requests on the host tier decode. ``auto``: as inequality (5) says, in each step. ``pipelined``: always in a
+    second sub-batch that the device waits for, of as many requests as the host attends for in time, at least one, and
+    as the step's bound lets in. ``overlapped``: always as a cohort, one layer a step."""
     min_host_per_device: int = 8
     """The least number of host requests, for each request of the step on the device, with which a cohort begins; as
     many as there are seats always do. 0: any number does. Paper: apex 4.2."""
@@ -143,6 +147,13 @@ class LayerPreemptionOptions(PolicyOptions):
 
     keep_halted: bool = True
     """Rows that left a step go on later from the layer where they left; False: they begin anew, as in the paper."""
+    safepoint_every: int = 1
+    """Number of layers from one safepoint to the next. Paper: conserve 6.5 has 4."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.safepoint_every < 1:
+            raise ValueError(f"safepoint_every must be >= 1, got {self.safepoint_every}")
 
     @property
     def preempts(self) -> bool:
@@ -151,6 +162,42 @@ class LayerPreemptionOptions(PolicyOptions):
     @property
     def preemptible_kind(self) -> ServiceClass | None:
         return ServiceClass.BE
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConServePaperOptions(LayerPreemptionOptions):
+    """Options of ``conserve-paper``: those of ``conserve`` with the paper's choices (4.3, 6.5)."""
+
+    keep_halted: bool = False
+    """Work of rows that left a step is lost (4.3)."""
+    safepoint_every: int = 4
+    """Layers from one safepoint to the next (6.5)."""
+    latency_model: str = "conserve"
+    """The paper's polynomial (4.2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BROSOptions(PolicyOptions):
+    """Options of ``bros``."""
+
+    batch_limits_ls: bool = False
+    """A step has at most B_curr requests, LS ones included, as in the paper (bros equation 7). False: B_curr limits the
+    BE requests that join a step."""
+    swap_term: bool = False
+    """What a step takes is predicted as max(t_exec, t_swap), with the KV that its requests have on the host only (bros
+    4.1), if the latency model knows t_swap (``bros`` does)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BROSPaperOptions(BROSOptions):
+    """Options of ``bros-paper``: those of ``bros`` with the paper's choices."""
+
+    batch_limits_ls: bool = True
+    """B_curr limits LS requests, too (equation 7; lines 6 and 22 of Algorithm 1)."""
+    swap_term: bool = True
+    """C is max(t_exec, t_swap) (4.1)."""
+    latency_model: str = "bros"
+    """The paper's models of prefill and decode (4.1)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,6 +224,8 @@ class SchedulerLimits:
     before it begins."""
     max_host_drafts: int = 0
     """Most drafts that a token takes with it through the host tier."""
+    kv_block_bytes: int = 0
+    """Bytes of a KV block over all layers; 0: not known."""
 
     def blocks_per_step(self, block_size: int) -> int:
         """Return how many blocks the tokens of the largest step fill."""
@@ -226,6 +275,7 @@ class SchedulerLimits:
             num_state_slots=num_state_slots(config, spec, has_host_tier=kv.num_host_blocks > 0),
             late_layers=late_layers if isinstance(options, HostTierOptions) and options.late_joins else 0,
             max_host_drafts=max_host_drafts,
+            kv_block_bytes=spec.kv_block_bytes(config.block_size),
         )
 
 

@@ -99,6 +99,10 @@ class QueueingControl:
 
     # -- bounds --------------------------------------------------------------------------------------------------
 
+    def first_token_bound_s(self, state: RequestState, begin_s: float) -> float:
+        """Return the seconds until the first token is due, less the share of its TTFT that is kept back."""
+        return ttft_left_s(state, begin_s)
+
     def long_prompt_bound_s(
         self, batch: Batch, decoding: Sequence[RequestState], bound_s: float, begin_s: float
     ) -> float:

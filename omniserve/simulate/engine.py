@@ -73,6 +73,7 @@ class SimulatedEngine:
             num_stages=num_stages,
             must_leave=_must_leave(self.scheduler, config, arrivals) if options.preempts else None,
             keeps_halted=not isinstance(options, LayerPreemptionOptions) or options.keep_halted,
+            safepoint_every=options.safepoint_every if isinstance(options, LayerPreemptionOptions) else 1,
         )
         self._outputs = OutputCollector(tokenizer=None)
         self.stepper = Stepper(

@@ -92,7 +92,8 @@ class SimulatedRunner:
             shared out evenly, and the last stage has what a step takes besides.
         chances: The noise of its steps, and the seed of that and of the machine's spread.
         keeps_halted: Rows that left a step go on from the layer where they left it.
-        must_leave: Asked between two layers, with the times of the last and of this question, for the requests whose
+        safepoint_every: Number of layers from one safepoint to the next.
+        must_leave: Asked at safepoints, with the times of the last and of this question, for the requests whose
             preemptible rows must leave the step for one that came in between; None: they never do.
     """
 
@@ -105,6 +106,7 @@ class SimulatedRunner:
         prefills: PrefillPeers | None = None,
         num_stages: int = 1,
         keeps_halted: bool,
+        safepoint_every: int,
         must_leave: Callable[[float, float], Set[str]] | None,
     ) -> None:
         self._machine = machine
@@ -124,7 +126,7 @@ class SimulatedRunner:
         self._rng = random.Random(chances.seed)
         spread_rng = random.Random(f"{chances.seed} spread")
         self._draw = machine.spread.draws(spread_rng) if machine.spread is not None else None
-        self._keeps_halted = keeps_halted
+        self._keeps_halted, self._safepoint_every = keeps_halted, safepoint_every
         self._must_leave = must_leave
         self.now_s = 0.0
         """The virtual clock."""
@@ -243,13 +245,14 @@ class SimulatedRunner:
         looked_s = time_s = self.now_s
         num_layers, layer_s, present = self._machine.spec.num_layers, 0.0, -1
         for layer in range(num_layers):
-            if self._must_leave is not None and layer and preemptible - halted.keys():
+            is_safepoint = layer % self._safepoint_every == 0
+            if self._must_leave is not None and layer and is_safepoint and preemptible - halted.keys():
                 left, leaving = layer if self._keeps_halted else 0, self._must_leave(looked_s, time_s)
                 for chunk in plan.chunks:
                     if chunk.request_id in preemptible & leaving - halted.keys():
                         # A row that would have gone on at this layer or later stays where it is.
                         halted[chunk.request_id] = chunk.from_layer if chunk.from_layer >= layer else left
-            looked_s = time_s
+            looked_s = time_s if is_safepoint else looked_s
             chunks = tuple(c for c in plan.chunks if c.from_layer <= layer and c.request_id not in halted)
             if len(chunks) != present:
                 present = len(chunks)

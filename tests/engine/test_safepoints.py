@@ -68,6 +68,34 @@ def test_rows_go_on_at_their_layer_or_begin_anew(make_engine: MakeEngine, keep: 
     assert not halted_rows(engine)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(("every", "num_asked"), [(1, 2), (2, 1), (3, 0)])
+def test_arrivals_are_asked_for_before_every_so_manieth_layer(
+    make_engine: MakeEngine, every: int, num_asked: int, keep: bool
+) -> None:
+    """Of three layers; the rows leave before the last safepoint."""
+    quiet = make_engine(scheduler=preemptible.NAME)
+    expected = tokens_of(quiet, quiet.add(request("BE")))
+    options = {"keep_halted": keep, "safepoint_every": every}
+    engine = make_engine(scheduler=preemptible.NAME, scheduler_options=options)
+    plans: list[StepPlan] = []
+    engine.on_step = lambda plan, host_works, seconds: plans.append(plan)
+    asked: list[int] = []
+
+    def arrivals() -> list[Arrival]:
+        asked.append(len(plans))
+        return [Arrival(request("LS"))] if asked == [0] * num_asked else []
+
+    watch(engine, arrivals)
+    request_id = engine.add(request("BE"))
+    first = engine.step()
+    assert asked == [0] * num_asked and bool(first) is (num_asked == 0)
+    assert engine.stats().scheduler.layer_preemptions == (num_asked > 0)
+    tokens = [token for output in first for token in output.new_token_ids]
+    assert tokens + tokens_of(engine, request_id) == expected
+    assert plans[1].chunks[0].from_layer == (2 if keep and num_asked else 0)
+
+
 def test_ls_rows_stay_and_finish_their_step(make_engine: MakeEngine) -> None:
     engine = make_engine(scheduler=preemptible.NAME)
     expected = tokens_of(engine, engine.add(request("LS")))

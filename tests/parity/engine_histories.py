@@ -25,13 +25,15 @@ from omniserve.kv.bidirectional import BidirectionalKVManager
 from omniserve.kv.host_prefixes import PrefixPool
 from omniserve.kv.two_tiers import TwoTierKVManager
 from omniserve.latency import ModelShape, Profile
+from omniserve.latency.omniserve import OmniServeModel
 from omniserve.parallel.group import RankGroup
 from omniserve.runner.late_results import LateJoins
 from omniserve.runner.runner import LaunchedStep
+from omniserve.sched import policy_of
 from omniserve.sched.features.state_slots import StateSlots
 from tests.engine_settings import flat_config
 from tests.kv.free_blocks import free_block_ids
-from tests.latency.samples import make_profile
+from tests.latency.samples import draw_steps, make_profile
 from tests.parity.models import VOCAB_SIZE
 from tests.parity.reference import NEAR_TIE, Reference
 
@@ -150,9 +152,15 @@ def with_prediction(request: Request, tokens: tuple[int, ...], rng: random.Rando
 
 
 def made_up_profile(model: PreTrainedModel, config: EngineConfig) -> Profile:
-    """Return a profile of a made-up machine: what it says need not be true."""
+    """Return a profile of a made-up machine: what it says need not be true.
+
+    It has steps for latency models that are made of nothing else.
+    """
+    steps = ()
+    if policy_of(config)[1].latency_model != "omniserve":
+        steps = tuple(draw_steps(0, 40, OmniServeModel(make_profile()).step_s))
     return dataclasses.replace(
-        make_profile(), fingerprint=fingerprint_of(model, config), shape=ModelShape.of(model.omniserve.spec)
+        make_profile(steps), fingerprint=fingerprint_of(model, config), shape=ModelShape.of(model.omniserve.spec)
     )
 
 

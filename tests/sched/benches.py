@@ -133,7 +133,7 @@ class Clock(Machine):
     """Steps take just what the forecast says, or ``slower`` times that."""
 
     def __init__(
-        self, *, device_blocks: int = 400, host_blocks: int = 0, predict: dict[str, float] | None = None,
+        self, *, device_blocks: int = 400, host_blocks: int = 0, predict: dict[str, float] | Forecast | None = None,
         slower: float = 1.0, policy: str = "omniserve", kv: str = "tiered", overlaps: bool = False,
         caches: dict[str, Any] | None = None, **settings: Any,
     ) -> None:  # fmt: skip

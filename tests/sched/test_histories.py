@@ -23,8 +23,7 @@ REACHED = {
     "neo": ("pipelined", "swaps_out", "swaps_in"),
     "apex": ("joins", "late_joins", "missed", "swaps_out", "swaps_in", "pipelined", "hybrid"),
     "llumnix": ("joins", "late_joins", "missed", "swaps_out", "checkpoints"),
-    "conserve": ("swaps_out", "swaps_in", "checkpoints"),
-    "bros": ("swaps_out", "swaps_in", "checkpoints"),
+    **dict.fromkeys(("conserve", "conserve-paper", "bros", "bros-paper"), ("swaps_out", "swaps_in", "checkpoints")),
     hybrid.NAME: ("hybrid", "swaps_out"),
 }
 PAIRS = [
@@ -77,7 +76,7 @@ def choices(scheduler: str, kv: str) -> dict[str, list[Choice]]:
     if abilities.moves:
         choices["memory"] = [PLAIN, CROWDED, HOST_SHORT]
         choices["trouble"] = [PLAIN, FAILURES, DEATH, DEATH_AT_RETURN]
-    if scheduler in (preemptible.NAME, preemptible.DEFERRING, "conserve"):
+    if scheduler in (preemptible.NAME, preemptible.DEFERRING, "conserve", "conserve-paper"):
         choices["halts"] = [PLAIN, HALTS]
     return choices
 
@@ -112,7 +111,7 @@ def goals(scheduler: str, kv: str, *, is_long: bool) -> Counter[str]:
         goals += ["shared", "overwritten", "relocated"]
     if abilities.moves and scheduler in ("omniserve", "omniserve-paper", "llumnix", "apex"):
         goals += ["late_joins", "missed", "doomed"]
-    if scheduler in (preemptible.NAME, preemptible.DEFERRING, "conserve"):
+    if scheduler in (preemptible.NAME, preemptible.DEFERRING, "conserve", "conserve-paper"):
         goals.append("halts")
     if scheduler == preemptible.DEFERRING:
         goals.append("deferred")

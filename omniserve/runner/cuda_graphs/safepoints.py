@@ -51,7 +51,7 @@ class LeavableGraphRunner(CudaGraphRunner):
             return super()._run_pieces(plan, hooks, inputs, replay_with, attend)
 
         def attend_or_leave(layer: int, q_TNH: Tensor) -> Tensor:
-            if layer and (leaving := safepoints.leaving()):
+            if layer and (leaving := safepoints.leaving(layer)):
                 raise _RowsLeave(layer, leaving)
             return attend(layer, q_TNH)
 
