@@ -303,6 +303,19 @@ def test_ranks_of_one_engine_share_a_host(two_ranks: tuple[Network, _Rank, _Rank
     assert not network.events and "another engine uses this host" in caplog.text
 
 
+def test_a_rank_that_lost_its_host_comes_back_before_the_host_has_noticed(
+    two_ranks: tuple[Network, _Rank, _Rank], caplog: Any
+) -> None:
+    network, first, second = two_ranks
+    first.wait_for(HOST_JOINED)
+    second.wait_for(HOST_JOINED)
+    session = network.host._sessions[0]
+    again = _Rank(network, 0)  # the host holds the connections of the first to be good
+    again.wait_for(HOST_JOINED)
+    assert network.host._sessions[0] is not session and "another engine uses this host" not in caplog.text
+    again.close()
+
+
 def test_a_rank_connects_again_when_it_is_allowed(two_ranks: tuple[Network, _Rank, _Rank]) -> None:
     network, first, second = two_ranks
     first.wait_for(HOST_JOINED)
