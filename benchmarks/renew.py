@@ -21,15 +21,19 @@ from benchmarks import pages
 from benchmarks.common.record import cpu_kind, environment, read_rows
 from benchmarks.common.sources import ROOT
 from benchmarks.common.terminal import argument_parser
-from benchmarks.measurements import MEASUREMENTS, RESULTS, Measurement, state_of
+from benchmarks.measurements import MEASUREMENTS, RESULTS, Measurement, measurement_of, state_of
 from benchmarks.records import quoted
 
 
 def due(names: Sequence[str], kind: str, *, everything: bool) -> list[Measurement]:
     """Return what is to be measured on a CPU kind: quoted rows first, and of these short measurements first."""
     pages_of = quoted()
+    papers = RESULTS / "reproduction.json"
+    experiments = [
+        measurement_of("reproduction", row["case"]) for row in (read_rows(papers) if papers.exists() else [])
+    ]
     found = []
-    for measurement in MEASUREMENTS:
+    for measurement in (*MEASUREMENTS, *experiments):
         if kind not in measurement.kinds or (names and measurement.record not in names):
             continue
         path = RESULTS / f"{measurement.record}.json"
@@ -38,7 +42,12 @@ def due(names: Sequence[str], kind: str, *, everything: bool) -> list[Measuremen
             rows = [row for row in rows if cpu_kind(row["environment"]["hardware"]) == kind]
         if everything or all(state_of(measurement.record, row).is_old for row in rows):
             found.append(measurement)
-    return sorted(found, key=lambda each: ((each.record, each.case, kind) not in pages_of, each.minutes))
+
+    def is_quoted(one: Measurement) -> bool:
+        kinds = {quoted_kind for record, case, quoted_kind in pages_of if (record, case) == (one.record, one.case)}
+        return bool(kinds) if one.is_simulated else kind in kinds
+
+    return sorted(found, key=lambda each: (not is_quoted(each), each.minutes))
 
 
 def renew(measurement: Measurement, peers: Path | None) -> bool:

@@ -46,6 +46,14 @@ def test_a_row_replaces_the_one_of_its_case_and_cpu_kind_alone(tmp_path: Path, o
         read_row(path, "a", "AMX")
 
 
+def test_a_simulated_row_replaces_that_of_any_cpu_kind(tmp_path: Path, on) -> None:
+    path = tmp_path / "reproduction.json"
+    for feature in ("avx2", "avx512f"):
+        on(feature)
+        write_record(path, name="reproduction", case="apex-5-a10", config={}, seed=0, results={"by": feature})
+    assert [row["results"] for row in read_rows(path)] == [{"by": "avx512f"}]
+
+
 def test_a_row_says_what_ran_where(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     write_record(path, name="x", config={"a": 1}, seed=7, results={"figure": 1.5}, raw={"samples": [1, 2]})
@@ -132,7 +140,7 @@ def test_measurements_are_named_once_and_their_programs_exist() -> None:
 
 @pytest.fixture
 def due_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on) -> list[list[str]]:
-    """Four measurements, of which one is fresh and one of another CPU kind; the commands that would run."""
+    """Six measurements, of which one is fresh and one of another CPU kind; the commands that would run."""
     on("avx2")
     made = [
         Measurement(record="old", command=("benchmarks.old",), minutes=9),
@@ -146,12 +154,13 @@ def due_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on) -> list[lis
     for module in (measurements, renew):
         monkeypatch.setattr(module, "MEASUREMENTS", tuple(made))
         monkeypatch.setattr(module, "RESULTS", tmp_path)
-    monkeypatch.setattr(renew, "quoted", lambda: {("old", "", "AVX2"): ["README.md"]})
+    pages_of = {("old", "", "AVX2"): ["README.md"], ("reproduction", "apex-6", "AMX"): ["docs/reproduction.md"]}
+    monkeypatch.setattr(renew, "quoted", lambda: pages_of)
     monkeypatch.setattr(renew.pages, "main", lambda arguments: 0)
-    for name in ("old", "fresh"):
-        write_record(tmp_path / f"{name}.json", name=name, config={}, seed=0, results={})
-    text = (tmp_path / "old.json").read_text()
-    (tmp_path / "old.json").write_text(text.replace('"omniserve/', '"omniserve/once/'))
+    for name, case in (("old", ""), ("fresh", ""), ("reproduction", "apex-6")):
+        write_record(path := tmp_path / f"{name}.json", name=name, case=case, config={}, seed=0, results={})
+        if name != "fresh":
+            path.write_text(path.read_text().replace('"omniserve/', '"omniserve/once/'))
     commands: list[list[str]] = []
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -165,6 +174,7 @@ def due_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on) -> list[lis
 def test_old_rows_are_renewed_and_quoted_ones_first(due_records: list[list[str]], tmp_path: Path) -> None:
     assert renew.main(["--peers", "/peers"]) == 1, "one of them failed"
     assert due_records == [
+        ["benchmarks.reproduction", "--only", "apex-6", "--record", str(tmp_path / "reproduction.json")],
         ["benchmarks.old", "--record", str(tmp_path / "old.json")],
         ["benchmarks.quick", "--record", str(tmp_path / "quick.json")],
         ["benchmarks.beside", "--peer", "vllm=/peers/vllm", "--record", str(tmp_path / "beside.json")],
