@@ -158,7 +158,7 @@ class Profile:
     pipeline_parallel: AlphaBeta = field(default_factory=AlphaBeta)
     """gamma_P: a step's hand-overs between stages, by rows; zero on one device."""
     steps: tuple[StepSample, ...] = ()
-    """Whole steps of a mixed load: overheads that no module shows are in the difference."""
+    """Whole steps of a mixed load, or of a grid: overheads that no module shows are in the difference."""
     conditions: Conditions | None = None
     """The conditions of measuring; None in a profile of an earlier version."""
     is_coarse: bool = False

@@ -54,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     args = parser.parse_args(arguments)
+    if args.steps == "grid" and args.output is None:
+        parser.error("--steps grid: give --output FILE; a profile in the cache folder is taken for one of mixed steps")
     set_up_logs("warning", "text", text="%(levelname)s %(message)s")
     try:
         # Before a minute of measuring, not after it.

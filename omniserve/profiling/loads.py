@@ -86,7 +86,7 @@ def grid_load(seed: int, *, vocab_size: int, max_step: int, max_tokens: int, max
     rng = random.Random(seed)
     arrivals: list[Arrival] = []
     for _ in range(_ROUNDS):
-        points = [*_prefills(max_step, max_tokens), *_decodes(max_requests, max_tokens)]
+        points = [*_prefills(max_step, max_tokens), *_decodes(max_requests, max_step, max_tokens)]
         rng.shuffle(points)
         for num_requests, prompt, output in points:
             at_step = len(arrivals) * _APART
@@ -111,9 +111,11 @@ def _prefills(max_step: int, max_tokens: int) -> Iterator[tuple[int, int, int]]:
                 yield 1, context + rows, 1
 
 
-def _decodes(max_requests: int, max_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the same of its decodes; all requests of a point decode together once the last prompt is computed."""
+def _decodes(max_requests: int, max_step: int, max_tokens: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the same of its decodes: the requests of a point decode together in some steps, the last of its own."""
     for count in _powers(max_requests):
         for context in _powers(max_tokens):
-            if count * (context + _DECODE_STEPS + 1) <= max_tokens:
-                yield count, context, 1 + _DECODE_STEPS
+            # The last prompt is computed at most so many steps after the first, whose request decodes meanwhile.
+            output = 1 + _DECODE_STEPS + -(-count * context // max(1, max_step - count))
+            if count * (context + output) <= max_tokens:
+                yield count, context, output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -154,7 +155,9 @@ def measure_mixed_steps(
     here = largest_part(config, spec)
     block_bytes = here.kv_block_bytes(config.block_size)
     blocks_each = -(-(max_prompt + max_output) // config.block_size)
-    roomy = min(config.device_kv_bytes, round(2 * MEAN_ACTIVE) * blocks_each * block_bytes)
+    roomy = config.device_kv_bytes
+    if not in_grid:  # whose largest points fill the pool
+        roomy = min(roomy, round(2 * MEAN_ACTIVE) * blocks_each * block_bytes)
     tight = min(config.device_kv_bytes, max(2 * blocks_each, round(MEAN_ACTIVE * blocks_each / 4)) * block_bytes)
     config = settings_to_measure(config)
     host_bytes = min(config.host_kv_bytes, 2 * roomy)
@@ -196,7 +199,8 @@ def measure_mixed_steps(
                 vocab_size=spec.vocab_size,
                 max_step=small.max_num_batched_tokens,
                 max_tokens=min(longest, half),
-                max_requests=min(small.max_num_seqs, small.max_num_batched_tokens),
+                # Each has a block of its own at least.
+                max_requests=min(small.max_num_seqs, small.max_num_batched_tokens, 2 * num_device_blocks // 5),
             )
         progress("whole steps", timer.spent)
         samples += _measure_engine(
@@ -209,6 +213,7 @@ def measure_mixed_steps(
             end=end,
             group=group,
             least=_LEAST_COARSE if is_coarse else _LEAST_SAMPLES,
+            max_samples=sys.maxsize if in_grid else _MAX_SAMPLES,
         )
     return tuple(samples)
 
@@ -223,6 +228,7 @@ def _measure_engine(
     number: int,
     end: float,
     least: int,
+    max_samples: int,
     group: RankGroup | None,
 ) -> list[StepSample]:
     """Measure steps of an engine of its own until a share of the time limit is over."""
@@ -235,7 +241,7 @@ def _measure_engine(
         return measure_steps(
             engine,
             load(number),
-            max_samples=_MAX_SAMPLES,
+            max_samples=max_samples,
             least=least,
             least_with_host=min(_LEAST_WITH_HOST, least // 2) if config.host_kv_bytes else 0,
             go_on=lambda: timer.spent < end,

@@ -42,7 +42,7 @@ def _lines(profile: Profile) -> Iterator[str]:
         copies = {"to the host": profile.copy_to_host, "back": profile.copy_to_device}
         moves = [f"{1e-9 / copy.beta_s:.1f} GB/s {way}" for way, copy in copies.items() if copy.beta_s > 0]
         yield f"host tier  {len(profile.host_attention)} points of attention; moves {', '.join(moves)}"
-    yield f"steps      {len(profile.steps)} of a mixed load; models fitted to half of them predict the others:"
+    yield f"steps      {len(profile.steps)} whole ones; models fitted to half of them predict the others:"
     if len(profile.steps) >= _LEAST_STEPS:
         for name in LATENCY_MODELS.names():
             yield f"           {name:<10} {_held_out(profile, name)}"

@@ -134,8 +134,10 @@ class PipelinedOrOverlapped:
             return most
         if batch.chunks:
             context = sum(state.num_tokens for state in states) / most
-            in_time = int(self.watch.rate(most, context) * self._layer_times(batch.cost.features).overlap_s)
-            most = max(1, min(most, in_time))
+            times = self._layer_times(batch.cost.features)
+            most = max(1, min(most, int(self.watch.rate(most, context) * times.overlap_s)))
+            if self._options.hybrid_first_batch and times.overlap_s > 0:
+                self._second.hybrid_share = times.beside_first_s / times.overlap_s
         else:  # an idle machine works, whatever the bound
             bound_s = max(bound_s, self._second.seconds_with(batch.cost, states[:1]))
         while most and self._second.seconds_with(batch.cost, states[:most]) > bound_s:

@@ -18,6 +18,8 @@ Read differently than printed (line numbers of Algorithm 1):
   x = 0; one without an objective is never replaced.
 * Line 19 ends the step at the first BE request without a block, which may be the one that all others would have to end
   for. Here requests that hold KV come first, and the youngest gives way.
+* Line 9 ends the choice of LS requests at the first one without memory. Here it is passed over, and those behind it
+  enter.
 * "No RT requests are detected" (batch size) means that no LS request is about to be late.
 
 ``bros-paper`` is the same policy with the paper's choices, to be run with the KV manager ``bidirectional`` and a
@@ -28,15 +30,17 @@ profile at powers of two (``python -m omniserve.profile --steps grid``). ``bros`
   always late.
 * C has no swap term, in the paper (4.1) it is max(t_exec, t_swap) (``swap_term``). Copies to and from the host run
   beside the steps here, which do not wait for them: with the term a step is only given fewer requests whose KV is on
-  the host, as many as can be copied while it may run. Their rows come in the next step, when the copies have ended.
+  the host, as many as can be copied while it may run. Their rows come in the next step, when the copies have ended. New
+  requests come before them (line 17); in ``bros`` behind them. What corrects predictions corrects t_exec and the wait
+  for t_swap apart, so that C is then near the maximum, not equal to it.
 
-Departures of both: prompts are taken whole if they fit what the step's token budget leaves, else cut there, but never
-for time; so ``max_num_batched_tokens`` should be a chunk that fits into a TPOT. Section 5 is the KV manager
+Departures of both: prompts are taken whole if they fit what the step's token budget leaves, else cut there, but
+never for time; so ``max_num_batched_tokens`` should be a chunk that fits into a TPOT. Section 5 is the KV manager
 ``bidirectional``; with another one LS requests take whole BE requests' memory (``Parking``). The order by swapped
-blocks (line 17) is that in which parked requests, or those that gave way and keep some KV, come back; new ones follow
-them. While no LS request waits, the first BE request in line comes back ahead of its turn. B_curr does not exceed
-``max_num_seqs``. The waiting queue is polled in its own order, by class and arrival, which is that of the deadlines if
-their TTFT is the same. Without a latency model there is no time bound: LS by residual time, then BE."""
+blocks (line 17) is that in which parked requests, or those that gave way and keep some KV, come back. While no LS
+request waits, the first BE request in line comes back ahead of its turn. B_curr does not exceed ``max_num_seqs``.
+The waiting queue is polled in its own order, by class and arrival, which is that of the deadlines if their TTFT is
+the same. Without a latency model there is no time bound: LS by residual time, then BE."""
 
 from __future__ import annotations
 
@@ -122,7 +126,7 @@ class Selection:
         return cost.seconds()
 
     def num_within(self, num_blocks: Iterable[int], bound_s: float) -> int:
-        """Return of how many parked requests, with so many blocks, C has time for the copies."""
+        """Return how many parked requests, which have so many blocks each, can be copied back within the bound."""
         totals = itertools.accumulate(num_blocks)
         return sum(1 for _ in itertools.takewhile(lambda total: self.seconds(self.chosen, total) <= bound_s, totals))
 
@@ -187,7 +191,10 @@ class BROSPolicy(Policy):
             return 0, 0
         on_device, on_host = (self.view.num_kept_tokens(state, tier) for tier in Tier)
         num_swapped = max(0, on_host - on_device) if self.view.host_is_up else 0
-        return on_device + num_swapped, -(-num_swapped // self.limits.config.block_size)
+        block_size = self.limits.config.block_size
+        # A block of which the device has a part is copied as a whole.
+        num_blocks = -(-on_host // block_size) - on_device // block_size if num_swapped else 0
+        return on_device + num_swapped, num_blocks
 
     def on_step_end(self, plan: StepPlan, now_s: float) -> None:
         begins_s = self._begins_s.pop(plan.step_id, None)
@@ -297,7 +304,8 @@ class BROSPolicy(Policy):
         new_ls = sum(one.state.phase is Phase.WAITING for one in chosen)
         needed = sum(self.memory.blocks_for(one.state) - self.memory.num_blocks(one.state) for one in chosen)
         yield from self.view.device[BE]
-        if not admits or self.host.queue:  # a parked request comes back before a new one enters
+        # A parked request comes back before a new one enters; with the swap term there may be no time for it, for long.
+        if not admits or (self.host.queue and not self.options.swap_term):
             return
         free = self.memory.num_free - needed
         num_open = self.limits.config.max_num_seqs - self.view.num_on_device - new_ls
@@ -314,7 +322,8 @@ class BROSPolicy(Policy):
 
         def missing(state: RequestState) -> tuple[int, bool, int]:
             on_device, on_host = (self.view.num_kept_tokens(state, tier) for tier in Tier)
-            return state.priority_key[0], on_device == on_host == 0, max(0, on_host - on_device)
+            is_last = on_device == on_host == 0 and not self.options.swap_term  # line 17 has those without KV first
+            return state.priority_key[0], is_last, max(0, on_host - on_device)
 
         return sorted(self.view.waiting[BE], key=missing)
 
@@ -366,7 +375,7 @@ class BROSPolicy(Policy):
 class BROSPaperPolicy(BROSPolicy):
     """``bros`` with the paper's choices: B_curr limits LS requests, too, C has a swap term, and models of its own.
 
-    The name has defaults of its own, and no code.
+    Only the defaults of its options differ.
     """
 
     options_type = BROSPaperOptions

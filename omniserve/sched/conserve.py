@@ -17,7 +17,8 @@ paper (``keep_halted``). There is a safepoint before each layer, in the paper be
 Departures of both: the paper has one TBT objective, here it is the shortest TPOT of the unfinished LS requests. Without
 a latency model no step is bounded, and BE requests fill the token budget as in ``sarathi``. Evicting and prefetching is
 by request with ``tiered`` and by block with ``incremental``, not by token: a request runs only with all of its KV on
-the device. No thread watches for arrivals (Algorithm 1): the step asks for them at its safepoints.
+the device. No thread watches for arrivals (Algorithm 1): the step asks for them at its safepoints. What a request has
+waited counts against its TTFT, too; Algorithm 1 leaves that out.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class ConServePolicy(Policy):
 class ConServePaperPolicy(ConServePolicy):
     """``conserve`` with the paper's choices: its polynomial, work of halted rows is lost, safepoints 4 layers apart.
 
-    The name has defaults of its own, and no code.
+    Only the defaults of its options differ.
     """
 
     options_type = ConServePaperOptions

@@ -1,6 +1,6 @@
-"""``omniserve-paper``: the policy of the OmniServe paper to the letter (3.3.2 to 3.3.6), to compare others with.
+"""``omniserve-paper``: the policy of the OmniServe paper, as near to its text as can be (3.3.2 to 3.3.6).
 
-``omniserve`` follows the same ideas with what turned out better; here is what the paper says and nothing else.
+It is there to compare others with: ``omniserve`` follows the same ideas with what turned out better.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ class OmniServePaperPolicy(CoServingPolicy):
     (the paper has one TTFT and refuses whatever misses it, also on an idle machine, so that a long prompt is never
     served). LS prefill goes on by 16 tokens a step, and BE work in a step without LS work, even if the bound lets in
     none: else an objective shorter than the shortest step stops all. S_d is the shortest of the objectives that there
-    are, as classes and requests may have several. Where both tiers are one CPU, no decode is offloaded for time: the
-    host tier would take the cores that the step lacks. A request moves back as with ``omniserve`` (3.2.4 gives no
-    numbers).
+    are, as classes and requests may have several; a class's TPOT counts as it was given, also where admission has
+    scaled it for requests, so that BE work then runs in steps without LS work alone. The TTFT of an LS prompt bounds BE
+    decodes and host rows, too; in the paper it bounds BE prompts alone. Where both tiers are one CPU, no decode is
+    offloaded for time: the host tier would take the cores that the step lacks. A request moves back as with
+    ``omniserve`` (3.2.4 gives no numbers).
     """
 
     options_type = PaperOptions
@@ -81,8 +83,8 @@ class ServiceTPOT:
     def of(self, decoding: Iterable[RequestState], begin_s: float) -> tuple[TimeBound, TimeBound]:
         """Return S_d twice: LS prefill and BE work have the same bound."""
         s_d = self._of_classes
-        for state in (*self._view.device[LS].everyone(), *self._view.waiting[LS].everyone()):
-            if state.slo.tpot_s is not None:
+        for state in self._view.states.values():
+            if state.kind is LS and state.slo.tpot_s is not None:
                 s_d = s_d.or_tighter(state.slo.tpot_s, f"tpot of {state.request_id}")
         return s_d, s_d
 

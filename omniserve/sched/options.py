@@ -121,8 +121,9 @@ class APEXOptions(CoServingOptions):
 
     strategy: Literal["auto", "pipelined", "overlapped"] = "auto"
     """How requests on the host tier decode. ``auto``: as inequality (5) says, in each step. ``pipelined``: always in a
-    second sub-batch that the device waits for, of as many requests as the host attends for in time, at least one, and
-    as the step's bound lets in. ``overlapped``: always as a cohort, one layer a step."""
+    second sub-batch that the device waits for, of as many requests as the host attends for in time, but at least one;
+    none if the step's bound has no time for one. ``overlapped``: always as a cohort, one layer a step; device work
+    leaves it the time that a second sub-batch would take, as with ``auto``."""
     min_host_per_device: int = 8
     """The least number of host requests, for each request of the step on the device, with which a cohort begins; as
     many as there are seats always do. 0: any number does. Paper: apex 4.2."""
@@ -225,7 +226,7 @@ class SchedulerLimits:
     max_host_drafts: int = 0
     """Most drafts that a token takes with it through the host tier."""
     kv_block_bytes: int = 0
-    """Bytes of a KV block over all layers; 0: not known."""
+    """Bytes of a KV block over the layers of a stage, which are all without stages; 0: not known."""
 
     def blocks_per_step(self, block_size: int) -> int:
         """Return how many blocks the tokens of the largest step fill."""
@@ -275,7 +276,7 @@ class SchedulerLimits:
             num_state_slots=num_state_slots(config, spec, has_host_tier=kv.num_host_blocks > 0),
             late_layers=late_layers if isinstance(options, HostTierOptions) and options.late_joins else 0,
             max_host_drafts=max_host_drafts,
-            kv_block_bytes=spec.kv_block_bytes(config.block_size),
+            kv_block_bytes=-(-spec.kv_block_bytes(config.block_size) // config.parallel.pipeline_parallel_size),
         )
 
 

@@ -70,7 +70,7 @@ def test_rows_go_on_at_their_layer_or_begin_anew(make_engine: MakeEngine, keep: 
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize(("every", "num_asked"), [(1, 2), (2, 1), (3, 0)])
-def test_arrivals_are_asked_for_before_every_so_manieth_layer(
+def test_arrivals_are_asked_for_before_every_nth_layer(
     make_engine: MakeEngine, every: int, num_asked: int, keep: bool
 ) -> None:
     """Of three layers; the rows leave before the last safepoint."""

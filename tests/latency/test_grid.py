@@ -11,7 +11,7 @@ from omniserve import Engine, EngineConfig, ExecutionConfig, patch
 from omniserve.latency.features import AlphaBeta
 from omniserve.latency.linear import BROSModel, ConServeModel
 from omniserve.profiling import measure_steps, profile_model
-from omniserve.profiling.loads import grid_load
+from omniserve.profiling.loads import Arrival, grid_load
 from tests.parity.models import tiny_model
 
 
@@ -29,7 +29,8 @@ def points(seed: int) -> list[tuple[int, int, int]]:
 
 def test_a_grid_has_prefills_and_decodes_at_powers_of_two_in_each_round() -> None:
     prefills = {(1, context + rows, 1) for context in (0, 8, 16, 32) for rows in (1, 2, 4, 8)} - {(1, 40, 1)}
-    decodes = {(g, c, 4) for g in (1, 2, 4) for c in (1, 2, 4, 8, 16, 32) if g * (c + 4) <= 40}
+    outputs = {(g, c): 4 + -(-g * c // (8 - g)) for g in (1, 2, 4) for c in (1, 2, 4, 8, 16, 32)}
+    decodes = {(g, c, output) for (g, c), output in outputs.items() if g * (c + output) <= 40}
     drawn = points(0)
     size = len(drawn) // 4
     for number in range(4):
@@ -60,14 +61,23 @@ def test_steps_of_a_grid_are_its_points_and_fit_the_papers_models(model: PreTrai
         (rows, context) for rows in (2, 4, 8, 16) for context in (0, 16, 32)
     }
     decodes = {(f.decode_requests, f.decode_context) for f in features if not f.prefill_tokens}
-    assert {1, 2, 4} <= {requests for requests, _ in decodes}
-    assert {16, 32, 33, 34} <= {context // requests for requests, context in decodes if requests == 1}
+    for count, least in ((1, 32), (2, 16), (4, 8)):
+        assert any(requests == count and context >= count * least for requests, context in decodes), count
     for made in (ConServeModel((), 3), BROSModel((), 3, AlphaBeta())):
         fitted = made.fit(samples)
         assert all(fitted.step_s(each) > 0 for each in features)
 
 
-def test_a_profile_in_a_grid_is_of_the_device_alone(model: PreTrainedModel, config: EngineConfig) -> None:
+def test_a_profile_in_a_grid_is_of_the_device_alone(
+    model: PreTrainedModel, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, int]] = []
+
+    def noted(seed: int, **sizes: int) -> list[Arrival]:
+        asked.append(sizes)
+        return grid_load(seed, **sizes)
+
+    monkeypatch.setattr("omniserve.profiling.steps.grid_load", noted)
     profile = profile_model(model, config, time_limit_s=0.5, in_grid=True)
-    assert profile.steps and profile.host_attention
+    assert asked and profile.steps and profile.host_attention
     assert not any(step.features.host_works for step in profile.steps)

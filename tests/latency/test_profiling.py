@@ -183,7 +183,7 @@ def test_the_summary_says_what_was_measured(profile: Profile) -> None:
     text = summarise(profile)
     assert profile.fingerprint.device in text
     assert "dense, shared" in text
-    assert f"{len(profile.steps)} of a mixed load" in text
+    assert f"{len(profile.steps)} whole ones" in text
     assert profile.conditions is not None and f"{profile.conditions.others_cores:.2f} cores busy for others" in text
 
 

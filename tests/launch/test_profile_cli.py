@@ -42,6 +42,12 @@ def test_it_writes_a_profile_and_says_what_is_in_it(
     assert len(set(told)) == len(told) > 10
 
 
+def test_a_grid_needs_a_file_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--model", str(folder), "--steps", "grid", *SMALL])
+    assert "--steps grid: give --output FILE" in capsys.readouterr().err
+
+
 def test_a_profile_for_a_server_with_a_disk_tier(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     flags = ["--disk-kv-gib", "0.01", "--disk-kv-dir", str(tmp_path / "kv")]
