@@ -159,7 +159,7 @@ def test_a_device_that_has_failed_uses_nothing_any_more(
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     """Run what makes a tier of a faked GPU, and then `code`; what is done at its end is written to stdout."""
     start = """
-import contextlib, gc, multiprocessing, os, sys, torch
+import atexit, contextlib, gc, multiprocessing, os, sys, torch
 from omniserve.host import memory, tier as tier_module
 from tests.host.helpers import Driver, collect, host_threads, make_spec, make_tier
 parent = os.getpid()
@@ -179,7 +179,8 @@ tier_module._host = Host()
 tier_module.drain = lambda device: say("drain")
 torch.cuda.cudart, torch.cuda.check_error = Runtime, lambda error: None
 torch.cuda.device = lambda device: contextlib.nullcontext()
-gc.freeze()  # what was imported takes long to collect, in each process again
+gc.freeze()  # as in a server: what was imported takes long to collect, in each process again
+atexit.register(gc.unfreeze)
 tier = make_tier(make_spec(), mailbox=True, num_blocks=8)
 # Views keep the memory whose pages the pool is.
 region = memory._Region(-1, 4096)

@@ -120,6 +120,7 @@ def _hooked_layer(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("change", [_changed_config, _changed_layer, _hooked_layer])
 @pytest.mark.usefixtures("filled")
 def test_a_model_that_differs_does_not_take_them(change: Any) -> None:
+    assert patched().find_compiled(else_compile=False)
     model = tiny_model("llama")
     change(model)
     assert not patch(model).__dict__["omniserve"].find_compiled(else_compile=False)

@@ -77,7 +77,7 @@ class AttentionShape:
 
 _MIXED = ((1, 40), (5, 0), (0, 7), (17, 30), (1, 0))
 _TILES = ((150, 70), (1, 300))
-_FEW_TILES = ((20, 85), (1, 150))
+_FEW_TILES = ((40, 65), (1, 150))  # with more queries than the window of 33
 _MIXED_SHAPES = (
     AttentionShape("no request", (), (2, 1, 16)),
     AttentionShape("requests without a query", ((0, 9), (0, 0)), (2, 2, 16)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +13,9 @@ __all__ = ["few_objects", "secret_file"]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_objects() -> None:
+def few_objects() -> Iterator[None]:
     """Leave what is there out of garbage collections: an engine that captures graphs begins with one."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()

@@ -188,6 +188,8 @@ def test_patched_halves_and_generate_give_what_hugging_face_gives(name: str) -> 
             assert torch.equal(patched_tokens, tokens)
             torch.testing.assert_close(patched_logits, logits, atol=FP32_TOLERANCE, rtol=0)
     assert all(map(torch.equal, _hf_logits(model, _prompts()), expected))
+    if is_first_whole:
+        assert torch.equal(_generate(model)[0], tokens)
 
 
 @pytest.mark.parametrize("name", MODELS)

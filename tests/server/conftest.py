@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 import openai
 import pytest
 from in_process import InProcessServer, logs_of_servers, threads_for_engines
-from running import RunningServer, Server, servers
+from running import RunningServer, servers
 from serve_fake import read_flags
 from tokenizers_for_tests import byte_level_tokenizer
 
@@ -25,13 +26,13 @@ from tests.certificates import share_certificates
 
 share_certificates()
 
-_LOG_SIZES = pytest.StashKey[dict[Server, int]]()
+_LOG_SIZES = pytest.StashKey["WeakKeyDictionary[Server, int]"]()
 """How many lines the servers had logged before a test."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    item.stash[_LOG_SIZES] = {server: len(server.log) for server in servers}
+    item.stash[_LOG_SIZES] = WeakKeyDictionary({server: len(server.log) for server in servers})
 
 
 @pytest.hookimpl(wrapper=True)
@@ -47,14 +48,18 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.fixture(scope="session")
 def memory() -> Iterator[Path]:
     """A folder in memory, where the machine has such: databases, which write all through to the disk, wait for none."""
-    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    place: str | None = "/dev/shm"
+    if not os.access("/dev/shm", os.W_OK) or shutil.disk_usage("/dev/shm").free < 1 << 30:
+        place = None
     with tempfile.TemporaryDirectory(prefix="omniserve-tests-", dir=place) as folder:
         yield Path(folder)
 
 
 @pytest.fixture
-def tmp_path(memory: Path) -> Path:
-    return Path(tempfile.mkdtemp(dir=memory))
+def tmp_path(memory: Path) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(dir=memory))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -133,9 +138,9 @@ def engines_in_threads() -> Iterator[None]:
 
 @pytest.fixture
 def no_pause(monkeypatch) -> None:
-    """Start an engine that died again at once: what one in this process has sent needs no time to arrive."""
+    """Start an engine that died again at once: what one in this process has sent needs little time to arrive."""
     monkeypatch.setattr("omniserve.server.supervisor._FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("omniserve.server.engine_client._LAST_WORDS_S", 0.1)
+    monkeypatch.setattr("omniserve.server.engine_client._LAST_WORDS_S", 0.5)
 
 
 @pytest.fixture(scope="session")

@@ -25,8 +25,8 @@ _open = build_opener(ProxyHandler({})).open  # httpx takes longer to make a clie
 
 
 def wait_until(condition: Callable[[], object], problem: Callable[[], str] = lambda: "it took too long") -> None:
-    """Return when a condition holds; it is looked at every 20 ms, for 30 s."""
-    deadline = time.monotonic() + 30
+    """Return when a condition holds; it is looked at every 20 ms, for a minute."""
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, problem()
         time.sleep(0.02)

@@ -66,7 +66,8 @@ def leave_on_the_host_tier(server):
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(send(server, LONG | {"max_tokens": 400, "n": 20, "service_tier": "flex"}))
-        wait_until(lambda: server.metric('omniserve_kv_blocks_used{tier="host"}') > 0)
+        host_blocks = 'omniserve_kv_blocks_used{tier="host"}'
+        wait_until(lambda: server.metric(host_blocks) > 0, lambda: "no request went to the host tier")
 
 
 def leave_while_scored(server):

@@ -240,9 +240,9 @@ def test_a_stop_string_ends_a_request_that_nobody_reads(at_once):
     async def scenario():
         outputs, client, _ = started(at_once=at_once, stop=("ca",))
         await outputs.start()
-        put(outputs, *ABC)
-        for token_id in ABC:
-            put(outputs, token_id)
+        put(outputs, *ABC[:2])
+        put(outputs, ABC[2])
+        put(outputs, *ABC)  # more behind the stop string
         assert client.aborted == ["c-0"]
         return await read(outputs)
 

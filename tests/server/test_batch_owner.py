@@ -641,7 +641,7 @@ def test_owner_that_is_frozen_within_a_transaction_does_not_hold_up_the_others(p
 
 
 def test_owner_that_is_frozen_while_it_sends_a_statement_does_not_hold_up_the_others(postgres, monkeypatch):
-    monkeypatch.setattr("omniserve.server.batches.database._PG_IDLE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("omniserve.server.batches.database._PG_IDLE_TIMEOUT_S", 1.0)
     monkeypatch.setattr("omniserve.server.batches.database._BUSY_TIMEOUT_S", 0.1)
     frozen, other = opened_empty(make_url(postgres)), Database(make_url(postgres))
     held = Held(frozen)

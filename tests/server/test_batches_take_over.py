@@ -26,8 +26,8 @@ NUM_BATCHES = 3
 LINES = 60
 KILLS = 3
 CONSTANTS = {
-    "omniserve.server.batches.database._BUSY_TIMEOUT_S": 1.0,
-    "omniserve.server.batches.database._PG_IDLE_TIMEOUT_S": 2.0,
+    "omniserve.server.batches.database._BUSY_TIMEOUT_S": 3.0,
+    "omniserve.server.batches.database._PG_IDLE_TIMEOUT_S": 4.0,
     "omniserve.server.batches.runner._POLL_S": 0.1,
     "omniserve.server.batches.runner._RETRY_S": 0.2,
 }

@@ -88,10 +88,10 @@ def test_metrics(server, client):
     assert value("steps_total") > 0
 
 
-def test_sigterm_finishes_what_runs_and_takes_nothing_new(start_server):
+def test_sigterm_finishes_what_runs_and_takes_nothing_new(start_server, monkeypatch):
     server = start_server().wait_until_ready()
     client = server.client()
-    stream = client.completions.create(**ENDLESS | {"max_tokens": 20}, stream=True)
+    stream = client.completions.create(**ENDLESS | {"max_tokens": 200}, stream=True)
     num_chunks = len([next(stream)])
     server.send_signal(signal.SIGTERM)
     while not any("stopping" in line for line in server.log):
@@ -100,9 +100,10 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(start_server):
         client.completions.create(model="fake", prompt="a")
     assert (caught.value.status_code, caught.value.response.headers["retry-after"]) == (503, "1")
     assert httpx.get(f"{server.url}/health").status_code == 503
+    monkeypatch.setattr("fake_engine.SLOW_STEP_S", 0.001)  # what was to be seen meanwhile was
     chunks = list(stream)
     assert chunks[-1].choices[0].finish_reason == "length"
-    assert num_chunks + len(chunks) == 20
+    assert num_chunks + len(chunks) == 200
     assert server.wait() == 0
 
 
