@@ -23,6 +23,15 @@ def peer(row: Any, phase: str, case: str, contender: str, figure: str) -> float:
     return float(statistics.median(values))
 
 
+def peer_rounds(row: Any, phase: str) -> int:
+    """Return how many rounds of a phase all servers have done."""
+    rounds: dict[str, set[int]] = {}
+    for sample in row.results["samples"]:
+        if sample["phase"] == phase:
+            rounds.setdefault(sample["contender"], set()).add(sample["round"])
+    return min(map(len, rounds.values()))
+
+
 def peer_floor(row: Any, phase: str, case: str, figure: str) -> float:
     """Return the median over the rounds of what the machine takes at least."""
     return float(statistics.median(floor_of(row.results, phase, case, figure).values()))
@@ -123,6 +132,7 @@ def attention_shares(row: Any) -> dict[str, dict[str, float]]:
 FIGURES_AND_TABLES: Mapping[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
-        peer, peer_floor, gain, policies, by_figure, by_trial, by_rows, figures_of, accuracy, attention_shares,
+        peer, peer_rounds, peer_floor, gain, policies, by_figure, by_trial, by_rows, figures_of, accuracy,
+        attention_shares,
     )
 }  # fmt: skip
