@@ -127,13 +127,6 @@ class State:
         return f"{changed}{' (its tree had uncommitted changes)' if self.is_dirty else ''}"
 
 
-def is_simulated(record: str, case: str) -> bool:
-    """Tell whether a case is declared, and simulated: one row stands for all CPU kinds."""
-    return record == "reproduction" or any(
-        each.is_simulated for each in MEASUREMENTS if (each.record, each.case) == (record, case)
-    )
-
-
 def measurement_of(record: str, case: str) -> Measurement:
     """Return how a case of a record is measured.
 

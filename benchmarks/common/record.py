@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from benchmarks.common.sources import ROOT, measured_sources
-from benchmarks.measurements import is_simulated
 
 PACKAGES = (
     "omniserve", "torch", "triton", "xformers", "transformers", "tokenizers", "numpy", "fastapi", "uvicorn", "httpx",
@@ -43,9 +42,9 @@ def write_record(
 ) -> None:  # fmt: skip
     """Add a row to the record at ``path``: one case, measured now, on this machine, with this code.
 
-    The row replaces the one of the same case and CPU kind that is there, or if the case is simulated, that of any kind.
-    Dataclasses become objects, and of absolute paths in ``config`` only what means something on other machines is kept
-    (see ``portable``). A hash of ``config`` and ``seed`` identifies the workload.
+    The row replaces the one of the same case and CPU kind that is there, or if ``config`` says ``simulated``, that of
+    any kind. Dataclasses become objects, and of absolute paths in ``config`` only what means something on other
+    machines is kept (see ``portable``). A hash of ``config`` and ``seed`` identifies the workload.
 
     Args:
         path: The record, ``NAME.json``.
@@ -76,13 +75,13 @@ def write_record(
 
 def _add(path: Path, name: str, row: Mapping[str, Any]) -> None:
     rows = read_rows(path) if path.exists() else []
-    kept = [other for other in rows if other["case"] != row["case"] or not _is_replaced(other, row, name)]
+    kept = [other for other in rows if other["case"] != row["case"] or not _is_replaced(other, row)]
     write_rows(path, name, [*kept, row])
 
 
-def _is_replaced(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> bool:
+def _is_replaced(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     kinds = {cpu_kind(row["environment"]["hardware"]) for row in (old, new)}
-    return len(kinds) == 1 or is_simulated(name, new["case"])
+    return len(kinds) == 1 or bool(new["config"].get("simulated"))
 
 
 def write_rows(path: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -30,8 +30,9 @@ profile at powers of two (``python -m omniserve.profile --steps grid``). ``bros`
   always late.
 * C has no swap term, in the paper (4.1) it is max(t_exec, t_swap) (``swap_term``). Copies to and from the host run
   beside the steps here, which do not wait for them: with the term a step is only given fewer requests whose KV is on
-  the host, as many as can be copied while it may run. Their rows come in the next step, when the copies have ended. New
-  requests come before them (line 17); in ``bros`` behind them. What corrects predictions corrects t_exec and the wait
+  the host, as many as can be copied while it may run. Their rows come in the next step, when the copies have ended. Of
+  the waiting requests those that have no KV come first (line 17), in ``bros`` last; parked ones come back before new
+  ones enter, however long their copies take. What corrects predictions corrects t_exec and the wait
   for t_swap apart, so that C is then near the maximum, not equal to it.
 
 Departures of both: prompts are taken whole if they fit what the step's token budget leaves, else cut there, but
@@ -304,8 +305,7 @@ class BROSPolicy(Policy):
         new_ls = sum(one.state.phase is Phase.WAITING for one in chosen)
         needed = sum(self.memory.blocks_for(one.state) - self.memory.num_blocks(one.state) for one in chosen)
         yield from self.view.device[BE]
-        # A parked request comes back before a new one enters; with the swap term there may be no time for it, for long.
-        if not admits or (self.host.queue and not self.options.swap_term):
+        if not admits or self.host.queue:  # a parked request comes back before a new one enters
             return
         free = self.memory.num_free - needed
         num_open = self.limits.config.max_num_seqs - self.view.num_on_device - new_ls

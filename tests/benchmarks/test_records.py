@@ -50,7 +50,9 @@ def test_a_simulated_row_replaces_that_of_any_cpu_kind(tmp_path: Path, on) -> No
     path = tmp_path / "reproduction.json"
     for feature in ("avx2", "avx512f"):
         on(feature)
-        write_record(path, name="reproduction", case="apex-5-a10", config={}, seed=0, results={"by": feature})
+        write_record(
+            path, name="reproduction", case="apex-5-a10", config={"simulated": True}, seed=0, results={"by": feature}
+        )
     assert [row["results"] for row in read_rows(path)] == [{"by": "avx512f"}]
 
 

@@ -269,16 +269,6 @@ def test_as_much_comes_back_from_the_host_as_the_swap_term_leaves_time_for(
     assert len(back) == num_back
 
 
-@pytest.mark.parametrize(("policy", "enters"), [("bros", False), ("bros-paper", True)])
-def test_new_requests_wait_for_no_parked_one_that_has_no_time_to_come_back(policy: str, enters: bool) -> None:
-    """Line 17: those without KV on the host come first. In ``bros`` parked requests come back before new ones enter."""
-    bench = evicted(policy, "tiered", block_ms=300)
-    bench.add("ls", prompt=4, output=50, ttft=0.25, tpot=0.25)
-    bench.add("be-new", prompt=2, output=2)
-    plans = [bench.step() for _ in range(3)]
-    assert any("be-new" in bench.tokens(plan) for plan in plans) is enters
-
-
 def test_the_papers_policies_have_the_papers_latency_models() -> None:
     made, ours = (SCHEDULERS.get(name).options_type() for name in ("bros-paper", "bros"))
     assert isinstance(made, BROSPaperOptions) and isinstance(ours, BROSOptions)
