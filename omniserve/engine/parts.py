@@ -272,7 +272,8 @@ def make_latency(config: EngineConfig, model: PatchedModel, profile: Profile | N
     if profile is None:
         return None
     profile.require(fingerprint_of(model.family.model, config))
-    return CorrectedModel(latency_model.from_profile(profile), is_coarse=profile.is_coarse)
+    learns = policy_of(config)[1].correct_model
+    return CorrectedModel(latency_model.from_profile(profile), is_coarse=profile.is_coarse, learns=learns)
 
 
 def latency_model_of(config: EngineConfig) -> type[LatencyModel]:

@@ -110,6 +110,7 @@ class CorrectedModel(ScaledModel):
     Args:
         is_coarse: The model is made of a coarse profile: predictions are ``COARSE_MARGIN`` times what is expected, and
             ``has_seen`` asks for steps.
+        learns: Steps correct the model; False: they only tell how wrong it is (``error``, ``drift``).
         rate: Share of an error that one step takes away, in (0, 1).
         bounds: Smallest and largest factor, around 1.
     """
@@ -124,13 +125,19 @@ class CorrectedModel(ScaledModel):
     """Steps in a row with a ``drift`` out of bounds before that is said: a neighbour's work for a moment is none."""
 
     def __init__(
-        self, model: Predictor, *, is_coarse: bool = False, rate: float = 0.02, bounds: tuple[float, float] = BOUNDS
+        self,
+        model: Predictor,
+        *,
+        is_coarse: bool = False,
+        learns: bool = True,
+        rate: float = 0.02,
+        bounds: tuple[float, float] = BOUNDS,
     ) -> None:
         if not 0 < rate < 1:
             raise ValueError(f"rate must be in (0, 1), got {rate}")
         if not 0 < bounds[0] <= 1 <= bounds[1]:
             raise ValueError(f"bounds must be around 1, got {bounds}")
-        self._rate = rate
+        self._rate, self._learns = rate, learns
         self._low, self._high = bounds
         self.replace(model, is_coarse=is_coarse)
 
@@ -221,6 +228,17 @@ class CorrectedModel(ScaledModel):
         corrected = [factor * term for factor, term in zip(self.factors, raw, strict=True)]
         predicted = sum(corrected)
         off = abs(self._pace.value * predicted - seconds) / seconds
+        if self._learns:
+            self._learn(corrected, predicted, seconds)
+        self._num_steps += 1
+        weight = max(self.MEMORY, 1.0 / self._num_steps)
+        self.error += weight * (min(1.0, off) - self.error)
+        ratio = max(-self.MAX_LOG_RATIO, min(self.MAX_LOG_RATIO, math.log(seconds / total)))
+        self._log_ratio += weight * (ratio - self._log_ratio)
+        self._watch()
+
+    def _learn(self, corrected: Sequence[float], predicted: float, seconds: float) -> None:
+        """Move the pace, and the factors of the terms of which a step consisted."""
         self._pace.observe(seconds / predicted)
         error = max(-self.MAX_ERROR, min(self.MAX_ERROR, (seconds - predicted) / predicted))
         shares = [term / predicted for term in corrected]
@@ -228,12 +246,6 @@ class CorrectedModel(ScaledModel):
         moves = (1.0 + max(-self._rate, min(self._rate, gain * share)) for share in shares)
         moved = (factor * move for factor, move in zip(self.factors, moves, strict=True))
         self.factors = tuple(max(self._low, min(self._high, factor)) for factor in moved)
-        self._num_steps += 1
-        weight = max(self.MEMORY, 1.0 / self._num_steps)
-        self.error += weight * (min(1.0, off) - self.error)
-        ratio = max(-self.MAX_LOG_RATIO, min(self.MAX_LOG_RATIO, math.log(seconds / total)))
-        self._log_ratio += weight * (ratio - self._log_ratio)
-        self._watch()
 
     def _watch(self) -> None:
         self._num_beyond = 0 if self._low <= self.drift <= self._high else self._num_beyond + 1

@@ -16,7 +16,7 @@ import math
 from omniserve.core.errors import RequestRejected
 from omniserve.core.request import SLO
 from omniserve.sched.state import RequestState
-from omniserve.sched.step_cost import LS_HEADROOM, TTFT_HEADROOM, Forecast
+from omniserve.sched.step_cost import USUAL_HEADROOMS, Forecast, Headrooms
 from omniserve.sched.ttft import TTFTPrediction
 
 FIRST_MARGIN, LEAST_MARGIN, LARGEST_MARGIN = 0.2, 0.1, 0.5
@@ -95,8 +95,10 @@ class Admission:
         has_margin: Part of a TTFT is left for what no prediction knows.
     """
 
-    def __init__(self, forecast: Forecast, *, refuses: bool, has_margin: bool = True) -> None:
-        self._forecast = forecast
+    def __init__(
+        self, forecast: Forecast, *, refuses: bool, has_margin: bool = True, headrooms: Headrooms = USUAL_HEADROOMS
+    ) -> None:
+        self._forecast, self._headrooms = forecast, headrooms
         self._refuses = refuses
         self._margin = AdmissionMargin()
         self._has_margin = has_margin
@@ -112,13 +114,13 @@ class Admission:
         if state.request.slo is not None:
             return
         ttft_s, tpot_s = state.slo.ttft_s, state.slo.tpot_s
-        if ttft_s is not None and prediction.idle_s > (1 - TTFT_HEADROOM) * ttft_s:
+        if ttft_s is not None and prediction.idle_s > (1 - self._headrooms.ttft) * ttft_s:
             scaled_s = SLO_SCALE * prediction.idle_s
             state.slo, state.later_s = dataclasses.replace(state.slo, ttft_s=scaled_s), scaled_s - ttft_s
         if tpot_s is not None and self._forecast.predictor.has_seen(1):
             step, num_tokens = self._forecast.step(), state.num_tokens
             step.add_decodes(1, num_tokens, self._forecast.shape.keys_seen(num_tokens, 1), samples=1)
-            if step.seconds() > (1 - LS_HEADROOM) * tpot_s:
+            if step.seconds() > (1 - self._headrooms.ls) * tpot_s:
                 state.slo = dataclasses.replace(state.slo, tpot_s=SLO_SCALE * step.seconds())
                 state.has_scaled_tpot = True
 
@@ -149,7 +151,10 @@ class Admission:
         if not self._refuses or required_s is None:
             return
         least_s = (1 - self.margin) * required_s
-        if elsewhere_s is not None and waited_s + elsewhere_s <= (1 - max(TTFT_HEADROOM, self.margin)) * required_s:
+        if (
+            elsewhere_s is not None
+            and waited_s + elsewhere_s <= (1 - max(self._headrooms.ttft, self.margin)) * required_s
+        ):
             return
         is_known = self._forecast.predictor.has_seen(prediction.step_rows)
         if state.request.slo is not None and prediction.best_s > required_s:

@@ -99,9 +99,9 @@ class PipelinedOrOverlapped:
     def __init__(self, view: RequestView, options: APEXOptions, forecast: Forecast | None) -> None:
         self._view, self._options, self._forecast = view, options, forecast
         speed = forecast.host if forecast is not None else None
-        self.watch = HostWatch(speed) if speed is not None else None
+        self.watch = HostWatch(speed, follows=options.watch_host) if speed is not None else None
         """The host tier's speed; None: it is not known."""
-        self._second = SecondBatch(view)
+        self._second = SecondBatch(view, furthest_first=options.partial_progress_first)
         self._cohort = Cohort(view, options)
 
     def reserve_s(self, batch: Batch, bound_s: float) -> float:
@@ -236,10 +236,10 @@ class Cohort:
 
 
 class HostWatch:
-    """The host tier's speed, as profiled and as seen (apex 6: performance predictability with online profiling)."""
+    """The host tier's speed, as profiled and, if it ``follows``, as seen (apex 6: online profiling)."""
 
-    def __init__(self, speed: HostSpeed) -> None:
-        self._speed = speed
+    def __init__(self, speed: HostSpeed, *, follows: bool = True) -> None:
+        self._speed, self._follows = speed, follows
         self.factor = 1.0
         """Ratio of the seconds that tasks take to the profile's prediction."""
         self._tasks, self._keys = 0, 0
@@ -252,7 +252,7 @@ class HostWatch:
 
     def tick(self, now_s: float, *, is_busy: bool) -> None:
         """Compare what finished since the last tick with the profile, if the host tier was never idle meanwhile."""
-        if self._since_s is not None and is_busy and self._tasks:
+        if self._follows and self._since_s is not None and is_busy and self._tasks:
             expected_s = self._speed(self._tasks, self._keys)
             if now_s > self._since_s and expected_s > 0:
                 ratio = (now_s - self._since_s) / expected_s

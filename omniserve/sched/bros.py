@@ -151,7 +151,8 @@ class BROSPolicy(Policy):
 
     def set_up(self) -> None:
         self._parking = Parking(self.view)
-        self._base_size = min(BASE_BATCH_SIZE, self.limits.config.max_num_seqs)
+        most = self.limits.config.max_num_seqs
+        self._base_size = min(BASE_BATCH_SIZE, most) if self.options.adapt_batch else most
         self._batch_size = self._base_size
         self._average_s: float | None = None
         self._begins_s: dict[int, float] = {}
@@ -298,7 +299,8 @@ class BROSPolicy(Policy):
             step.push(state)
         step.keep_within(bound_s, num_ls)
         left_over = tried[len(step.chosen) - num_ls :]
-        self._replace_ls(step, residuals, itertools.chain(left_over, candidates), bound_s)
+        if self.options.replace_ls:
+            self._replace_ls(step, residuals, itertools.chain(left_over, candidates), bound_s)
 
     def _best_effort(self, chosen: Sequence[Chosen], *, admits: bool) -> Iterator[RequestState]:
         """Yield BE requests that have KV, then those that find room and blocks beside the chosen LS requests."""

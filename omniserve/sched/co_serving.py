@@ -27,16 +27,7 @@ from omniserve.sched.options import CoServingOptions
 from omniserve.sched.policy import Policy
 from omniserve.sched.queueing_control import QueueingControl
 from omniserve.sched.state import BE, LS, Phase, RequestState
-from omniserve.sched.step_cost import (
-    BE_HEADROOM,
-    LS_HEADROOM,
-    TTFT_HEADROOM,
-    Forecast,
-    TimeBound,
-    decision_of,
-    left_out,
-    tpot_bound,
-)
+from omniserve.sched.step_cost import TTFT_HEADROOM, Forecast, Headrooms, TimeBound, decision_of, left_out, tpot_bound
 from omniserve.sched.ttft import MIN_LS_CHUNK
 from omniserve.sched.view import RequestView
 
@@ -159,10 +150,11 @@ class CoServingStep:
         host_rows: HostRowChoice,
     ) -> Self:
         """Return a step with the latency control that these options ask for."""
-        tpots = TPOTBounds(options.slack, LS_HEADROOM, BE_HEADROOM)
+        headrooms = Headrooms.of(options.headrooms)
+        tpots = TPOTBounds(options.slack, headrooms.ls, headrooms.be)
         if forecast is None:
             return cls(view, tpots, None, best_effort, host_rows)
-        control = QueueingControl(view, forecast, slack=options.slack, refuses=options.admission)
+        control = QueueingControl(view, forecast, options)
         deferral: Deferral | None = None
         if options.defer_classes:
             from omniserve.sched.deferral import Deferral

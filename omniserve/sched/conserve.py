@@ -31,7 +31,7 @@ from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request
 from omniserve.sched.batch import Batch
 from omniserve.sched.disciplines import runnable
-from omniserve.sched.options import ConServePaperOptions, LayerPreemptionOptions
+from omniserve.sched.options import ConServeOptions, ConServePaperOptions
 from omniserve.sched.parking import Parking
 from omniserve.sched.policy import Policy
 from omniserve.sched.state import BE, LS, Phase
@@ -42,7 +42,8 @@ class ConServePolicy(Policy):
     """LS, then BE by token within the LS objective; alone, BE in steps of the size with the best throughput."""
 
     predicts = True
-    options_type = LayerPreemptionOptions
+    options_type = ConServeOptions
+    options: ConServeOptions
     offloads = True
 
     def set_up(self) -> None:
@@ -58,7 +59,7 @@ class ConServePolicy(Policy):
         cost, max_tokens = None, None
         if self.forecast is not None:
             cost = self.forecast.step()
-            max_tokens = None if online else self._best_size(self.forecast)
+            max_tokens = self._best_size(self.forecast) if self.options.best_step_size and not online else None
         batch = self.new_batch(now_s, cost=cost, max_tokens=max_tokens)
         self._serve_ls(batch)
         ls_s = cost.seconds() if cost is not None else None
@@ -153,3 +154,4 @@ class ConServePaperPolicy(ConServePolicy):
     """
 
     options_type = ConServePaperOptions
+    options: ConServePaperOptions

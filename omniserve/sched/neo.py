@@ -10,7 +10,7 @@ from omniserve.sched.batch import Batch
 from omniserve.sched.best_effort import BestEffortWork
 from omniserve.sched.co_serving import CoServingPolicy, CoServingStep
 from omniserve.sched.host_rows import HostRows
-from omniserve.sched.options import CoServingOptions
+from omniserve.sched.options import PipeliningOptions
 from omniserve.sched.second_batch import SecondBatch
 
 
@@ -24,13 +24,13 @@ class NEOPolicy(CoServingPolicy):
     too, which only slows them down); the first sub-batch has no host rows; prompts are computed into device memory.
     """
 
-    options_type = CoServingOptions
-    options: CoServingOptions
+    options_type = PipeliningOptions
+    options: PipeliningOptions
     awaits_host = True
 
     def set_up(self) -> None:
         best_effort = BestEffortWork.of(self.view, self.options, self.forecast)
-        rows = PipelinedRows(SecondBatch(self.view))
+        rows = PipelinedRows(SecondBatch(self.view, furthest_first=self.options.partial_progress_first))
         self.step = CoServingStep.of(self.view, self.options, self.forecast, best_effort, rows)
 
 

@@ -30,8 +30,8 @@ from typing import final
 from omniserve.sched.batch import Batch
 from omniserve.sched.best_effort import BestEffortWork
 from omniserve.sched.co_serving import CoServingPolicy, CoServingStep
-from omniserve.sched.options import CoServingOptions
-from omniserve.sched.piggyback import PiggybackChoice
+from omniserve.sched.options import OmniServeOptions
+from omniserve.sched.piggyback import GreedySeats, PiggybackChoice
 from omniserve.sched.seats import PiggybackPlan, choose
 from omniserve.sched.step_cost import StepCost
 
@@ -47,13 +47,14 @@ class OmniServePolicy(CoServingPolicy):
     ``omniserve-paper`` follows the paper in all of this.
     """
 
-    options_type = CoServingOptions
-    options: CoServingOptions
+    options_type = OmniServeOptions
+    options: OmniServeOptions
 
     def set_up(self) -> None:
         view, options, forecast = self.view, self.options, self.forecast
         best_effort, max_rows = BestEffortWork.of(view, options, forecast), options.most_rows(self.limits)
-        seats = SeatsByRate(best_effort, max_seats=self.limits.config.max_piggyback_seats, max_rows=max_rows)
+        most = {"max_seats": self.limits.config.max_piggyback_seats, "max_rows": max_rows}
+        seats = SeatsByRate(best_effort, **most) if options.seat_objective else GreedySeats(**most)
         self.step = CoServingStep.of(view, options, forecast, best_effort, PiggybackChoice(view, max_rows, seats))
 
 

@@ -14,8 +14,7 @@ from omniserve.sched.batch import Batch
 from omniserve.sched.best_effort import BestEffortWork
 from omniserve.sched.co_serving import CoServingPolicy, CoServingStep
 from omniserve.sched.options import HostTierOptions
-from omniserve.sched.piggyback import PiggybackChoice
-from omniserve.sched.seats import PiggybackPlan, rows_within, seat_bucket
+from omniserve.sched.piggyback import GreedySeats, PiggybackChoice
 from omniserve.sched.state import LS, RequestState
 from omniserve.sched.step_cost import Forecast, StepCost, TimeBound
 from omniserve.sched.tier_moves import TierMoves
@@ -184,17 +183,3 @@ class OffloadAtOnce:
         if kept_out and self._moves.can_offload_for_time:
             for state in reversed(kept_out):
                 self._moves.offload(batch, state)
-
-
-class GreedySeats:
-    """Chooses as many rows as the bound lets in, in seats for the fullest layer (3.3.6; a ``SeatChoice``)."""
-
-    def __init__(self, *, max_seats: int, max_rows: int) -> None:
-        self._max_seats, self._max_rows = max_seats, max_rows
-
-    def __call__(
-        self, batch: Batch, cost: StepCost, num_entries: int, ready: Sequence[int], bound_s: float
-    ) -> PiggybackPlan:
-        seats = seat_bucket(min(max(num_entries, *ready), self._max_rows), self._max_seats)
-        rows, _ = rows_within(cost, num_entries, ready, seats=seats, max_rows=self._max_rows, bound_s=bound_s)
-        return PiggybackPlan(seats, rows) if rows else PiggybackPlan()

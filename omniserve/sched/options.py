@@ -27,6 +27,8 @@ class PolicyOptions:
     The KV manager ``incremental`` always does; ``bidirectional`` never: it copies what is about to be overwritten."""
     latency_model: str = "omniserve"
     """The predictor of steps if the engine has a profile: a name in LATENCY_MODELS, or ``package.module:Class``."""
+    correct_model: bool = True
+    """Predictions follow what steps really take (``CorrectedModel``); False: they stay what the profile says."""
 
     @property
     def preempts(self) -> bool:
@@ -103,6 +105,12 @@ class CoServingOptions(HostTierOptions):
     slack: Literal["step", "deadline"] = "deadline"
     """``step``: no step is longer than the shortest TPOT in it. ``deadline``: a request that is ahead of its schedule
     lends its lead to the step."""
+    headrooms: bool = True
+    """Work leaves a share of each TPOT and TTFT for what no latency model knows (``Headrooms``); False: it may take all
+    of them, as in the paper (omniserve 3.3.4)."""
+    newcomer_bound: bool = True
+    """BE work lengthens no step beyond what an LS request could bear that came as the step begins; False: only requests
+    that are there bound it, as in the paper."""
     defer_classes: bool = False
     """Rows of a lower class leave a step between two layers for a request of a higher class that is predicted to miss
     its TTFT otherwise, and go on there in a later step, as far as their own objective has slack for that (omniserve 6,
@@ -116,8 +124,29 @@ class CoServingOptions(HostTierOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class APEXOptions(CoServingOptions):
+class OmniServeOptions(CoServingOptions):
+    """Options of ``omniserve``."""
+
+    seat_objective: bool = True
+    """As many piggyback seats as bring most BE work a second; False: as many as the fullest layer has rows, as in the
+    paper (omniserve 3.3.6)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipeliningOptions(CoServingOptions):
+    """Options of policies with a second sub-batch, which the device waits for: ``neo``, ``apex``."""
+
+    partial_progress_first: bool = True
+    """Host requests that are furthest through the layers run first in the second sub-batch (apex 3.4); False: the
+    oldest do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class APEXOptions(PipeliningOptions):
     """Options of ``apex``."""
+
+    watch_host: bool = True
+    """N_C follows what the host tier really attends for (apex 6); False: it stays what the profile says."""
 
     strategy: Literal["auto", "pipelined", "overlapped"] = "auto"
     """How requests on the host tier decode. ``auto``: as inequality (5) says, in each step. ``pipelined``: always in a
@@ -166,7 +195,23 @@ class LayerPreemptionOptions(PolicyOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConServePaperOptions(LayerPreemptionOptions):
+class ConServeOptions(LayerPreemptionOptions):
+    """Options of ``conserve``."""
+
+    layer_preemption: bool = True
+    """BE rows leave a step between two layers for an LS request that would be late (4.3); False: it waits for the end
+    of the step."""
+    best_step_size: bool = True
+    """A step without LS requests has the size that brings most tokens a second (4.2); False: all that the token budget
+    admits."""
+
+    @property
+    def preempts(self) -> bool:
+        return self.layer_preemption
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConServePaperOptions(ConServeOptions):
     """Options of ``conserve-paper``: those of ``conserve`` with the paper's choices (4.3, 6.5)."""
 
     keep_halted: bool = False
@@ -184,6 +229,12 @@ class BROSOptions(PolicyOptions):
     batch_limits_ls: bool = False
     """A step has at most B_curr requests, LS ones included, as in the paper (bros equation 7). False: B_curr limits the
     BE requests that join a step."""
+    replace_ls: bool = True
+    """BE requests take the place of the least urgent LS ones that can wait a step longer (the second half of Algorithm
+    1); False: they only join them."""
+    adapt_batch: bool = True
+    """B_curr doubles while time keeps no LS request out, and falls back when it does (4.2); False: it is the largest
+    batch, ``max_num_seqs``."""
     swap_term: bool = False
     """What a step takes is predicted as max(t_exec, t_swap), with the KV that its requests have on the host only (bros
     4.1), if the latency model knows t_swap (``bros`` does)."""

@@ -9,7 +9,7 @@ from omniserve.core.plan import Bound
 from omniserve.sched.batch import Batch
 from omniserve.sched.host_rows import NO_HOST_ROWS, HostRows
 from omniserve.sched.options import SchedulerLimits
-from omniserve.sched.seats import PiggybackPlan, fill, seat_bucket
+from omniserve.sched.seats import PiggybackPlan, fill, rows_within, seat_bucket
 from omniserve.sched.step_cost import StepCost, left_out
 from omniserve.sched.view import RequestView
 
@@ -98,3 +98,17 @@ def put_rows(cost: StepCost, rows: HostRows, limits: SchedulerLimits, max_rows: 
     for join in rows.joins:
         per_layer[join.layer] += 1
     fill(cost, len(rows.entries), per_layer, seats=limits.config.max_piggyback_seats, max_rows=max_rows)
+
+
+class GreedySeats:
+    """Chooses as many rows as the bound lets in, in seats for the fullest layer (omniserve 3.3.6; a ``SeatChoice``)."""
+
+    def __init__(self, *, max_seats: int, max_rows: int) -> None:
+        self._max_seats, self._max_rows = max_seats, max_rows
+
+    def __call__(
+        self, batch: Batch, cost: StepCost, num_entries: int, ready: Sequence[int], bound_s: float
+    ) -> PiggybackPlan:
+        seats = seat_bucket(min(max(num_entries, *ready), self._max_rows), self._max_seats)
+        rows, _ = rows_within(cost, num_entries, ready, seats=seats, max_rows=self._max_rows, bound_s=bound_s)
+        return PiggybackPlan(seats, rows) if rows else PiggybackPlan()

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from omniserve.sched.admission import Admission
 from omniserve.sched.batch import Batch
+from omniserve.sched.options import CoServingOptions
 from omniserve.sched.state import BE, LS, RequestState
-from omniserve.sched.step_cost import Forecast, TimeBound, ttft_left_s
+from omniserve.sched.step_cost import Forecast, Headrooms, TimeBound, ttft_left_s
 from omniserve.sched.ttft import LSQueue, TTFTEstimator, TTFTPrediction
 from omniserve.sched.view import RequestView
 
@@ -20,16 +21,15 @@ from omniserve.sched.view import RequestView
 class QueueingControl:
     """A ``LatencyControl``: prompts are chunked under S_d one after another, and each step leaves time for a newcomer.
 
-    Args:
-        slack: As in ``CoServingOptions``.
-        refuses: Requests that would come too late are refused.
+    Requests that would come too late are refused, and headrooms and time for a newcomer left, as the options say.
     """
 
-    def __init__(self, view: RequestView, forecast: Forecast, *, slack: str, refuses: bool) -> None:
+    def __init__(self, view: RequestView, forecast: Forecast, options: CoServingOptions) -> None:
         self._view, self._memory, self._host = view, view.memory, view.host
-        self._forecast = forecast
-        self._estimator = TTFTEstimator(forecast, view.limits, slack)
-        self._admission = Admission(forecast, refuses=refuses)
+        self._forecast, self._headrooms = forecast, Headrooms.of(options.headrooms)
+        self._leaves_time = options.newcomer_bound
+        self._estimator = TTFTEstimator(forecast, view.limits, options.slack, self._headrooms)
+        self._admission = Admission(forecast, refuses=options.admission, headrooms=self._headrooms)
 
     # -- arrivals and ends ---------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class QueueingControl:
 
     def first_token_bound_s(self, state: RequestState, begin_s: float) -> float:
         """Return the seconds until the first token is due, less the share of its TTFT that is kept back."""
-        return ttft_left_s(state, begin_s)
+        return ttft_left_s(state, begin_s, self._headrooms.ttft)
 
     def long_prompt_bound_s(
         self, batch: Batch, decoding: Sequence[RequestState], bound_s: float, begin_s: float
@@ -124,7 +124,8 @@ class QueueingControl:
         ls_s, bound = batch.cost.seconds(), s_be
         for state in self._view.device[LS]:
             if state in batch and batch.samples(state) and state.num_output_tokens == 0:
-                bound = bound.or_tighter(max(ttft_left_s(state, begin_s), ls_s), f"ttft of {state.request_id}")
+                left_s = ttft_left_s(state, begin_s, self._headrooms.ttft)
+                bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {state.request_id}")
         if unfinished:
             queue = self._queue(decoding, unfinished)
             for request_id, left_s in self._estimator.prompt_bounds(queue, batch, s_be.seconds, begin_s):
@@ -135,7 +136,9 @@ class QueueingControl:
     def _newcomer_bound_s(
         self, batch: Batch, decoding: Sequence[RequestState], bound_s: float, begin_s: float
     ) -> float:
-        """Return the longest step after which a new request can keep its TTFT."""
+        """Return the longest step after which a new request can keep its TTFT; infinite if none is reckoned with."""
+        if not self._leaves_time:
+            return math.inf
         return self._estimator.newcomer_bound_s(
             decoding, bound_s, margin=self._admission.margin, busy_s=begin_s - batch.now_s
         )

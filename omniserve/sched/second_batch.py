@@ -23,17 +23,18 @@ _MOST_FOR_HOST_ROWS = 0.5
 class SecondBatch:
     """Chooses host residents that run a token through its layers in one step, while the device waits for each."""
 
-    def __init__(self, view: RequestView) -> None:
-        self._view, self._host = view, view.host
+    def __init__(self, view: RequestView, *, furthest_first: bool = True) -> None:
+        self._view, self._host, self._furthest_first = view, view.host, furthest_first
         self.hybrid_share = 0.0
         """Share of the rows that are in the first sub-batch, as far as they begin a token (apex figure 2)."""
 
     def candidates(self) -> list[RequestState]:
-        """Return residents that can run: the furthest through the layers first (apex 3.4), then the oldest."""
+        """Return residents that can run, the oldest first, or those furthest through the layers first (apex 3.4)."""
         if not self._view.host_is_up:
             return []
         waiting = [s for s in self._host.queue if s.away is None or s.away.ready]
-        waiting.sort(key=lambda s: -s.away.layer if s.away is not None else 1)
+        if self._furthest_first:
+            waiting.sort(key=lambda s: -s.away.layer if s.away is not None else 1)
         return waiting[: self._view.limits.config.max_piggyback_seats]
 
     def reserve_s(self, batch: Batch, bound_s: float) -> float:

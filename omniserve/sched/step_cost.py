@@ -121,6 +121,25 @@ BE_HEADROOM = 0.1
 to prompts."""
 TTFT_HEADROOM = 0.2
 """Share of a TTFT that BE work leaves: a TTFT is a few steps and not the mean of many, so nothing averages out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headrooms:
+    """Shares of objectives that are left for what no latency model knows."""
+
+    ls: float = LS_HEADROOM
+    be: float = BE_HEADROOM
+    ttft: float = TTFT_HEADROOM
+
+    @classmethod
+    def of(cls, are_left: bool) -> Self:
+        """Return the usual ones, or none."""
+        return cls() if are_left else cls(0.0, 0.0, 0.0)
+
+
+USUAL_HEADROOMS = Headrooms()
+
+
 MAX_LENT_STEPS = 4.0
 """Most TPOTs that a step may take with ``slack="deadline"``: a stream must not stutter."""
 
@@ -158,16 +177,17 @@ def tpot_bound(decoding: Iterable[RequestState], now_s: float, slack: str, headr
     return TimeBound(tightest_s, f"tpot of {request_id}") if tightest_s < math.inf else TimeBound()
 
 
-def ttft_left_s(state: RequestState, now_s: float) -> float:
+def ttft_left_s(state: RequestState, now_s: float, headroom: float = TTFT_HEADROOM) -> float:
     """Return the seconds until a request's first token is due; infinite without an objective.
 
-    That of a scaled objective is due at once: the request comes later than its class's objective has it in any case.
+    ``headroom`` is the share of its TTFT that is left. With a scaled objective it is due at once: the request comes later
+    than its class's objective has it in any case.
     """
     if state.slo.ttft_s is None:
         return math.inf
     if state.has_scaled_ttft:
         return min(0.0, state.arrival_s - now_s)
-    return state.arrival_s + (1 - TTFT_HEADROOM) * state.slo.ttft_s - now_s
+    return state.arrival_s + (1 - headroom) * state.slo.ttft_s - now_s
 
 
 def left_out(work: str, num_requests: int, bound: Bound | None, first_request_id: str = "") -> tuple[LeftOut, ...]:

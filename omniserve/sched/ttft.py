@@ -23,7 +23,7 @@ from omniserve.sched.batch import Batch
 from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.prefixes_on_host import Coming
 from omniserve.sched.state import Phase, RequestState
-from omniserve.sched.step_cost import LS_HEADROOM, TTFT_HEADROOM, Forecast, StepCost, tpot_bound, ttft_left_s
+from omniserve.sched.step_cost import USUAL_HEADROOMS, Forecast, Headrooms, StepCost, tpot_bound, ttft_left_s
 
 MIN_LS_CHUNK = 16
 """Least tokens of a step's LS prefill, whatever the bound."""
@@ -165,8 +165,10 @@ class _Arrival(NamedTuple):
 class TTFTEstimator:
     """Predicts times to first token; ``slack`` is that of ``CoServingOptions``."""
 
-    def __init__(self, forecast: Forecast, limits: SchedulerLimits, slack: str) -> None:
-        self._forecast = forecast
+    def __init__(
+        self, forecast: Forecast, limits: SchedulerLimits, slack: str, headrooms: Headrooms = USUAL_HEADROOMS
+    ) -> None:
+        self._forecast, self._headrooms = forecast, headrooms
         self._limits = limits
         self._slack = slack
         self._recent: deque[_Arrival] = deque(maxlen=_MANY_RECENT)
@@ -231,8 +233,8 @@ class TTFTEstimator:
         host_works: bool,
     ) -> TTFTPrediction:
         decodes = self._decodes(queue.decoding, host_works=host_works)
-        bound_s = tpot_bound(queue.decoding, now_s, "step", LS_HEADROOM).seconds
-        first_bound_s = max(bound_s, tpot_bound(queue.decoding, now_s, self._slack, LS_HEADROOM).seconds)
+        bound_s = tpot_bound(queue.decoding, now_s, "step", self._headrooms.ls).seconds
+        first_bound_s = max(bound_s, tpot_bound(queue.decoding, now_s, self._slack, self._headrooms.ls).seconds)
         max_tokens = self._max_prompt_tokens(queue.decoding)
         prompt = Prefill.of(new, num_ready)
         prompts = [*(Prefill.of(state, state.num_ready_tokens) for state in queue.prompts), prompt]
@@ -249,7 +251,7 @@ class TTFTEstimator:
             filled_s = (num_steps - 1) * min(bound_s, full.seconds()) + min(first_bound_s, full.seconds())
             if new.slo.ttft_s is not None:
                 waited_s = max(0.0, now_s - new.arrival_s)
-                filled_s = min(filled_s, (1 - TTFT_HEADROOM) * new.slo.ttft_s - waited_s)
+                filled_s = min(filled_s, (1 - self._headrooms.ttft) * new.slo.ttft_s - waited_s)
             expected_s = max(soonest_s, filled_s)
         budget = self._limits.config.max_num_batched_tokens
         idle_s, _ = prefill_time(self._forecast.step(), [prompt], math.inf, math.inf, budget)
@@ -274,7 +276,8 @@ class TTFTEstimator:
                 ahead = dataclasses.replace(queue, prompts=queue.prompts[:i])
                 num_steps = self._steps_until_room(state, ahead)
             # Where room is what it waits for, so many steps come before its own.
-            bounds.append((state.request_id, (ttft_left_s(state, begin_s) - prefill_s) / (1 + num_steps)))
+            left_s = ttft_left_s(state, begin_s, self._headrooms.ttft) - prefill_s
+            bounds.append((state.request_id, left_s / (1 + num_steps)))
         return bounds
 
     def newcomer_bound_s(
@@ -290,7 +293,7 @@ class TTFTEstimator:
         ttft_s = min((ttft_s for ttft_s in objectives if ttft_s is not None), default=self._default_ttft_s)
         if ttft_s == math.inf:
             return math.inf
-        ttft_s *= 1 - max(TTFT_HEADROOM, margin)
+        ttft_s *= 1 - max(self._headrooms.ttft, margin)
         prefill_s = self._newcomer_prefill_s(decoding, bound_s) if self._recent else ttft_s / 2
         return max(ttft_s - prefill_s - busy_s, _NEWCOMER_FLOOR * ttft_s)
 

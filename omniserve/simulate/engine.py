@@ -16,7 +16,7 @@ from omniserve.latency import CorrectedModel
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.admission import scaled_slo
 from omniserve.sched.features.base import FeatureSettings
-from omniserve.sched.options import LayerPreemptionOptions
+from omniserve.sched.options import LayerPreemptionOptions, PolicyOptions
 from omniserve.simulate.host_tier import SimulatedHostTier
 from omniserve.simulate.machine import Machine, host_speed_of
 from omniserve.simulate.runner import Chances, PrefillPeers, SimulatedRunner, StepRecord
@@ -63,7 +63,7 @@ class SimulatedEngine:
         caches: dict[str, Any] = prefix_settings(config, spec, **sizes) if caches_prefixes else {}
         self.kv: KVManager = KV_MANAGERS.get(config.kv)(**sizes, block_size=config.block_size, **caches)
         self.tier = _host_tier(machine, config, self.kv, num_host_blocks)
-        self._corrected = _corrected(machine, chances)
+        self._corrected = _corrected(machine, chances, options)
         self.scheduler = self._make_scheduler(machine)
         self.runner = SimulatedRunner(
             machine,
@@ -179,10 +179,10 @@ def _check(machine: Machine, config: EngineConfig) -> None:
         check_stages(config)
 
 
-def _corrected(machine: Machine, chances: Chances) -> CorrectedModel | None:
-    """Return a model that learns; None with perfect predictions, where correcting costs as much as predicting."""
+def _corrected(machine: Machine, chances: Chances, options: PolicyOptions) -> CorrectedModel | None:
+    """Return the model that steps are compared with; None with perfect predictions, where that costs as much."""
     is_exact = chances.noise == 0 and machine.spread is None and machine.forecast is machine.device
-    return None if is_exact else CorrectedModel(machine.forecast)
+    return None if is_exact else CorrectedModel(machine.forecast, learns=options.correct_model)
 
 
 def _must_leave(
