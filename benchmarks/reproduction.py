@@ -95,8 +95,9 @@ def run_case(
     )  # fmt: skip
     load = case.load.make(minutes * 60, warm_up=warm_up, seed=seed, trace_dir=trace_dir)
     config = SimulationConfig(
-        machine=machine, engine=engine, load=load, seed=seed, drain_s=drain_s, drafts_right=case.drafts_right
-    )
+        machine=machine, engine=engine, load=load, seed=seed, drain_s=drain_s, drafts_right=case.drafts_right,
+        noise=case.noise,
+    )  # fmt: skip
     return simulate(config, on_step=on_step)
 
 

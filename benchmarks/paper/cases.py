@@ -59,6 +59,8 @@ class Case:
     """Settings of EngineConfig, and options of policies; each policy gets those that it has."""
     drafts_right: float = 0.0
     """Probability that a draft of a best-effort request is right; 0: requests have no drafts."""
+    noise: float = 0.0
+    """Standard deviation of the noise on steps' times (``SimulationConfig``)."""
 
     @property
     def column(self) -> str:

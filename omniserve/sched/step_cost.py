@@ -180,8 +180,8 @@ def tpot_bound(decoding: Iterable[RequestState], now_s: float, slack: str, headr
 def ttft_left_s(state: RequestState, now_s: float, headroom: float = TTFT_HEADROOM) -> float:
     """Return the seconds until a request's first token is due; infinite without an objective.
 
-    ``headroom`` is the share of its TTFT that is left. With a scaled objective it is due at once: the request comes later
-    than its class's objective has it in any case.
+    ``headroom`` is the share of its TTFT that is left. With a scaled objective the token is due at once: the request
+    comes later than its class's objective has it in any case.
     """
     if state.slo.ttft_s is None:
         return math.inf
