@@ -224,6 +224,7 @@ class History:
             drawn["num_state_slots"] = 2 * drawn["max_num_seqs"] + drawn["num_host_slots"]
         if self.options.has_drafts:
             drawn["max_host_drafts"] = guesses.choice([1, 3, 8] if self.options.is_crowded else [0, 1, 3, 8])
+        drawn |= _without_some(random.Random(f"{self.seed} mechanisms"))
         if self.defers:
             drawn |= {"defer_classes": True, "classes": preemptible.CLASSES, "max_num_batched_tokens": 64}
         return make_limits(self.scheduler, **drawn)
@@ -275,6 +276,18 @@ def _make_kv(name: str, rng: random.Random, options: Options) -> KVManager:
             caches["disk"] = DiskPrefixes(num_slots)
     sizes = {"num_device_blocks": num_device_blocks, "num_host_blocks": num_host_blocks, "block_size": BLOCK}
     return manager(**sizes, **caches)
+
+
+MECHANISMS = (
+    "headrooms", "newcomer_bound", "seat_objective", "partial_progress_first", "watch_host", "layer_preemption",
+    "best_step_size", "replace_ls", "adapt_batch",
+)  # fmt: skip
+"""Options that switch a mechanism of a policy off."""
+
+
+def _without_some(rng: random.Random) -> dict[str, bool]:
+    """Switch each mechanism off in a quarter of the histories."""
+    return {name: rng.random() >= 0.25 for name in MECHANISMS}
 
 
 def _draw_forecast(rng: random.Random, num_layers: int) -> Forecast:
