@@ -231,8 +231,12 @@ def test_a_prediction_knows_that_places_are_taken() -> None:
 # -- random histories --
 
 
-def check_history(seed: int, *, is_coarse: bool) -> tuple[int, int]:
-    """Run a history with and without admission control; return what was served, and in time, with and without."""
+def check_history(seed: int, *, is_coarse: bool) -> tuple[int, int, int, int]:
+    """Run a history with and without admission control; return how many were served and in time with it, and without.
+
+    A history in which the machine becomes fast again may end before the latency model knows it: what was refused
+    until then cost something, and what it bought is not in the history. The sum over several histories shows it.
+    """
     history = History.draw(random.Random(seed))
     machine, other = (PhasedMachine(is_coarse=is_coarse, admission=on) for on in (True, False))
     served, attained, refusals = machine.run(history)
@@ -242,7 +246,7 @@ def check_history(seed: int, *, is_coarse: bool) -> tuple[int, int]:
     # case, as the machine became slow, that brings nothing: a pause would have served them.
     reached, reached_by_all = served + attained, served_by_all + attained_by_all
     assert reached >= 0.4 * reached_by_all - 3, (seed, served, attained, served_by_all, attained_by_all)
-    assert attained >= 0.9 * attained_by_all - 1, (seed, attained, attained_by_all)
+    assert attained >= 0.9 * attained_by_all - 2, (seed, attained, attained_by_all)
     for arrival, error, is_idle in refusals:
         is_for_size = error.retry_after_s is None
         assert is_for_size or not is_idle, f"{arrival} was refused by an idle engine: {error}"
@@ -255,7 +259,7 @@ def check_history(seed: int, *, is_coarse: bool) -> tuple[int, int]:
         drain(machine)
         machine.add(f"ls-default-{prompt}", prompt=prompt, output=1, ttft=DEFAULT_TTFT_S, by_default=True)
         drain(machine)
-    return reached, reached_by_all
+    return served, attained, served_by_all, attained_by_all
 
 
 @pytest.mark.parametrize("is_coarse", [False, True])
@@ -263,8 +267,8 @@ def check_history(seed: int, *, is_coarse: bool) -> tuple[int, int]:
 def test_admission_brings_more_than_it_costs_and_no_refusal_repeats_itself(seeds: range, is_coarse: bool) -> None:
     """Slow and fast phases, loads and pauses at random, beside the same histories without admission control."""
     results = [check_history(seed, is_coarse=is_coarse) for seed in seeds]
-    reached, reached_by_all = (sum(each) for each in zip(*results, strict=True))
-    assert reached >= 0.9 * reached_by_all
+    served, attained, served_by_all, attained_by_all = (sum(each) for each in zip(*results, strict=True))
+    assert attained >= attained_by_all and served + attained >= 0.9 * (served_by_all + attained_by_all)
 
 
 @pytest.mark.parametrize("name", ["omniserve", "omniserve-paper"])

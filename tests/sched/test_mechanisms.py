@@ -9,7 +9,7 @@ import pytest
 
 from omniserve.core.plan import StepPlan
 from omniserve.latency import CorrectedModel, HostSpeed
-from omniserve.sched import SCHEDULERS
+from omniserve.sched import SCHEDULERS, bros
 from omniserve.sched.apex import HostWatch
 from omniserve.sched.step_cost import Headrooms
 from tests.sched.histories import History, Options
@@ -31,6 +31,7 @@ _MOST_HISTORIES = 60
 @pytest.mark.parametrize("name", WHERE)
 def test_a_mechanism_that_is_off_makes_other_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, more = WHERE[name]
+    monkeypatch.setattr(bros, "BASE_BATCH_SIZE", 2)
     options = Options(has_forecast=True, **more)
     for seed in range(_MOST_HISTORIES):
         made = []
@@ -80,8 +81,11 @@ def test_a_model_that_is_not_corrected_stays_and_tells_its_error() -> None:
         step = made_up.step()
         step.add_chunk(0, 10, samples=1)
         before = model.step_s(step.features)
-        for number in range(50):
-            model.observe(step.features, before * rng.uniform(1.9, 2.1), float(number))
+        now_s = 0.0
+        for _ in range(50):
+            seconds = before * rng.uniform(1.9, 2.1)
+            now_s += seconds
+            model.observe(step.features, seconds, now_s)
         after = model.step_s(step.features)
         assert after > 1.5 * before if learns else after == before
         assert model.drift == pytest.approx(2.0, rel=0.05)
