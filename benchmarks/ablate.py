@@ -4,7 +4,7 @@
     python -m benchmarks.ablate conserve bros --seeds 5 --jobs 2
     python -m benchmarks.ablate omniserve --on engine          # this machine, on the load of `make coserve`
 
-The simulator runs a point of the policy's own paper (``BASES``), a run for each seed; the engine serves the load of
+The simulator runs points of the policy's own paper (``ABLATIONS``), a run for each seed; the engine serves the load of
 ``benchmarks.coserve`` on a new server for each row and repeat, in turns. A mechanism is an option of the policy
 (docs/policies.md), or a setting of the engine. The table has medians over the seeds, and in brackets the median of the
 ratios to the whole policy with the same seed, and their smallest and largest.
@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from benchmarks import coserve
 from benchmarks.common.record import write_record
-from benchmarks.common.terminal import argument_parser, table
+from benchmarks.common.terminal import argument_parser, table_of
 from benchmarks.paper.cases import Case, Experiment, with_settings
 from benchmarks.reproduction import EXPERIMENTS, Unit
 from omniserve.core.config import EngineConfig
@@ -38,90 +38,102 @@ WHOLE = "all of it"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mechanism:
-    """A mechanism of a policy, by the settings without it."""
+    """A mechanism of a policy, and how it is switched off."""
 
     name: str
-    off: Mapping[str, object]
+    off: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Options of the policy and settings of the engine, as a case of an experiment has them."""
-    noise: float = 0.0
-    """Noise of the steps with which the mechanism is tried; the whole policy is tried with it, too."""
+    under: str = ""
+    """A key of ``CONDITIONS``: what the mechanism is tried under; the whole policy is tried so, too."""
+    off_is_plain: bool = False
+    """The mechanism is off without that condition."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Base:
-    """The point of an experiment at which a policy's mechanisms are tried, and these."""
+class Ablation:
+    """The points of the papers' experiments at which a policy's mechanisms are tried, and these."""
 
-    experiment: str
-    x: str
-    system: str = ""
-    """The system of the point; "": the policy itself."""
+    points: tuple[tuple[str, str], ...]
+    """(experiment, x): the policy runs on the machine and load of such a point."""
+    mechanisms: tuple[Mechanism, ...]
     more: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Settings of every run, beside those of the point."""
-    mechanisms: tuple[Mechanism, ...]
+    system: str = ""
+    """The system whose settings the policy has at these points, where it is not among them; "": the policy itself."""
 
 
-NOISE = 0.2
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "steps with a noise of 0.2": {"noise": 0.2}, "drafts, 60 % right": {"drafts_right": 0.6},
+}  # fmt: skip
+"""Fields of a case, by a word for them."""
+NOISY, DRAFTED = CONDITIONS
+_CORRECTION = Mechanism(name="correction of the model", off={"correct_model": False}, under=NOISY)
 _CO_SERVING = (
-    Mechanism(name="headrooms", off={"headrooms": False}),
+    Mechanism(name="headrooms", off={"headrooms": False}, under=NOISY),
     Mechanism(name="time for a newcomer", off={"newcomer_bound": False}),
-    Mechanism(name="decodes lend their lead", off={"slack": "step"}),
     Mechanism(name="late joins", off={"late_joins": False}),
-    Mechanism(name="prompts that begin alike together", off={"be_prefix_order": False}),
-    Mechanism(name="correction of the model", off={"correct_model": False}, noise=NOISE),
+    _CORRECTION,
 )
-BASES: dict[str, Base] = {
-    "omniserve": Base(
-        experiment="omniserve-10-15-yi", x="6", mechanisms=(
+_SHORT_MEMORY = ("omniserve-15-memory", "1 hosts")
+_HEAVY = ("omniserve-10-15-yi", "6")
+_PAIR = ("omniserve-pair", "1.5")
+ABLATIONS: dict[str, Ablation] = {
+    "omniserve": Ablation(
+        points=(_HEAVY, _SHORT_MEMORY, _PAIR), more={"admission": True}, mechanisms=(
             *_CO_SERVING,
+            Mechanism(name="decodes lend their lead", off={"slack": "step"}),
             Mechanism(name="decodes before prompts", off={"be_order": "prefill"}),
             Mechanism(name="seats by rate", off={"seat_objective": False}),
             Mechanism(name="admission", off={"admission": False}),
             Mechanism(name="host tier", off={"kv": "paged"}),
-        ), more={"admission": True},
+            Mechanism(name="drafts", under=DRAFTED, off_is_plain=True),
+        ),
     ),
-    "neo": Base(
-        experiment="omniserve-10-15-yi", x="6", mechanisms=(
+    "omniserve-paper": Ablation(
+        points=(_HEAVY, _SHORT_MEMORY, _PAIR), more={"admission": True}, mechanisms=(
+            Mechanism(name="late joins", off={"late_joins": False}),
+            Mechanism(name="admission", off={"admission": False}),
+            Mechanism(name="host tier", off={"kv": "paged"}),
+            _CORRECTION,
+        ),
+    ),
+    "neo": Ablation(
+        points=(_SHORT_MEMORY, _PAIR), system="omniserve", mechanisms=(
             *_CO_SERVING, Mechanism(name="partial progress first", off={"partial_progress_first": False}),
         ),
     ),
-    "apex": Base(
-        experiment="apex-5-t4", x="200 out", mechanisms=(
+    "apex": Ablation(
+        points=(("apex-5-t4", "200 out"), ("apex-5-a10", "azure")), mechanisms=(
             Mechanism(name="choice of a strategy: pipelined alone", off={"strategy": "pipelined"}),
             Mechanism(name="choice of a strategy: overlapped alone", off={"strategy": "overlapped"}),
             Mechanism(name="cohorts of eight times the device's", off={"min_host_per_device": 0}),
             Mechanism(name="partial progress first", off={"partial_progress_first": False}),
-            Mechanism(name="watch on the host's speed", off={"watch_host": False}, noise=NOISE),
+            Mechanism(name="watch on the host's speed", off={"watch_host": False}, under=NOISY),
             Mechanism(name="late joins", off={"late_joins": False}),
         ),
     ),
-    "conserve": Base(
-        experiment="conserve-6-8b", x="2/s", mechanisms=(
+    "conserve": Ablation(
+        points=(("conserve-6-8b", "2/s"),), mechanisms=(
             Mechanism(name="layer preemption", off={"layer_preemption": False}),
             Mechanism(name="halted rows go on", off={"keep_halted": False}),
             Mechanism(name="a safepoint at each layer (every 4th)", off={"safepoint_every": 4}),
             Mechanism(name="best step size", off={"best_step_size": False}),
+            Mechanism(name="checkpoints", off={"checkpoint_kv": False}),
             Mechanism(name="incremental KV", off={"kv": "tiered", "checkpoint_kv": False}),
-            Mechanism(name="correction of the model", off={"correct_model": False}, noise=NOISE),
+            _CORRECTION,
         ),
     ),
-    "bros": Base(
-        experiment="bros-10-13b", x="6", mechanisms=(
+    "bros": Ablation(
+        points=(("bros-10-13b", "6"), ("bros-10-13b", "9")), mechanisms=(
             Mechanism(name="replacement", off={"replace_ls": False}),
             Mechanism(name="adaptive batch size", off={"adapt_batch": False}),
             Mechanism(name="the batch size spares LS", off={"batch_limits_ls": True}),
             Mechanism(name="bidirectional blocks", off={"kv": "tiered"}),
-            Mechanism(name="correction of the model", off={"correct_model": False}, noise=NOISE),
-        ),
-    ),
-    "omniserve-paper": Base(
-        experiment="omniserve-10-15-yi", x="6", mechanisms=(
-            Mechanism(name="late joins", off={"late_joins": False}),
-            Mechanism(name="host tier", off={"kv": "paged"}),
-            Mechanism(name="correction of the model", off={"correct_model": False}, noise=NOISE),
+            _CORRECTION,
         ),
     ),
 }  # fmt: skip
-"""Where the mechanisms of each policy are tried. Admission is off at the papers' points, and on for ``omniserve``."""
+"""The mechanisms of each policy. Admission is off at the papers' points, and on for ``omniserve``."""
 FIGURES = {
     "LS attained": ("attainment", 100), "TTFT p99, ms": ("ttft_p99_s", 1000), "TPOT p99, ms": ("tpot_p99_s", 1000),
     "BE tokens/s": ("be_tokens_per_s", 1), "BE output/s": ("be_output_per_s", 1),
@@ -130,46 +142,56 @@ FIGURES = {
 _HEADS = ("BE tokens/s", "BE output/s")
 
 
-def cases_of(policy: str) -> tuple[Experiment, list[tuple[str, Case]]]:
-    """Return the experiment of a policy's point, and its cases: the whole policy, and without each mechanism."""
-    base = BASES[policy]
-    experiment = EXPERIMENTS[base.experiment]
-    system = base.system or policy
-    whole = next(case for case in experiment.cases if (case.x, case.system, case.variant) == (base.x, system, ""))
-    whole = with_settings(whole, "", **base.more)
-    found = [(WHOLE, whole)]
-    for noise in sorted({one.noise for one in base.mechanisms} - {0.0}):
-        found.append((f"{WHOLE}, steps with a noise of {noise:g}", dataclasses.replace(whole, noise=noise)))
-    found += [
-        (one.name, dataclasses.replace(with_settings(whole, "", **one.off), noise=one.noise))
-        for one in base.mechanisms
-    ]  # fmt: skip
-    return experiment, found
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a table: a case, and the row that it is compared with."""
+
+    name: str
+    case: Case
+    beside: str
+    """Name of the row of the whole policy under the same conditions."""
 
 
-def compared_with(policy: str) -> dict[str, str]:
-    """Return the row that each row is compared with: the whole policy with the same noise of the steps."""
-    _, cases = cases_of(policy)
-    by_noise = {case.noise: name for name, case in reversed(cases) if name.startswith(WHOLE)}
-    return {name: by_noise[case.noise] for name, case in cases}
+def rows_at(policy: str, point: tuple[str, str]) -> tuple[Experiment, list[Row]]:
+    """Return the experiment of a point, and its rows: the whole policy, and the policy without each mechanism."""
+    ablation = ABLATIONS[policy]
+    experiment = EXPERIMENTS[point[0]]
+    wanted = (point[1], ablation.system or policy, "")
+    plain = next(case for case in experiment.cases if (case.x, case.system, case.variant) == wanted)
+    plain = with_settings(dataclasses.replace(plain, system=policy), "", **ablation.more)
+    rows = [Row(WHOLE, plain, WHOLE)]
+    for word in sorted({one.under for one in ablation.mechanisms} - {""}):
+        rows.append(Row(_whole(word), dataclasses.replace(plain, **CONDITIONS[word]), _whole(word)))
+    for one in ablation.mechanisms:
+        case = with_settings(plain, "", **one.off)
+        if not one.off_is_plain:
+            case = dataclasses.replace(case, **CONDITIONS.get(one.under, {}))
+        rows.append(Row(one.name, case, _whole(one.under)))
+    return experiment, rows
 
 
-def simulate(policy: str, *, minutes: float, seeds: int, jobs: int, bar: tqdm[Any]) -> dict[str, list[dict[str, Any]]]:
+def _whole(under: str) -> str:
+    return f"{WHOLE}, {under}" if under else WHOLE
+
+
+def simulate(
+    policy: str, point: tuple[str, str], *, minutes: float, seeds: int, jobs: int, bar: tqdm[Any]
+) -> dict[str, list[dict[str, Any]]]:
     """Simulate a policy whole and without each mechanism; return the figures of each row, in the order of the seeds."""
-    experiment, named = cases_of(policy)
-    names, cases = [name for name, _ in named], tuple(case for _, case in named)
-    alone = next((c for c in experiment.cases if c.system == experiment.slo_from and c.x == cases[0].x), None)
+    experiment, rows = rows_at(policy, point)
+    cases = tuple(row.case for row in rows)
+    alone = next((c for c in experiment.cases if c.system == experiment.slo_from and c.x == point[1]), None)
     units = [
         Unit(experiment=experiment, cases=group, minutes=minutes, seed=seed, trace_dir=None)
         for seed in range(seeds)
         for group in ([(alone, *cases)] if alone is not None else [(case,) for case in cases])
     ]  # fmt: skip
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    found: dict[str, list[dict[str, Any]]] = {row.name: [] for row in rows}
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        rows = [row for unit_rows in _counted(pool.map(Unit.run, units), bar) for row in unit_rows]
-    ours = [row["figures"] for row in rows if alone is None or row["case"].get("system") != alone.system]
+        done = [one for part in _counted(pool.map(Unit.run, units), bar) for one in part]
+    ours = [one["figures"] for one in done if alone is None or one["case"].get("system") != alone.system]
     for number, figures in enumerate(ours):
-        found[names[number % len(names)]].append(figures)
+        found[rows[number % len(rows)].name].append({name: figures[name] for name, _ in FIGURES.values()})
     return found
 
 
@@ -179,28 +201,24 @@ def _counted(parts: Iterator[list[dict[str, Any]]], bar: tqdm[Any]) -> Iterator[
         yield part
 
 
-def rows_of(policy: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[list[str]]:
-    """Return the lines of a policy's table, its head first."""
-    with_it = compared_with(policy)
-    lines = [["without", *FIGURES]]
+def lines_of(
+    policy: str, point: tuple[str, str], found: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> list[dict[str, str]]:
+    """Return the lines of a table, each by its columns."""
+    beside = {row.name: row.beside for row in rows_at(policy, point)[1]}
+    lines = []
     for name, seeds in found.items():
-        cells = []
+        line = {"without": name}
         for head, (figure, factor) in FIGURES.items():
             values = [one[figure] for one in seeds if one[figure] is not None]
             if not values:
-                cells.append("-")
                 continue
-            text = f"{factor * statistics.median(values):,.{0 if factor != 100 else 1}f}"
-            if head in _HEADS and (beside := with_it[name]) != name:
-                ratios = [
-                    one[figure] / other[figure]
-                    for one, other in zip(seeds, found[beside], strict=True)
-                    if other[figure]
-                ]
-                if ratios:
-                    text += f" ({statistics.median(ratios):.2f}; {min(ratios):.2f} to {max(ratios):.2f})"
-            cells.append(text)
-        lines.append([name, *cells])
+            line[head] = f"{factor * statistics.median(values):,.{0 if factor != 100 else 1}f}"
+            if head in _HEADS and beside[name] != name:
+                pairs = zip(seeds, found[beside[name]], strict=True)
+                if ratios := [one[figure] / other[figure] for one, other in pairs if other[figure]]:
+                    line[head] += f" ({statistics.median(ratios):.2f}; {min(ratios):.2f} to {max(ratios):.2f})"
+        lines.append(line)
     return lines
 
 
@@ -223,46 +241,51 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         __doc__, minutes=(3.0, "simulated, a run"), seeds=(3, "runs of each row"),
         jobs=(len(os.sched_getaffinity(0)), "processes"),
     )  # fmt: skip
-    parser.add_argument("policies", nargs="*", metavar="POLICY", help=f"of {', '.join(BASES)}; none: all")
+    parser.add_argument("policies", nargs="*", metavar="POLICY", help=f"of {', '.join(ABLATIONS)}; none: all")
     parser.add_argument("--on", choices=("simulator", "engine"), default="simulator")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="add to this record, a row for each policy")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="of the simulator: add a row for each policy")
     args = parser.parse_args(arguments)
-    if unknown := [policy for policy in args.policies if policy not in BASES]:
-        parser.error(f"nothing is known of the mechanisms of {', '.join(unknown)}; there are {', '.join(BASES)}")
+    if unknown := [policy for policy in args.policies if policy not in ABLATIONS]:
+        parser.error(f"nothing is known of the mechanisms of {', '.join(unknown)}; there are {', '.join(ABLATIONS)}")
     if args.seeds < 1 or args.jobs < 1 or args.minutes <= 0:
         parser.error("--seeds and --jobs must be 1 or more, --minutes more than 0")
-    args.policies = args.policies or list(BASES)
+    if args.record is not None and args.on == "engine":
+        parser.error("--record is for the simulator: the runs of the engine are those of benchmarks.coserve")
+    args.policies = args.policies or list(ABLATIONS)
     return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    if args.on == "engine":
-        load = ["--load", "memory"]  # where memory is short all mechanisms have work
-        for policy in args.policies:
-            rows = [policy, *(flags_of(policy, one) for one in BASES[policy].mechanisms)]
-            status = coserve.main([*load, "--repeats", str(args.seeds), "--policies", *rows])
-            if status:
-                return status
-        return 0
-    total = args.seeds * sum(len(cases_of(policy)[1]) for policy in args.policies)
+    return on_engine(args.policies, args.seeds) if args.on == "engine" else on_simulator(args)
+
+
+def on_engine(policies: Sequence[str], repeats: int) -> int:
+    """Serve the load of ``benchmarks.coserve`` on which memory is short, so that all mechanisms have work."""
+    for policy in policies:
+        rows = [policy, *(flags_of(policy, one) for one in ABLATIONS[policy].mechanisms if one.off)]
+        if status := coserve.main(["--load", "memory", "--repeats", str(repeats), "--policies", *rows]):
+            return status
+    return 0
+
+
+def on_simulator(args: argparse.Namespace) -> int:
+    """Simulate each policy at its points, print their tables, and record them."""
+    points = [(policy, point) for policy in args.policies for point in ABLATIONS[policy].points]
+    total = args.seeds * sum(len(rows_at(policy, point)[1]) for policy, point in points)
     with tqdm(total=total, disable=None, bar_format="{percentage:3.0f}% |{bar:30}| {elapsed} {desc}") as bar:
         for policy in args.policies:
-            bar.set_description_str(policy)
-            found = simulate(policy, minutes=args.minutes, seeds=args.seeds, jobs=args.jobs, bar=bar)
-            bar.clear()
-            base = BASES[policy]
-            print(f"\n{policy}: {EXPERIMENTS[base.experiment].figure}, {base.x}\n{table(rows_of(policy, found))}")
+            results = {}
+            for point in ABLATIONS[policy].points:
+                bar.set_description_str(f"{policy}, {point[0]}")
+                found = simulate(policy, point, minutes=args.minutes, seeds=args.seeds, jobs=args.jobs, bar=bar)
+                bar.clear()
+                figure = EXPERIMENTS[point[0]].figure
+                print(f"\n{policy}, {figure}, {point[1]}:\n{table_of(lines_of(policy, point, found))}", flush=True)
+                results[" ".join(point)] = {"figure": figure, "x": point[1], "rows": found}
             if args.record is not None:
-                config = {
-                    "simulated": True,
-                    "minutes": args.minutes,
-                    "seeds": args.seeds,
-                    "experiment": base.experiment,
-                }
-                write_record(
-                    args.record, name="ablate", case=policy, config=config | {"x": base.x}, seed=0, results=dict(found)
-                )
+                config = {"simulated": True, "minutes": args.minutes, "seeds": args.seeds}
+                write_record(args.record, name="ablate", case=policy, config=config, seed=0, results=results)
     return 0
 
 

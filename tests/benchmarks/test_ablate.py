@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,34 +14,45 @@ from benchmarks.coserving import flags_of
 from omniserve.core.config import EngineConfig
 from omniserve.sched.policy import known_options
 
+POINTS = [(policy, point) for policy, ablation in ablate.ABLATIONS.items() for point in ablation.points]
 
-@pytest.mark.parametrize("policy", ablate.BASES)
-def test_each_row_switches_off_what_the_policy_has(policy: str) -> None:
-    _, (whole, *others) = ablate.cases_of(policy)
-    names = [name for name, _ in (whole, *others)]
-    assert len(set(names)) == len(names) and whole[0] == ablate.WHOLE
+
+@pytest.mark.parametrize(("policy", "point"), POINTS)
+def test_each_row_switches_off_what_the_policy_has(policy: str, point: tuple[str, str]) -> None:
+    _, (whole, *others) = ablate.rows_at(policy, point)
+    names = [row.name for row in (whole, *others)]
+    assert len(set(names)) == len(names) and whole.name == ablate.WHOLE and whole.case.system == policy
     fields = EngineConfig.__dataclass_fields__
-    for mechanism in ablate.BASES[policy].mechanisms:
+    for mechanism in ablate.ABLATIONS[policy].mechanisms:
         options = {name: value for name, value in mechanism.off.items() if name not in fields}
         assert known_options(policy, options) == options, "the policy has all of them"
-        case = dict(next(case for name, case in others if name == mechanism.name).settings)
-        assert dict(whole[1].settings) | mechanism.off == case
-        assert flags_of(ablate.flags_of(policy, mechanism)), "the server takes them"
+        case = next(row.case for row in others if row.name == mechanism.name)
+        assert dict(whole.case.settings) | mechanism.off == dict(case.settings)
+        if mechanism.off:
+            assert flags_of(ablate.flags_of(policy, mechanism)), "the server takes them"
 
 
-def test_rows_are_compared_with_the_whole_policy_under_the_same_noise() -> None:
-    beside = ablate.compared_with("conserve")
-    assert beside["best step size"] == ablate.WHOLE
-    assert beside["correction of the model"] == f"{ablate.WHOLE}, steps with a noise of {ablate.NOISE:g}"
+def test_rows_are_compared_with_the_whole_policy_under_the_same_conditions() -> None:
+    rows = {row.name: row for row in ablate.rows_at("omniserve", ablate.ABLATIONS["omniserve"].points[0])[1]}
+    noisy, drafted = (rows[f"{ablate.WHOLE}, {word}"] for word in (ablate.NOISY, ablate.DRAFTED))
+    assert rows["seats by rate"].beside == ablate.WHOLE and rows["seats by rate"].case.noise == 0
+    assert rows["correction of the model"].beside == noisy.name
+    assert rows["correction of the model"].case.noise == noisy.case.noise > 0
+    assert rows["drafts"].beside == drafted.name
+    assert rows["drafts"].case.drafts_right == 0 < drafted.case.drafts_right
 
 
-def test_a_policy_is_simulated_row_by_row_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_is_simulated_row_by_row_and_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = ablate.ABLATIONS["bros"].points[0]
+    monkeypatch.setitem(ablate.ABLATIONS, "bros", dataclasses.replace(ablate.ABLATIONS["bros"], points=(point,)))
     record = tmp_path / "ablate.json"
-    arguments = ["bros", "--minutes", "0.1", "--seeds", "2", "--jobs", "2", "--record", str(record)]
+    arguments = ["bros", "--minutes", "0.1", "--seeds", "2", "--jobs", "1", "--record", str(record)]
     assert ablate.main(arguments) == 0
     told = capsys.readouterr().out
-    rows = read_row(record, "bros")["results"]
-    assert list(rows) == [name for name, _ in ablate.cases_of("bros")[1]]
+    rows = read_row(record, "bros")["results"][" ".join(point)]["rows"]
+    assert list(rows) == [row.name for row in ablate.rows_at("bros", point)[1]]
     assert all(len(seeds) == 2 for seeds in rows.values())
     assert all(name in told for name in rows)
     json.dumps(rows)
