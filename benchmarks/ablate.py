@@ -282,7 +282,8 @@ def on_simulator(args: argparse.Namespace) -> int:
                 bar.clear()
                 figure = EXPERIMENTS[point[0]].figure
                 print(f"\n{policy}, {figure}, {point[1]}:\n{table_of(lines_of(policy, point, found))}", flush=True)
-                results[" ".join(point)] = {"figure": figure, "x": point[1], "rows": found}
+                beside = {row.name: row.beside for row in rows_at(policy, point)[1]}
+                results[" ".join(point)] = {"figure": figure, "x": point[1], "rows": found, "beside": beside}
             if args.record is not None:
                 config = {"simulated": True, "minutes": args.minutes, "seeds": args.seeds}
                 write_record(args.record, name="ablate", case=policy, config=config, seed=0, results=results)

@@ -63,6 +63,8 @@ def _of(record: str, *arguments: str, case: str = "", minutes: float) -> Measure
 
 PEERS = ("benchmarks.peers", "--peer", "vllm=PEERS/vllm", "--peer", "llama.cpp=PEERS/llama.cpp")
 VLLM = PEERS[:3]
+ABLATED = {"omniserve": 20, "omniserve-paper": 8, "neo": 8, "apex": 8, "conserve": 6, "bros": 6}
+"""Policies whose mechanisms ``benchmarks.ablate`` switches off, and about how many minutes that takes."""
 MEASUREMENTS: tuple[Measurement, ...] = (
     Measurement(
         record="peers", case="bf16", minutes=51, needs="vLLM and llama.cpp", kinds=("AMX", "AVX2"), command=PEERS
@@ -101,6 +103,12 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     _of("simulator_validation", "--place", "prefill", "--loads", "half", "--seconds", "13", case="prefill", minutes=6),
     _of("simulator_validation", "--place", "ranks", "--schedulers", "sarathi", "omniserve", case="ranks", minutes=6),
     _of("simulator_served", "benchmarks/results/frontier.json", minutes=2),
+    *(
+        dataclasses.replace(
+            _of("ablate", policy, "--minutes", "2", case=policy, minutes=minutes), parts=SIMULATED, is_simulated=True
+        )
+        for policy, minutes in ABLATED.items()
+    ),
     dataclasses.replace(_of("gpu_forecast", minutes=1), parts=("omniserve/simulate/",), is_simulated=True),
 )  # fmt: skip
 

@@ -6,7 +6,7 @@ Each takes a row of a record as ``benchmarks/pages.py`` gives it to templates.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.common.terminal import table_of
@@ -129,10 +129,45 @@ def attention_shares(row: Any) -> dict[str, dict[str, float]]:
     }
 
 
+def ablations(row: Any) -> str:
+    """Return a policy's ablation as a table: a line for each mechanism, a column for each point of a figure.
+
+    A cell has the LS requests that met their objectives with the mechanism and without it, and the ratio of the BE
+    tokens without it to those with it (median; smallest to largest of the seeds). Without LS requests: that ratio.
+    """
+    lines: dict[str, dict[str, str]] = {}
+    for found in row.results.values():
+        title = f"{found['figure'].partition(':')[0]}, {found['x']}"
+        for name, seeds in found["rows"].items():
+            with_it = found["rows"][found["beside"][name]]
+            line = lines.setdefault(name, {"without": f"*{name}*" if seeds is with_it else name})
+            line[title] = _whole_cell(seeds) if seeds is with_it else _without_cell(seeds, with_it)
+    return table_of(list(lines.values()))
+
+
+def _whole_cell(seeds: Sequence[Mapping[str, Any]]) -> str:
+    attained = _attained(seeds)
+    tokens = f"{statistics.median(one['be_tokens_per_s'] for one in seeds):,.0f} BE tokens/s"
+    return tokens if attained is None else f"LS {attained} %, {tokens}"
+
+
+def _without_cell(seeds: Sequence[Mapping[str, Any]], with_it: Sequence[Mapping[str, Any]]) -> str:
+    ratios = [one["be_tokens_per_s"] / other["be_tokens_per_s"] for one, other in zip(seeds, with_it, strict=True)]
+    lowest, middle, highest = (f"{find(ratios):.2f}" for find in (min, statistics.median, max))
+    text = f"BE {middle}" + ("" if lowest == highest else f" ({lowest} to {highest})")
+    before, after = _attained(with_it), _attained(seeds)
+    return text if before is None else f"LS {before} to {after} %, {text}"
+
+
+def _attained(seeds: Sequence[Mapping[str, Any]]) -> str | None:
+    values = [one["attainment"] for one in seeds if one["attainment"] is not None]
+    return f"{100 * statistics.median(values):.1f}" if values else None
+
+
 FIGURES_AND_TABLES: Mapping[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         peer, peer_rounds, peer_floor, gain, policies, by_figure, by_trial, by_rows, figures_of, accuracy,
-        attention_shares,
+        attention_shares, ablations,
     )
 }  # fmt: skip
