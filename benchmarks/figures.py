@@ -24,9 +24,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.common.record import environment, read_rows, write_record
+from benchmarks.common.record import read_rows, write_record
 from benchmarks.common.terminal import argument_parser, table_of
-from benchmarks.measurements import RESULTS
+from benchmarks.measurements import RESULTS, state_of
 from benchmarks.paper.figures import FIGURES, PaperFigure
 from benchmarks.reproduction import EXPERIMENTS, Unit, units_of
 from omniserve.simulate.report import require_matplotlib
@@ -74,9 +74,9 @@ def done_before(record: Path | None, name: str, config: Mapping[str, Any]) -> li
     """Return the points of an earlier run that was stopped: of the same code, with the same settings."""
     if record is None or not record.exists():
         return []
-    sources = environment()["sources"]
     for row in read_rows(record):
-        if row["case"] == name and row["config"] == config and row["environment"]["sources"] == sources:
+        change = state_of("figures", row).change
+        if row["case"] == name and row["config"] == config and change.lines and not change.changed_lines:
             points: list[Point] = row["results"]["points"]
             return points
     return []

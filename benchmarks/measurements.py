@@ -144,6 +144,15 @@ def measurement_of(record: str, case: str) -> Measurement:
     if record == "reproduction":  # simulated: the same on any machine
         command = ("benchmarks.reproduction", "--only", case)
         return Measurement(record=record, case=case, command=command, parts=SIMULATED, minutes=5, is_simulated=True)
+    if record == "figures":
+        return Measurement(
+            record=record,
+            case=case,
+            command=("benchmarks.figures", case),
+            parts=SIMULATED,
+            minutes=15,
+            is_simulated=True,
+        )
     for measurement in MEASUREMENTS:
         if (measurement.record, measurement.case) == (record, case):
             return measurement

@@ -28,12 +28,10 @@ from benchmarks.records import quoted
 def due(names: Sequence[str], kind: str, *, everything: bool) -> list[Measurement]:
     """Return what is to be measured on a CPU kind: quoted rows first, and of these short measurements first."""
     pages_of = quoted()
-    papers = RESULTS / "reproduction.json"
-    experiments = [
-        measurement_of("reproduction", row["case"]) for row in (read_rows(papers) if papers.exists() else [])
-    ]
+    paths = [RESULTS / f"{record}.json" for record in ("reproduction", "figures")]
+    simulated = [measurement_of(p.stem, row["case"]) for p in paths if p.exists() for row in read_rows(p)]
     found = []
-    for measurement in (*MEASUREMENTS, *experiments):
+    for measurement in (*MEASUREMENTS, *simulated):
         if kind not in measurement.kinds or (names and measurement.record not in names):
             continue
         path = RESULTS / f"{measurement.record}.json"
