@@ -95,6 +95,10 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     *_cases("prefixes", prefix_cache=3, prefix_flood=1, prefix_lookup=1, disk_prefixes=3),
     *_cases("machines", tensor_parallel=3, pipeline_parallel=3, network_hosts=6, prefill_apart=3),
     *_simulated("machines", scaling=5),
+    *(
+        dataclasses.replace(case, record="measured", command=("benchmarks.paper.measured", case.case))
+        for case in _cases("measured", modules=2, streams=1, piggyback_operators=1)
+    ),
     _of("simulator_validation", "--seconds", "8", case="process", minutes=6),
     _of(
         "simulator_validation", "--place", "host", "--loads", "residents", "--schedulers", "omniserve", "--seconds",
