@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser
-from benchmarks.paper import apex, bros, conserve
+from benchmarks.paper import apex, bros, conserve, whole_on_cpu
 from benchmarks.paper import omniserve as omniserve_paper
 from benchmarks.paper.cases import Case, DecodesAlone, Experiment, MachineSpec
 from benchmarks.paper.report import TokenGaps, figures_of, markdown
@@ -45,7 +45,7 @@ from omniserve.simulate.run import SimulationConfig, simulate
 from omniserve.simulate.runner import StepRecord
 
 EXPERIMENTS: dict[str, Experiment] = {
-    each.name: each for part in (omniserve_paper, apex, conserve, bros) for each in part.EXPERIMENTS
+    each.name: each for part in (omniserve_paper, whole_on_cpu, apex, conserve, bros) for each in part.EXPERIMENTS
 }
 """The experiments, in the order of the page. Rates are not the papers' axes, which their text does not print; they lie
 around what the text names."""

@@ -131,6 +131,7 @@ CELLS: dict[str, tuple[str, str]] = {
         "{admitted_ttft:share}; {attainment:share}; {rejected}/{ls_requests}; {ls_output_per_s:n0}",
     ),
     "offline": ("output tokens/s (with host attention)", "{be_output_per_s:n0} ({host_share:%0} % host)"),
+    "best-effort": ("BE tokens/s out, in", "{be_output_per_s:n1} out {be_prompt_per_s:n0} in"),
     "per-token": (
         "mean latency per output token, ms (output with host attention)",
         "{be_normalized_s:ms} ({host_share:%0} % host)",
