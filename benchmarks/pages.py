@@ -33,6 +33,7 @@ from benchmarks.common.sources import ROOT
 from benchmarks.common.terminal import argument_parser
 from benchmarks.measurements import RESULTS, state_of
 from benchmarks.page_figures import FIGURES_AND_TABLES
+from benchmarks.paper.figures import FIGURES
 from benchmarks.paper.report import Findings, names_of, number, span
 
 TEMPLATES = ROOT / "docs" / "pages"
@@ -104,6 +105,18 @@ class Page:
         found = path.exists() and any(row["case"] == case for row in read_rows(path))
         return [self.row(record, case)] if found else []
 
+    def plots(self) -> str:
+        """Return the papers' figures that were drawn from their record, each with its source."""
+        parts = []
+        for name, figure in FIGURES.items():
+            picture = RESULTS / "figures" / f"{name}.png"
+            if picture.exists():
+                row = self.row("figures", name)
+                place = os.path.relpath(picture, self.path.parent)
+                runs = f"{row.config['seeds']} seeds of {row.config['minutes']:g} minutes"
+                parts.append(f"![{figure.title}]({place})\n\n({row.source}, {runs})")
+        return "\n\n".join(parts)
+
     def _findings(self) -> Findings:
         """Return the experiments of the papers' reproduction; all must be on the page."""
         rows = {row.case: row for row in self._rows_of("reproduction")}
@@ -121,7 +134,7 @@ class Page:
         source = self.template.read_text()
         if self.template.name != PAPERS:  # which also quotes the papers' own figures
             check_literals(source, str(self.template.relative_to(ROOT)))
-        names: dict[str, Any] = {"row": self.row, "kinds": self.kinds, "newest": self.newest}
+        names: dict[str, Any] = {"row": self.row, "kinds": self.kinds, "newest": self.newest, "plots": self.plots}
         try:
             if self.template.name == PAPERS:
                 names |= names_of(self._findings())

@@ -7,6 +7,7 @@ none can be left over from an older record; one that the record lacks is an erro
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from string import Formatter
@@ -242,10 +243,41 @@ def verdict(*conditions: bool) -> str:
     return "holds" if all(conditions) else "in part" if any(conditions) else "**does not hold**"
 
 
+_GROUPS = {
+    "Does not hold": "**does not hold**", "Holds in part": "in part", "Holds": "holds",
+    "Controls, and what cannot be told": "",
+}  # fmt: skip
+"""Heading -> the verdict of its claims; the last has all others."""
+
+
+def negatives_first(text: str) -> str:
+    """Return a table of claims as one for each verdict, what does not hold first.
+
+    The last cell of a line is its verdict. A claim that begins with dots goes on from the last one that does not, and
+    is given that one's words up to its first colon or bracket.
+    """
+    head, rule, *lines = [line for line in text.splitlines() if line.strip()]
+    groups: dict[str, list[str]] = {heading: [] for heading in _GROUPS}
+    before = ""
+    for line in lines:
+        claim, *cells, found = [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
+        if claim.startswith("..."):
+            claim = f"{before} {claim}"
+        else:
+            before = re.split(r"[:(]", claim)[0].strip()
+        heading = next((name for name, word in _GROUPS.items() if word and word == found), list(_GROUPS)[-1])
+        groups[heading].append(f"| {' | '.join([claim, *cells, found])} |")
+    return "\n\n".join(
+        "\n".join([f"### {heading} ({len(found)})", "", head, rule, *found])
+        for heading, found in groups.items()
+        if found
+    )
+
+
 def names_of(findings: Findings) -> dict[str, Any]:
     """Return what the page's template may ask."""
     return {
         "table": findings.table, "v": findings.value, "ratio": findings.ratio, "values": findings.values,
-        "ratios": findings.ratios, "gains": findings.gains, "verdict": verdict,
+        "ratios": findings.ratios, "gains": findings.gains, "verdict": verdict, "negatives_first": negatives_first,
         "cells": {name: says for name, (says, _) in CELLS.items()},
     }  # fmt: skip
