@@ -76,10 +76,10 @@ _CO_SERVING = (
 )
 _SHORT_MEMORY = ("omniserve-15-memory", "1 hosts")
 _HEAVY = ("omniserve-10-15-yi", "6")
-_PAIR = ("omniserve-pair", "1.5")
+_OVERLOAD = ("bros-10-13b", "9")
 ABLATIONS: dict[str, Ablation] = {
     "omniserve": Ablation(
-        points=(_HEAVY, _SHORT_MEMORY, _PAIR), more={"admission": True}, mechanisms=(
+        points=(_HEAVY, _SHORT_MEMORY, _OVERLOAD), more={"admission": True}, mechanisms=(
             *_CO_SERVING,
             Mechanism(name="decodes lend their lead", off={"slack": "step"}),
             Mechanism(name="decodes before prompts", off={"be_order": "prefill"}),
@@ -90,7 +90,7 @@ ABLATIONS: dict[str, Ablation] = {
         ),
     ),
     "omniserve-paper": Ablation(
-        points=(_HEAVY, _SHORT_MEMORY, _PAIR), more={"admission": True}, mechanisms=(
+        points=(_HEAVY, _SHORT_MEMORY, _OVERLOAD), more={"admission": True}, mechanisms=(
             Mechanism(name="late joins", off={"late_joins": False}),
             Mechanism(name="admission", off={"admission": False}),
             Mechanism(name="host tier", off={"kv": "paged"}),
@@ -98,7 +98,7 @@ ABLATIONS: dict[str, Ablation] = {
         ),
     ),
     "neo": Ablation(
-        points=(_SHORT_MEMORY, _PAIR), system="omniserve", mechanisms=(
+        points=(_SHORT_MEMORY, _OVERLOAD), system="omniserve", mechanisms=(
             *_CO_SERVING, Mechanism(name="partial progress first", off={"partial_progress_first": False}),
         ),
     ),
@@ -284,9 +284,9 @@ def on_simulator(args: argparse.Namespace) -> int:
                 print(f"\n{policy}, {figure}, {point[1]}:\n{table_of(lines_of(policy, point, found))}", flush=True)
                 beside = {row.name: row.beside for row in rows_at(policy, point)[1]}
                 results[" ".join(point)] = {"figure": figure, "x": point[1], "rows": found, "beside": beside}
-            if args.record is not None:
-                config = {"simulated": True, "minutes": args.minutes, "seeds": args.seeds}
-                write_record(args.record, name="ablate", case=policy, config=config, seed=0, results=results)
+                if args.record is not None:
+                    config = {"simulated": True, "minutes": args.minutes, "seeds": args.seeds}
+                    write_record(args.record, name="ablate", case=policy, config=config, seed=0, results=results)
     return 0
 
 
