@@ -15,6 +15,9 @@ The rows of a task go and come as one: a seat for each row, one event. Their k a
 attends up to its own position. A later ``begin_token`` at a lower position takes tokens back. A row's result is that of
 a task of its own, to the bit, but for AMX's tiles and where a cut into pieces has another length for it.
 
+The paper has both queues in GPU memory, which a CPU process reaches by CUDA IPC (4). Here the threads are of the
+engine's own process and read page-locked memory, so they need no such process.
+
 A tier ends in one order: the device is drained, threads stop, memory goes; what may still be in use is kept.
 
 Paper: omniserve 3.2.3, 3.2.4 and 4. Legend: L layers, B blocks, K KV heads, S block size, H head size, N query heads,

@@ -2,7 +2,7 @@
 
 The local pool comes first, then the host with most memory and speed left.
 
-Paper: omniserve 4 (distributed CPU attention).
+Paper: omniserve 4 (distributed CPU attention), which deals requests out evenly, whatever a host's memory and speed.
 """
 
 from __future__ import annotations

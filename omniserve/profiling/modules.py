@@ -1,4 +1,8 @@
-"""Dense halves, head and device attention: Algorithm 1 over rows, grids over loads. Paper: omniserve 3.3.1."""
+"""Dense halves, head and device attention: Algorithm 1 over rows, grids over loads.
+
+Paper: omniserve 3.3.1, which models each dense module by itself. Here the two halves of a layer are one curve, and the
+head is another; powers of two are measured beside the points that Algorithm 1 asks for.
+"""
 
 from __future__ import annotations
 

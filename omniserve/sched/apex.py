@@ -65,9 +65,9 @@ class APEXPolicy(CoServingPolicy):
 
     What differs from the paper: LS before BE, under the latency control of ``omniserve``; the paper has no limit on the
     wait of a small cohort; the first sub-batch has host rows only with ``hybrid_first_batch``. Prompts are computed
-    into device memory as a whole; where their KV went to the host layer by layer, they would need less of it
-    (simulated, that would bring up to 4 %: docs/reproduction.md). Without a latency model it overlaps always, unless
-    ``strategy`` is ``pipelined``.
+    into device memory as a whole; where their KV went to the host layer by layer, they would need less of it. BE
+    decodes come before BE prompts, unless ``be_order`` is ``prefill``, as in Algorithm 1. Without a latency model it
+    overlaps always, unless ``strategy`` is ``pipelined``.
     """
 
     options_type = APEXOptions

@@ -39,7 +39,9 @@ Departures of both: prompts are taken whole if they fit what the step's token bu
 never for time; so ``max_num_batched_tokens`` should be a chunk that fits into a TPOT. Section 5 is the KV manager
 ``bidirectional``; with another one LS requests take whole BE requests' memory (``Parking``). The order by swapped
 blocks (line 17) is that in which parked requests, or those that gave way and keep some KV, come back. While no LS
-request waits, the first BE request in line comes back ahead of its turn. B_curr does not exceed ``max_num_seqs``.
+request waits, the first BE request in line comes back ahead of its turn. If no block is left to take, the last request
+by class and arrival gives way, BE before LS; in the paper (5.2) the one with most time left does. It copies that one's
+KV to the CPU; here an LS request's KV is never copied there. B_curr does not exceed ``max_num_seqs``.
 The waiting queue is polled in its own order, by class and arrival, which is that of the deadlines if their TTFT is
 the same. Without a latency model there is no time bound: LS by residual time, then BE."""
 

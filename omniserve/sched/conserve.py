@@ -18,7 +18,8 @@ Departures of both: the paper has one TBT objective, here it is the shortest TPO
 a latency model no step is bounded, and BE requests fill the token budget as in ``sarathi``. Evicting and prefetching is
 by request with ``tiered`` and by block with ``incremental``, not by token: a request runs only with all of its KV on
 the device. No thread watches for arrivals (Algorithm 1): the step asks for them at its safepoints. What a request has
-waited counts against its TTFT, too; Algorithm 1 leaves that out.
+waited counts against its TTFT, too; Algorithm 1 leaves that out. Of several requests that come during one step each is
+judged without the others, which Q_on has in the paper.
 """
 
 from __future__ import annotations

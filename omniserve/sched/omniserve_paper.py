@@ -52,7 +52,8 @@ class OmniServePaperPolicy(CoServingPolicy):
     scaled it for requests, so that BE work then runs in steps without LS work alone. The TTFT of an LS prompt bounds BE
     decodes and host rows, too; in the paper it bounds BE prompts alone. Where both tiers are one CPU, no decode is
     offloaded for time: the host tier would take the cores that the step lacks. A request moves back as with
-    ``omniserve`` (3.2.4 gives no numbers).
+    ``omniserve`` (3.2.4 gives no numbers). BE requests leave LS ones a share of the memory (``ls_reserve_fraction``),
+    and predictions follow what steps take (``correct_model``); the paper has neither.
     """
 
     options_type = PaperOptions

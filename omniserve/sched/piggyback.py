@@ -101,7 +101,11 @@ def put_rows(cost: StepCost, rows: HostRows, limits: SchedulerLimits, max_rows: 
 
 
 class GreedySeats:
-    """Chooses as many rows as the bound lets in, in seats for the fullest layer (omniserve 3.3.6; a ``SeatChoice``)."""
+    """Chooses as many rows as the bound lets in, in seats for the fullest layer (omniserve 3.3.6; a ``SeatChoice``).
+
+    Seats are a power of two, at most ``max_seats``: the paper does not bound the rows of a layer, but here steps have
+    fixed shapes.
+    """
 
     def __init__(self, *, max_seats: int, max_rows: int) -> None:
         self._max_seats, self._max_rows = max_seats, max_rows

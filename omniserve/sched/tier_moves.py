@@ -1,6 +1,7 @@
 """TierMoves: moves BE requests to the host tier, to decode there, and back.
 
-Paper: omniserve 3.3.5 (offload), 3.2.4 (delayed swap-in).
+Paper: omniserve 3.3.5 (offload), 3.2.4 (delayed swap-in). It does not say what an LS prompt does while its memory is
+on the way out: here it waits ``LS_PATIENCE_S``, then KV of BE requests is dropped and computed again.
 """
 
 from __future__ import annotations

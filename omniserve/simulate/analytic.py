@@ -29,14 +29,14 @@ HOST_SHARE = 0.7
 omniserve's Table 1 (ten requests of 1,000 tokens)."""
 _DRAFT_SHARE = 0.2
 """Time of a key that a draft sees, as a share of a token's key, for each query head that shares the KV head, at most
-all of it: measured in bf16, heads of 128, with AVX2 (benchmarks/results/host_rows.json); 0.6 of that with AMX, half
+all of it: measured in bf16, heads of 128, with AVX2 (``host_rows`` of benchmarks.features); 0.6 of that with AMX, half
 with heads of 64."""
 _THREAD_TASK_S = 15e-6  # of a host's thread for a task, besides those of its bytes
 _HOST_LATENCY_S = 100e-6  # from a step's end to a thread and back
 _NETWORK_LATENCY_S = 100e-6  # the same for a remote host, besides
 _HAND_OVER_S = 200e-6
 """Seconds to hand a step from one stage to the next, besides its rows' bytes: the plan told, a send and a receive. Not
-fitted: less than the 0.3 to 0.6 ms on two cores (benchmarks/results/pipeline_parallel.json)."""
+fitted: less than the 0.3 to 0.6 ms on two cores (``pipeline_parallel`` of benchmarks.machines)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

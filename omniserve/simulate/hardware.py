@@ -87,8 +87,8 @@ HOSTS = {
         HostSpec(name="EPYC-9654", cores=96, bytes_per_s=460.8 * GB, memory_bytes=768 * GB),
     )
 }
-"""Hosts by name, lower case. The 6342 (one socket: omniserve 5.1.1; two: apex) and 6130 (apex) have the papers'
-memory."""
+"""Hosts by name, lower case. The 6342 of one socket (omniserve 5.1.1) and the 6130 (apex, table 1) have the papers'
+memory; the 6342 of two sockets has twice the 250 GB of apex's table 1, of which its loads need a part."""
 
 _SHORT = {"a100": "a100-80gb", "h100": "h100-80gb", "h200": "h200-141gb", "v100": "v100-32gb"}
 
