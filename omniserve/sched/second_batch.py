@@ -30,7 +30,7 @@ class SecondBatch:
     """
 
     def __init__(
-        self, view: RequestView, *, kinds: Container[ServiceClass] = ServiceClass, most: int | None = None
+        self, view: RequestView, *, kinds: Container[ServiceClass] = tuple(ServiceClass), most: int | None = None
     ) -> None:
         self._view, self._host, self._kinds = view, view.host, kinds
         self._most = most if most is not None else view.limits.config.max_piggyback_seats

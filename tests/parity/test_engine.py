@@ -239,8 +239,8 @@ def test_ls_requests_that_decode_on_the_host_tier(family: str, device: str) -> N
         pairwise(host=HOST_FAULTS, kv=("tiered", "incremental", "bidirectional"), async_steps=BOTH, drafts=BOTH)
     )
     run_histories(
-        model, reference, range(560, 561), reach=("ls_host_tokens", "hybrid_rows", "preemptions", "failures"), rows=rows,
-        scheduler="neo-paper", host_kv_bytes=1 << 20, max_host_requests=16,
+        model, reference, range(560, 561), reach=("ls_host_tokens", "hybrid_rows", "preemptions", "failures"),
+        scheduler="neo-paper", rows=rows, host_kv_bytes=1 << 20, max_host_requests=16,
     )  # fmt: skip
 
 
