@@ -93,22 +93,22 @@ def _bursty(machine: MachineSpec, high: float) -> Experiment:
     )  # fmt: skip
 
 
-def _with_neo_of_the_paper(*figures: tuple[str, Sequence[Experiment]]) -> Experiment:
-    """Return the points of figures with NEO as the paper has it, which decodes LS requests on the CPUs, too (5.1.3 B).
+def _neo_of_the_paper(figure: str, experiments: Sequence[Experiment]) -> Experiment:
+    """Return the points of a figure with NEO as the paper has it, which decodes LS requests on the CPUs, too (5.1.3 B).
 
-    The other systems are in the figures' own experiments, with the same loads and seeds.
+    The other systems are in the figure's own experiments, with the same loads and seeds.
     """
     cases = [
-        replace(case, x=f"{figure}, {experiment.name.rpartition('-')[2]}, {case.x}", system="neo-paper")
-        for figure, experiments in figures
+        replace(case, x=f"{experiment.name.rpartition('-')[2]}, {case.x}", system="neo-paper")
         for experiment in experiments
         for case in experiment.cases
         if case.system == "neo"
     ]
     return Experiment(
-        name="omniserve-neo", figure="OmniServe Fig. 10 to 14: NEO with the attention of LS requests on the CPUs",
+        name=f"omniserve-{figure}-neo", cell="co-serving", cases=tuple(cases),
+        figure=f"OmniServe Fig. {figure}: NEO with the attention of LS requests on the CPUs",
         says="struggles to achieve high SLO rates, worse given more CPUs (5.2.1); OmniServe up to 1.13 times (Fig. 14)",
-        x_name="figure, model, LS/s or TPOT or interval", cell="co-serving", cases=tuple(cases),
+        x_name=f"model, {experiments[0].x_name}",
     )  # fmt: skip
 
 
@@ -321,7 +321,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     ),
     *_FIG_13,
     *_FIG_14,
-    _with_neo_of_the_paper(("10", _FIG_10), ("11", _FIG_11), ("12", _FIG_12), ("13", _FIG_13), ("14", _FIG_14)),
+    _neo_of_the_paper("10", _FIG_10),
+    _neo_of_the_paper("11", _FIG_11),
+    _neo_of_the_paper("12", _FIG_12),
+    _neo_of_the_paper("13", _FIG_13),
+    _neo_of_the_paper("14", _FIG_14),
     _more_cpus(YI, 4.0),
     _more_cpus(LLAMA, 3.0),
     Experiment(
