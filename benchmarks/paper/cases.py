@@ -13,7 +13,7 @@ FIXED_BUDGET = 512
 """Tokens of a step of the systems that bound no step's time: what keeps Yi-34B within its TPOT."""
 MOST_TOKENS = 2048
 """Tokens of a step of the systems that bound a step's time: the bound decides."""
-BOUNDED = ("omniserve", "omniserve-paper", "neo", "apex", "conserve")
+BOUNDED = ("omniserve", "omniserve-paper", "neo", "neo-paper", "apex", "conserve")
 PAPER_ORDER = "paper's order"
 """Variant that prefills best-effort prompts before it decodes (omniserve 3.3.2; apex, Algorithm 1)."""
 

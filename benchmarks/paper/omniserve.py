@@ -93,6 +93,25 @@ def _bursty(machine: MachineSpec, high: float) -> Experiment:
     )  # fmt: skip
 
 
+def _neo_of_the_paper(figure: str, experiments: Sequence[Experiment]) -> Experiment:
+    """Return the points of a figure with NEO as the paper has it, which decodes LS requests on the CPUs, too (5.1.3 B).
+
+    The other systems are in the figure's own experiments, with the same loads and seeds.
+    """
+    cases = [
+        replace(case, x=f"{experiment.name.rpartition('-')[2]}, {case.x}", system="neo-paper")
+        for experiment in experiments
+        for case in experiment.cases
+        if case.system == "neo"
+    ]
+    return Experiment(
+        name=f"omniserve-{figure}-neo", cell="co-serving", cases=tuple(cases),
+        figure=f"OmniServe Fig. {figure}: NEO with the attention of LS requests on the CPUs",
+        says="struggles to achieve high SLO rates, worse given more CPUs (5.2.1); OmniServe up to 1.13 times (Fig. 14)",
+        x_name=f"model, {experiments[0].x_name}",
+    )  # fmt: skip
+
+
 def _more_cpus(machine: MachineSpec, rate: float) -> Experiment:
     loads = [
         _case(machine, f"{hosts}xXeon-6342", f"{hosts} hosts", "omniserve", LoadSpec(ls_rate=rate, be_rate=BE_RATE))
@@ -233,6 +252,18 @@ def _pair(name: str, rates: Sequence[float], times: int) -> Experiment:
     )  # fmt: skip
 
 
+_FIG_10 = _co_serving(
+    "Fig. 10, 15", "10-15", "1G4C", "longbench",
+    "SLO within 0.6 points of Sarathi; BE decode throughput 1.2 times the baselines under light LS load, 9.85 times "
+    "under heavy load",
+)  # fmt: skip
+_FIG_11 = _co_serving(
+    "Fig. 11, 16", "11-16", "1G", "longbench", "SLO within 0.6 points of Sarathi; BE up to 3.47 times"
+)
+_FIG_12 = _co_serving("Fig. 12", "12", "1G", "dailymail", "SLO attainment up to 1.42 times the baselines")
+_FIG_13 = (_slo_scales(YI, 4.0, (0.15, 0.2)), _slo_scales(LLAMA, 3.0, (0.15, 0.2)))
+_FIG_14 = (_bursty(YI, 8.0), _bursty(LLAMA, 5.0))
+
 EXPERIMENTS: tuple[Experiment, ...] = (
     _stock(),
     _changed_stock(),
@@ -241,8 +272,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     _decode_instance(),
     _pair("omniserve-pair", (1.0, 1.5, 2.0), times=4),
     _pair("omniserve-pair-long", (2.0,), times=10),
-    *_co_serving("Fig. 10, 15", "10-15", "1G4C", "longbench", "SLO within 0.6 points of Sarathi; BE decode throughput "
-                 "1.2 times the baselines under light LS load, 9.85 times under heavy load"),
+    *_FIG_10,
     Experiment(
         name="omniserve-15-network", figure="OmniServe Fig. 15: yi-34b-200k, 1G4C over 10 Gb/s, longbench",
         says="the advantage persists", x_name="LS/s", cell="co-serving",
@@ -252,8 +282,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             for rate in (2.0, 6.0) for system in ("omniserve", "neo")
         ),
     ),
-    *_co_serving("Fig. 11, 16", "11-16", "1G", "longbench", "SLO within 0.6 points of Sarathi; BE up to 3.47 times"),
-    *_co_serving("Fig. 12", "12", "1G", "dailymail", "SLO attainment up to 1.42 times the baselines"),
+    *_FIG_11,
+    *_FIG_12,
     *_co_serving("Fig. 17", "17", "1G4C", "dailymail", "BE up to 9.1 times the baselines"),
     Experiment(
         name="omniserve-15-long", figure="OmniServe Fig. 15: yi-34b-200k, 1G4C, longbench, five times as long",
@@ -289,10 +319,13 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             for hosts in (1, 5) for system in ("omniserve", "sarathi", "llumnix")
         ),
     ),
-    _slo_scales(YI, 4.0, (0.15, 0.2)),
-    _slo_scales(LLAMA, 3.0, (0.15, 0.2)),
-    _bursty(YI, 8.0),
-    _bursty(LLAMA, 5.0),
+    *_FIG_13,
+    *_FIG_14,
+    _neo_of_the_paper("10", _FIG_10),
+    _neo_of_the_paper("11", _FIG_11),
+    _neo_of_the_paper("12", _FIG_12),
+    _neo_of_the_paper("13", _FIG_13),
+    _neo_of_the_paper("14", _FIG_14),
     _more_cpus(YI, 4.0),
     _more_cpus(LLAMA, 3.0),
     Experiment(

@@ -33,7 +33,7 @@ class TokenGaps:
     def note(self, step: StepRecord) -> None:
         """Take note of a step."""
         decodes = (c for c in step.plan.chunks if c.samples and len(c.token_ids) == 1 and c.start > 0)
-        count = sum(chunk.request_id.startswith("LS-") for chunk in decodes)
+        count = sum(row.request_id.startswith("LS-") for row in (*decodes, *step.plan.pipelined))
         if count and step.start_s >= self._begin_s:
             self._steps.append((step.seconds, count))
 

@@ -42,6 +42,8 @@ class SchedulerStats:
     prompt_tokens: Mapping[str, int] = field(default_factory=dict)
     host_output_tokens: int = 0
     """Counter: output tokens whose attention was computed on the host tier."""
+    ls_host_output_tokens: int = 0
+    """Counter: those of them that are of LS requests, which few policies send there."""
     host_token_steps: int = 0
     """Counter: steps that such tokens took to pass all layers; over tokens and layers: the steps a layer, 1 at best."""
     preemptions: int = 0

@@ -186,16 +186,19 @@ class StepRows:
         features.sampled_rows += num_sampled
 
     def add_pipelined(self, rows: Sequence[tuple[int, int]], num_hybrid: int = 0) -> None:
-        """Add the second sub-batch, once: the position of each token, and the first layer that it has left.
+        """Add rows that wait for the host tier: the position of each token, and the first layer that it has left.
 
-        ``num_hybrid`` of them are in the first sub-batch.
+        ``num_hybrid`` of them are in the first sub-batch, the others in the second.
         """
         if not rows:
             return
         features, shape = self.features, self.shape
-        features.pipelined_rows, features.hybrid_rows = len(rows), num_hybrid
-        features.pipelined_load = sum(shape.keys_seen(position, 1) for position, _ in rows)
-        features.pipelined_layers = sum(shape.num_layers - layer for _, layer in rows) / len(rows)
+        num_layers = features.pipelined_layers * features.pipelined_rows
+        features.pipelined_rows += len(rows)
+        features.hybrid_rows += num_hybrid
+        features.pipelined_load += sum(shape.keys_seen(position, 1) for position, _ in rows)
+        num_layers += sum(shape.num_layers - layer for _, layer in rows)
+        features.pipelined_layers = num_layers / features.pipelined_rows
         features.sampled_rows += len(rows)
         features.host_works = True
 

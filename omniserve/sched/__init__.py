@@ -17,6 +17,7 @@ _POLICIES = {
     "fcfs": "baselines:FCFSPolicy",
     "llumnix": "baselines:LlumnixPolicy",
     "neo": "neo:NEOPolicy",
+    "neo-paper": "neo_paper:NEOPaperPolicy",
     "non-preemptive": "baselines:NonPreemptivePolicy",
     "omniserve": "omniserve:OmniServePolicy",
     "omniserve-paper": "omniserve_paper:OmniServePaperPolicy",

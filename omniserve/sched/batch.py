@@ -54,6 +54,11 @@ class Batch:
     def chunks(self) -> tuple[DeviceChunk, ...]:
         return tuple(self._chunks.values())
 
+    @property
+    def is_empty(self) -> bool:
+        """The step has no rows so far: none on the device, and none of the host tier in its cost."""
+        return not self._chunks and (self.cost is None or self.cost.features.is_empty)
+
     def samples(self, state: RequestState) -> bool:
         """Return whether a request gets a new token from this step."""
         chunk = self._chunks.get(state.request_id)

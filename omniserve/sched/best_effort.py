@@ -187,7 +187,7 @@ class BestEffortWork:
 
 
 def _min_tokens(batch: Batch) -> int:
-    return 0 if batch.chunks else MIN_BE_CHUNK
+    return MIN_BE_CHUNK if batch.is_empty else 0
 
 
 def _num_within(batch: Batch, decodes: Sequence[RequestState], bound_s: float) -> int:
@@ -204,4 +204,4 @@ def _num_within(batch: Batch, decodes: Sequence[RequestState], bound_s: float) -
         return cost.seconds_after(lambda step: step.add_decodes(count, contexts[last], keys[last], samples=count))
 
     within = largest(seconds, most, bound_s)
-    return max(within, 0 if batch.chunks else 1)
+    return max(within, 1 if batch.is_empty else 0)

@@ -295,7 +295,12 @@ class CoServingPolicy(Policy):
 
     def schedule(self, now_s: float) -> StepPlan:
         cost = self.forecast.step(host_works=self.host.is_busy) if self.forecast is not None else None
-        return self.step.plan(self.new_batch(now_s, cost=cost), self.begin_s(now_s))
+        batch = self.new_batch(now_s, cost=cost)
+        self.begin(batch)
+        return self.step.plan(batch, self.begin_s(now_s))
+
+    def begin(self, batch: Batch) -> None:
+        """Put what comes before all else into the empty batch of a step."""
 
     def on_arrival(self, state: RequestState, now_s: float) -> float | None:
         if state.kind is BE:

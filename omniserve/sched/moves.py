@@ -14,7 +14,7 @@ from omniserve.sched.prefixes_on_host import PrefixesOnHost
 from omniserve.sched.residents import HostResidents
 from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.sources.kept import KeptKV
-from omniserve.sched.state import Phase, RequestQueue, RequestState
+from omniserve.sched.state import LS, Phase, RequestQueue, RequestState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +33,8 @@ class MoveContext:
     """Fields of ``SchedulerStats`` that are not by class."""
     offloads: bool
     """Requests may move between the tiers."""
+    offloads_ls: bool
+    """LS requests may, too."""
     keep_checkpoint: bool
     """A request that comes to the device keeps its full host blocks as its checkpoint."""
     wait: Callable[[RequestState], None]
@@ -73,6 +75,7 @@ class RequestMoves:
         assert state.decodes and state.away is None, f"{state.request_id} is not at a token boundary"
         to, to_host = self._to, direction is MoveDirection.TO_HOST
         assert to.offloads, "the policy moves requests between the tiers: set its offloads to True"
+        assert to.offloads_ls or state.kind is not LS, "the policy moves LS requests: set its offloads_ls to True"
         if self._mover is None or (to_host and not (to.residents.is_up and to.residents.slots.num_free)):
             return None
         move = self._mover.start(

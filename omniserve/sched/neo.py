@@ -21,7 +21,8 @@ class NEOPolicy(CoServingPolicy):
     them brings more. Without a latency model all of them join, up to ``max_piggyback_seats``.
 
     What differs from NEO: LS requests stay on the device (NEO knows no classes, and sends their attention to the CPU
-    too, which only slows them down); the first sub-batch has no host rows; prompts are computed into device memory.
+    too, which only slows them down: see ``neo-paper``); the first sub-batch has no host rows; prompts are computed into
+    device memory.
     """
 
     options_type = PipeliningOptions

@@ -71,11 +71,13 @@ class OmniServePaperPolicy(CoServingPolicy):
 class ServiceTPOT:
     """Bounds every step by the shortest TPOT of the service, whether an LS request decodes in it or not (3.3.4).
 
-    A ``StepBounds``. The TPOTs are those of the LS classes, and of the LS requests that have not ended.
+    A ``StepBounds``. The TPOTs are those of the LS classes, and of the LS requests that have not ended, each less the
+    share ``headroom``.
     """
 
-    def __init__(self, view: RequestView) -> None:
+    def __init__(self, view: RequestView, headroom: float = 0.0) -> None:
         self._view, self._of_classes = view, TimeBound()
+        self._share = 1 - headroom
         for spec in view.limits.config.classes:
             if spec.kind is LS and spec.slo.tpot_s is not None:
                 self._of_classes = self._of_classes.or_tighter(spec.slo.tpot_s, f"tpot of class {spec.name}")
@@ -86,6 +88,7 @@ class ServiceTPOT:
         for state in self._view.states.values():
             if state.kind is LS and state.slo.tpot_s is not None:
                 s_d = s_d.or_tighter(state.slo.tpot_s, f"tpot of {state.request_id}")
+        s_d = TimeBound(self._share * s_d.seconds, s_d.by)
         return s_d, s_d
 
 
@@ -103,14 +106,9 @@ class PaperControl:
 
     def on_arrival(self, state: RequestState, now_s: float, begin_s: float) -> float:
         """Predict the time to first token of an LS request by one step with all LS work (3.3.3)."""
-        everything, alone, at_best = self._forecast.step(), self._forecast.step(), self._forecast.step(at_best=True)
+        everything, alone, at_best = self.all_ls_work(), self._forecast.step(), self._forecast.step(at_best=True)
         for step in (alone, at_best):
-            _add_prompt(step, 0, state.num_prompt_tokens)
-        for other in (*self._view.device[LS], *self._view.waiting[LS]):
-            if other.decodes:
-                everything.add_chunk(other.num_computed_tokens, 1, samples=True)
-            else:
-                _add_prompt(everything, other.num_computed_tokens, other.num_uncomputed_tokens)
+            add_prompt(step, 0, state.num_prompt_tokens)
         step_s = everything.seconds()
         prediction = TTFTPrediction(
             soonest_s=step_s,
@@ -125,6 +123,16 @@ class PaperControl:
         is_idle = self._view.is_only_ls(state)
         self._admission.judge(state, prediction, now_s=now_s, waited_s=waited_s, is_idle=is_idle)
         return waited_s + step_s
+
+    def all_ls_work(self) -> StepCost:
+        """Return one step with all LS decodes, and all that is left of LS prompts."""
+        step = self._forecast.step()
+        for state in (*self._view.device[LS], *self._view.waiting[LS]):
+            if state.decodes:
+                step.add_chunk(state.num_computed_tokens, 1, samples=True)
+            else:
+                add_prompt(step, state.num_computed_tokens, state.num_uncomputed_tokens)
+        return step
 
     def on_first_token(self, state: RequestState, now_s: float) -> None:
         """Learn from an LS request's first token."""
@@ -162,7 +170,7 @@ class PaperControl:
         return bound
 
 
-def _add_prompt(step: StepCost, start: int, count: int) -> None:
+def add_prompt(step: StepCost, start: int, count: int) -> None:
     """Add what is left of a prompt as 3.3.3 counts it: its rows in c_PA, and once more, as one decode, in c_DA and g.
 
     Its last row is that decode, so n grows by ``count``.

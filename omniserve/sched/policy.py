@@ -41,6 +41,9 @@ class Policy:
     """The class of the policy's options."""
     offloads: ClassVar[bool] = False
     """The policy moves requests to the host tier."""
+    offloads_ls: ClassVar[bool] = False
+    """LS requests may decode on the host tier, too. False: only BE requests move there, and no LS row leaves the
+    device."""
     awaits_host: ClassVar[bool] = False
     """Steps wait for the host tier, with a second sub-batch (``StepPlan.pipelined``)."""
     busy_until_s: float = -math.inf

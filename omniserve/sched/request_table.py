@@ -39,11 +39,18 @@ class RequestTable:
 
     A request is in exactly one of ``waiting[kind]``, ``loads``, ``device[kind]``, ``residents.queue`` and ``moves``,
     by its phase, or in none of them and ENDING. WAITING, LOADING and ENDING requests have no block table. HOST requests
-    hold a slot, and so do MOVING ones that come from the host tier or go there; with ``offloads``, requests may.
+    hold a slot, and so do MOVING ones that come from the host tier or go there; with ``offloads``, BE requests may, and
+    with ``offloads_ls`` LS ones, too.
     """
 
     def __init__(
-        self, *, limits: SchedulerLimits, kv: KVManager, offloads: bool, settings: FeatureSettings = PLAIN_SETTINGS
+        self,
+        *,
+        limits: SchedulerLimits,
+        kv: KVManager,
+        offloads: bool,
+        offloads_ls: bool = False,
+        settings: FeatureSettings = PLAIN_SETTINGS,
     ) -> None:
         self.limits, self.kv = limits, kv
         self.states: dict[str, RequestState] = {}
@@ -76,7 +83,7 @@ class RequestTable:
         self.loads = KVLoads(kinds, kv, self.prefixes_on_host, self.side_work, limits, self.waiting)
         num_copied = limits.checkpoint_blocks if (can_keep or offloads) and limits.num_host_slots else 0
         self.checkpoints = Checkpoints(kv, self.side_work, max_blocks_per_step=num_copied)
-        self.moves = RequestMoves(self._move_context(offloads=offloads))
+        self.moves = RequestMoves(self._move_context(offloads=offloads, offloads_ls=offloads_ls))
         self.memory = MemoryRules(
             limits,
             kv,
@@ -89,7 +96,7 @@ class RequestTable:
         )
         """How much memory requests may take."""
 
-    def _move_context(self, *, offloads: bool) -> MoveContext:
+    def _move_context(self, *, offloads: bool, offloads_ls: bool) -> MoveContext:
         return MoveContext(
             kv=self.kv,
             prefixes=self.prefixes_on_host,
@@ -101,6 +108,7 @@ class RequestTable:
             device=self.device,
             counters=self.counters,
             offloads=offloads,
+            offloads_ls=offloads_ls,
             keep_checkpoint=self.checkpoints.are_made,
             wait=self._wait,
             on_host=self._on_host,

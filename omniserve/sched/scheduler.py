@@ -28,7 +28,7 @@ from omniserve.sched.host_booking import HostBooking
 from omniserve.sched.options import PolicyOptions, SchedulerLimits
 from omniserve.sched.policy import Policy, checked
 from omniserve.sched.request_table import RequestTable
-from omniserve.sched.state import Phase, RequestState
+from omniserve.sched.state import LS, Phase, RequestState
 from omniserve.sched.step_cost import Forecast
 from omniserve.sched.view import RequestView
 
@@ -66,7 +66,9 @@ class Scheduler:
     ) -> None:
         options = options or policy.options_type()
         settings = dataclasses.replace(settings, options=options)
-        self.requests = RequestTable(limits=limits, kv=kv, offloads=policy.offloads, settings=settings)
+        self.requests = RequestTable(
+            limits=limits, kv=kv, offloads=policy.offloads, offloads_ls=policy.offloads_ls, settings=settings
+        )
         self._host = HostBooking(self.requests.residents.tokens, self.requests.states, num_layers=limits.num_layers)
         self.policy = policy(RequestView(self.requests), partial(Batch, self.requests), options, forecast)
         self._limits = limits
@@ -288,6 +290,7 @@ class Scheduler:
         if not isinstance(told.row, DeviceChunk):
             state.num_host_tokens += num_new
             self.requests.counters["host_output_tokens"] += num_new
+            self.requests.counters["ls_host_output_tokens"] += num_new if state.kind is LS else 0
         if reason is not None:
             state.newest.drop_pending()  # of a later step in flight, or behind the end
             self.policy.on_end(state)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from omniserve.core.plan import Bound, PiggybackEntry, PiggybackJoin
+from omniserve.core.request import ServiceClass
 from omniserve.sched.batch import Batch
 from omniserve.sched.host_rows import HostRows
 from omniserve.sched.state import Phase, RequestState
@@ -21,10 +22,24 @@ _MOST_FOR_HOST_ROWS = 0.5
 
 
 class SecondBatch:
-    """Chooses host residents that run a token through its layers in one step, while the device waits for each."""
+    """Chooses host residents that run a token through its layers in one step, while the device waits for each.
 
-    def __init__(self, view: RequestView, *, furthest_first: bool = True) -> None:
-        self._view, self._host, self._furthest_first = view, view.host, furthest_first
+    Args:
+        furthest_first: The furthest through the layers come first, else the oldest.
+        kinds: Those of the residents that it looks at; others have a place among the ``most`` all the same.
+        most: Most rows of the sub-batch; None: ``max_piggyback_seats``.
+    """
+
+    def __init__(
+        self,
+        view: RequestView,
+        *,
+        furthest_first: bool = True,
+        kinds: Container[ServiceClass] = tuple(ServiceClass),
+        most: int | None = None,
+    ) -> None:
+        self._view, self._host, self._furthest_first, self._kinds = view, view.host, furthest_first, kinds
+        self._most = most if most is not None else view.limits.config.max_piggyback_seats
         self.hybrid_share = 0.0
         """Share of the rows that are in the first sub-batch, as far as they begin a token (apex figure 2)."""
 
@@ -35,7 +50,7 @@ class SecondBatch:
         waiting = [s for s in self._host.queue if s.away is None or s.away.ready]
         if self._furthest_first:
             waiting.sort(key=lambda s: -s.away.layer if s.away is not None else 1)
-        return waiting[: self._view.limits.config.max_piggyback_seats]
+        return [state for state in waiting[: self._most] if state.kind in self._kinds]
 
     def reserve_s(self, batch: Batch, bound_s: float) -> float:
         """Return the seconds of a step within a bound that device work leaves for the candidates."""

@@ -287,6 +287,7 @@ class _EngineCollector(Collector):
             ("accepted_drafts", "Output tokens that were guessed right", sched.accepted_drafts),
             ("rejected_drafts", "Guessed tokens that were computed and are not in an output", sched.rejected_drafts),
             ("host_output_tokens", "Output tokens whose attention the host tier computed", sched.host_output_tokens),
+            ("ls_host_output_tokens", "Tokens of latency-sensitive requests among these", sched.ls_host_output_tokens),
             ("preemptions", "Requests whose memory was taken back, to be resumed", sched.preemptions),
             ("preempted_tokens", "Tokens that preempted requests had computed", sched.preempted_tokens),
             ("layer_preemptions", "Chunks that left a step between two layers", sched.layer_preemptions),

@@ -311,12 +311,13 @@ class _Run:
         stats = self._scheduler.stats()
         host_tokens = after.host_output_tokens - before.host_output_tokens
         host_layers = max(1, host_tokens * self._config.machine.spec.num_layers)
+        be_host_tokens = host_tokens - (after.ls_host_output_tokens - before.ls_host_output_tokens)
         return Result(
             duration_s=duration_s,
             end_s=self._engine.now_s,
             num_steps=self._engine.num_steps,
             classes=classes,
-            host_share=host_tokens / best_effort if best_effort else 0.0,
+            host_share=be_host_tokens / best_effort if best_effort else 0.0,
             host_tier_busy=(busy_after_s - busy_before_s) / (duration_s * num_hosts) if num_hosts else 0.0,
             warm_up_output_tokens=before.output_tokens.get(self._be.name, 0),
             host_steps_per_layer=(after.host_token_steps - before.host_token_steps) / host_layers,

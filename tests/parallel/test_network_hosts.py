@@ -68,7 +68,7 @@ def test_tokens_equal_hugging_face(
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("scheduler", slow_except((), ["omniserve", "apex", "neo", "conserve", "llumnix"]))
+@pytest.mark.parametrize("scheduler", slow_except((), ["omniserve", "apex", "neo", "neo-paper", "conserve", "llumnix"]))
 def test_every_policy_that_moves_requests_may_have_them(scheduler: str, secret_file: str) -> None:
     with ranks_of("llama") as (model, group, parallel):
         settings = {
@@ -78,7 +78,7 @@ def test_every_policy_that_moves_requests_may_have_them(scheduler: str, secret_f
         with hosts_behind_proxies(model, 2, secret_file, num_ranks=2) as (hosts, proxies):
             run_histories(
                 model, reference_of("llama"), range(1120, 1128), hosts=hosts, faults=lambda seed: seed % 3 == 0,
-                reach=("network_tasks",) if scheduler in ("omniserve", "apex", "neo") else (),
+                reach=("network_tasks",) if scheduler in ("omniserve", "apex", "neo", "neo-paper") else (),
                 drafts=lambda seed: seed % 2 == 0, async_steps=lambda seed: seed % 4 == 1,
                 step_graphs=lambda seed: ("off", "on")[seed // 2 % 2], disturb=lambda seed: _cuts(proxies), **settings,
             )  # fmt: skip

@@ -68,7 +68,9 @@ def test_stages_of_several_ranks(family: str, num_shards: int, num_stages: int) 
 
 @pytest.mark.parametrize(
     "scheduler",
-    slow_except(("omniserve",), sorted({*SCHEDULERS.names()} - {"apex", "neo", "conserve", "conserve-paper"})),
+    slow_except(
+        ("omniserve",), sorted({*SCHEDULERS.names()} - {"apex", "neo", "neo-paper", "conserve", "conserve-paper"})
+    ),
 )
 def test_every_policy_that_can_runs_in_stages(scheduler: str) -> None:
     tally, reference = Tally(), reference_of("llama")

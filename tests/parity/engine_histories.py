@@ -45,6 +45,7 @@ class Tally:
     """Counts of what the histories reached; tests assert that nothing they are about was missed."""
 
     host_tokens: int = 0
+    ls_host_tokens: int = 0
     piggyback_rows: int = 0
     prefilled_tokens: int = 0
     """Tokens whose KV has come from prefill engines."""
@@ -420,6 +421,7 @@ def run_history(
                 scores[request_id], reference.prompts[index], reference.prompt_logprobs[index], reference.tolerance
             )
     tally.host_tokens += stats.scheduler.host_output_tokens
+    tally.ls_host_tokens += stats.scheduler.ls_host_output_tokens
     tally.piggyback_rows += stats.piggyback_rows
     tally.preemptions += stats.scheduler.preemptions
     tally.halted += stats.scheduler.layer_preemptions

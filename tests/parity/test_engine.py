@@ -25,7 +25,7 @@ from tests.sched import hybrid, preemptible
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Policies that move, park, checkpoint or attend on the host; the others order the requests on the device.
-_HOST_TIER_USERS = ("omniserve", "neo", "apex", "conserve", "bros", "llumnix", preemptible.NAME)
+_HOST_TIER_USERS = ("omniserve", "neo", "apex", "conserve", "bros", "llumnix", "neo-paper", preemptible.NAME)
 BOTH = (False, True)
 # What happens to host attention: nothing, it is late and fails at times, its threads die, too.
 HOST_FAULTS: tuple[dict[str, bool], ...] = ({}, {"faults": True}, {"faults": True, "deaths": True})
@@ -227,6 +227,20 @@ def test_a_second_sub_batch_with_late_and_failing_host_attention(family: str, de
     model, reference = model_and_reference(family, device)
     run_histories(
         model, reference, range(200, 202), reach=("host_tokens", "failures"), scheduler="neo", faults=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", slow_except(("llama", "gemma2"), ["llama", "gemma2", "opt", "gpt_neox"]))
+def test_ls_requests_that_decode_on_the_host_tier(family: str, device: str) -> None:
+    """None is lost when host attention fails, or the host tier as a whole."""
+    model, reference = model_and_reference(family, device)
+    rows = flat(
+        pairwise(host=HOST_FAULTS, kv=("tiered", "incremental", "bidirectional"), async_steps=BOTH, drafts=BOTH)
+    )
+    run_histories(
+        model, reference, range(560, 561), reach=("ls_host_tokens", "hybrid_rows", "preemptions", "failures"),
+        scheduler="neo-paper", rows=rows, host_kv_bytes=1 << 20, max_host_requests=16,
     )  # fmt: skip
 
 

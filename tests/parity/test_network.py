@@ -96,10 +96,12 @@ def test_tokens_of_any_family_equal_hugging_face(family: str, num_hosts: int, se
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("scheduler", slow_except(("omniserve",), ["omniserve", "apex", "llumnix", "neo", "conserve"]))
+@pytest.mark.parametrize(
+    "scheduler", slow_except(("omniserve",), ["omniserve", "apex", "llumnix", "neo", "neo-paper", "conserve"])
+)
 def test_every_policy_that_moves_requests_may_have_hosts(scheduler: str, secret_file: str) -> None:
     model, reference = model_and_reference("llama", "cpu")
-    attends = scheduler in ("omniserve", "apex", "neo")
+    attends = scheduler in ("omniserve", "apex", "neo", "neo-paper")
     with hosts_behind_proxies(model, 2, secret_file) as (hosts, proxies):
         disturb = (None, lambda seed: cuts(proxies))
         options = {"faults": BOTH, "drafts": BOTH, "async_steps": BOTH, "step_graphs": ("off", "on")}

@@ -26,7 +26,7 @@ from tests.sched.fake_device import expected_tokens
 from tests.sched.histories import Checker, History
 from tests.sched.limits import BLOCK
 
-WITH_ADMISSION = ("omniserve", "omniserve-paper", "neo", "apex", hybrid.NAME, preemptible.DEFERRING)
+WITH_ADMISSION = ("omniserve", "omniserve-paper", "neo", "neo-paper", "apex", hybrid.NAME, preemptible.DEFERRING)
 
 
 class Tokens(Checker):
@@ -113,6 +113,19 @@ class HostStays(Checker):
         )  # fmt: skip
         if not self.history.options.has_prefixes:
             self.reached["returns_of_dead" if device.is_down else "failed_restores"] += device.num_failed_returns
+
+
+class LSOnDevice(Checker):
+    """No LS row leaves the device, unless the policy says that LS requests decode on the host (``offloads_ls``)."""
+
+    def after_plan(self, plan: StepPlan) -> None:
+        states = self.sched.requests.states
+        rows = [*plan.entries, *plan.joins, *plan.pipelined]
+        num_rows = sum(states[row.request_id].kind is ServiceClass.LS for row in rows)
+        num_holders = sum(state.kind is ServiceClass.LS and state.slot >= 0 for state in states.values())
+        if not SCHEDULERS.get(self.history.scheduler).offloads_ls:
+            assert num_rows == num_holders == 0, "an LS request left the device"
+        self.reached["ls_on_host"] += num_rows
 
 
 class Places(Checker):
@@ -305,4 +318,4 @@ class BoundedSteps(Checker):
         self.reached["bounded"] += any(left_out.bound is Bound.TIME for left_out in decision.left_out)
 
 
-CHECKERS = (Tokens, HostStays, Places, Blocks, Prefixes, Drafts, Halts, Admission, BoundedSteps)
+CHECKERS = (Tokens, HostStays, LSOnDevice, Places, Blocks, Prefixes, Drafts, Halts, Admission, BoundedSteps)

@@ -21,6 +21,7 @@ REACHED = {
     "omniserve": ("joins", "late_joins", "missed", "swaps_out", "swaps_in", "checkpoints"),
     "omniserve-paper": ("joins", "swaps_out", "swaps_in", "checkpoints"),
     "neo": ("pipelined", "swaps_out", "swaps_in"),
+    "neo-paper": ("pipelined", "swaps_out", "ls_on_host"),
     "apex": ("joins", "late_joins", "missed", "swaps_out", "swaps_in", "pipelined", "hybrid"),
     "llumnix": ("joins", "late_joins", "missed", "swaps_out", "checkpoints"),
     **dict.fromkeys(("conserve", "conserve-paper", "bros", "bros-paper"), ("swaps_out", "swaps_in", "checkpoints")),

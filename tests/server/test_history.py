@@ -95,7 +95,8 @@ def test_rates_and_gauges(metrics):
         running={"LS": 1, "BE": 2},
         output_tokens={"LS": 25, "BE": 200},
         prompt_tokens={"BE": 47},
-        host_output_tokens=100,
+        host_output_tokens=110,
+        ls_host_output_tokens=10,
     )
     before = look(metrics, scheduler=begun, steps=1)
     now = look(

@@ -90,6 +90,8 @@ def _of_engine(classes: Sequence[ClassSpec], now: Reading, lately: _Span) -> Ite
     outputs = [lately.rate(("omniserve_output_tokens_total", name)) for name in best_effort]
     prompts = [lately.rate(("omniserve_prompt_tokens_total", name)) for name in best_effort]
     by_host, output = lately.rate(("omniserve_host_output_tokens_total",)), _sum(outputs)
+    if by_host is not None and (of_ls := lately.rate(("omniserve_ls_host_output_tokens_total",))) is not None:
+        by_host -= of_ls
     yield "be_prompt_rate", _sum(prompts)
     yield "be_host_rate", by_host
     yield "be_device_rate", None if output is None or by_host is None else max(0.0, output - by_host)
