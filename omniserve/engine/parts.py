@@ -246,7 +246,7 @@ def runner_setup(config: EngineConfig, model: PatchedModel) -> RunnerSetup:
         # A chunk that began anew after it left would find the states of some layers ahead of it.
         has_safepoints=not model.spec.state_bytes and options.preempts,
         safepoint_every=options.safepoint_every if isinstance(options, LayerPreemptionOptions) else 1,
-        awaits_host=policy.awaits_host,
+        awaits_host=policy.awaits_host_with(options),
         overlaps=overlaps and not has_stages,
         in_stages=overlaps and has_stages,
     )

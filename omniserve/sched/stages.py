@@ -17,6 +17,7 @@ from typing import Any
 from omniserve.core.config import EngineConfig
 from omniserve.core.plan import StepOutput, StepPlan
 from omniserve.core.request import RequestOutput
+from omniserve.sched.options import APEXOptions
 from omniserve.sched.policy import policy_of
 from omniserve.sched.scheduler import Scheduler
 from omniserve.sched.state import RequestQueue, RequestState
@@ -78,7 +79,9 @@ def check_stages(config: EngineConfig) -> None:
     """Raise ValueError if the policy cannot have a step in flight in each of several stages."""
     policy, options = policy_of(config)
     reason = "rows may leave its steps between two layers" if options.preempts else ""
-    if policy.awaits_host:
+    if policy.awaits_host_with(options):
         reason = "its steps wait for the host tier in each layer"
+        if isinstance(options, APEXOptions):
+            reason += f" with strategy={options.strategy!r}; set it to 'overlapped'"
     if reason:
         raise ValueError(f"pipeline_parallel_size is not for scheduler={config.scheduler!r}: {reason}")

@@ -233,6 +233,7 @@ class History:
             drawn["late_layers"] = drawn["num_layers"] - num_blocks % 2  # a GPU looks at all layers but the last one
         if self.options.num_stages > 1:
             drawn["parallel"] = ParallelConfig(pipeline_parallel_size=self.options.num_stages)
+            drawn["strategy"] = "overlapped"
             if drawn.get("late_layers"):
                 drawn["late_layers"] = drawn["num_layers"]  # of stages, the last layer may have late joins, too
         if self.options.has_states:

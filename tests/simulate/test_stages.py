@@ -55,14 +55,14 @@ def test_many_requests_get_as_many_times_the_tokens() -> None:
 @pytest.mark.parametrize(
     ("name", "host_blocks"),
     slow_except(
-        {("sarathi", 0), ("omniserve", 200), ("fcfs", 200), ("priority", 0), ("llumnix", 200)},
-        itertools.product(("sarathi", "omniserve", "fcfs", "priority", "llumnix"), (0, 200)),
+        {("sarathi", 0), ("omniserve", 200), ("apex", 200), ("fcfs", 200), ("priority", 0), ("llumnix", 200)},
+        itertools.product(("sarathi", "omniserve", "apex", "fcfs", "priority", "llumnix"), (0, 200)),
     ),
 )
 def test_every_request_ends(name: str, host_blocks: int) -> None:
     device = dataclasses.replace(machine(base=2.0, row=0.1), num_stages=2, hosts=(HOST,) if host_blocks else ())
     device = dataclasses.replace(device, late_layers=2)
-    config = in_stages(2, scheduler=name, blocks=60, host_blocks=host_blocks)
+    config = in_stages(2, scheduler=name, blocks=60, host_blocks=host_blocks, strategy="overlapped")
     settings = SimulationConfig(
         machine=device, engine=config, load=mixed_load(3, duration_s=5.0), check=True, drain_s=float("inf"), noise=0.1
     )
@@ -71,7 +71,7 @@ def test_every_request_ends(name: str, host_blocks: int) -> None:
     assert simulate(dataclasses.replace(settings, check=False)).requests == result.requests
 
 
-@pytest.mark.parametrize("scheduler", ["llumnix"])
+@pytest.mark.parametrize("scheduler", ["llumnix", "apex"])
 def test_a_host_token_takes_one_step_a_layer_with_late_joins_as_steps_pass_the_stages(scheduler: str) -> None:
     dims = dataclasses.replace(DIMS, num_layers=8)
     device = Constant(0.008)
