@@ -1,8 +1,10 @@
-"""The host tier's features: asynchronous attention, late joins, tasks of several rows, hybrid sub-batches of APEX."""
+"""The host tier's features: asynchronous attention, late joins, tasks of several rows, and APEX's: hybrid sub-batches,
+asynchronous overlap with pipeline stages."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import random
@@ -205,3 +207,58 @@ def hybrid_batch(args: argparse.Namespace) -> Trials:
         for lengths, order in itertools.product(all_lengths, ("decode", "prefill")):
             arms = {arm: functools.partial(run, name, lengths, order, *variant) for arm, variant in HYBRID.items()}
             yield f"{name}, {lengths[0]}:{lengths[1]}, {order}", arms
+
+
+@FEATURES.case(
+    seconds=60.0, warm_up=0.5, seed=0, stages=[1, 2, 4], tiny={"seconds": 5.0, "stages": [1, 2]}, uncounted=0
+)  # fmt: skip
+def apex_stages(args: argparse.Namespace) -> Trials:
+    """Simulates asynchronous overlap with the layers in several stages: what a host token takes for a layer.
+
+    APEX's A10 machine (section 5), with an A10 for each stage and the one host; a pile of requests whose number, like
+    the device's KV tokens, is the same with any number of stages. ``cycle_ms`` is the time from one layer to the next
+    of a token on the host tier, over the results' layers; ``step_ms`` that from one step to the next. Results join in
+    all layers, as in the paper. ``free`` has host attention that takes no time: then a cycle is all waiting.
+    Paper: apex 6 (pipeline parallelism: 75 % less waiting with 8 devices).
+    """
+
+    def run(lengths: tuple[int, int], num_stages: int, is_free: bool) -> dict[str, float]:
+        name, device, host, backlog, _ = APEX["llama-3.1-8b on an A10"]
+        model = find_model(name)
+        one, machine = (
+            analytic_machine(
+                model, find_devices(device)[1], num_stages=n, hosts=(find_hosts(host)[1],),
+                late_layers=model.spec.num_layers,
+            )
+            for n in (1, num_stages)
+        )  # fmt: skip
+        if is_free:
+            hosts = tuple(dataclasses.replace(each, key_s=1e-12, task_s=0.0, latency_s=0.0) for each in machine.hosts)
+            machine = dataclasses.replace(machine, hosts=hosts)
+        pile = requests([0.0] * 500, fixed_lengths(*lengths), random.Random(args.seed))
+        load = Load(best_effort=pile, backlog=backlog, duration_s=args.seconds, warm_up_s=args.warm_up * args.seconds)
+        # KV bytes are those of a stage.
+        pools = {name: (getattr(one, name) or 0) // num_stages for name in ("device_kv_bytes", "host_kv_bytes")}
+        engine = engine_config_for(
+            machine, scheduler="apex", max_num_batched_tokens=_BUDGET,
+            scheduler_options={"strategy": "overlapped"}, **pools,
+        )  # fmt: skip
+        num_steps = 0
+
+        def count(step: StepRecord) -> None:
+            nonlocal num_steps
+            num_steps += step.start_s >= load.warm_up_s
+
+        result = simulate(SimulationConfig(machine=machine, engine=engine, load=load, seed=args.seed), on_step=count)
+        step_ms = 1e3 * (result.end_s - load.warm_up_s) / num_steps
+        return {
+            "cycle_ms": step_ms * result.host_steps_per_layer,
+            "step_ms": step_ms,
+            "steps_per_layer": result.host_steps_per_layer,
+            "output_tokens_per_s": result.classes["BE"].output_tokens_per_s,
+            "host_tokens_per_s": result.classes["BE"].output_tokens_per_s * result.host_share,
+        }
+
+    for lengths, is_free in itertools.product(((1000, 100), (1000, 800)), (False, True)):
+        arms = {f"{n} stages": functools.partial(run, lengths, n, is_free) for n in args.stages}
+        yield f"{lengths[0]}:{lengths[1]}" + ", free" * is_free, arms
