@@ -4,7 +4,6 @@ asynchronous overlap with pipeline stages."""
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import itertools
 import random
@@ -215,11 +214,11 @@ def hybrid_batch(args: argparse.Namespace) -> Trials:
 def apex_stages(args: argparse.Namespace) -> Trials:
     """Simulates asynchronous overlap with the layers in several stages: what a host token takes for a layer.
 
-    APEX's A10 machine (section 5), with an A10 for each stage and the one host. The pile of requests and the tokens that
-    the device's KV has room for are the same with any number of stages. ``cycle_ms`` is the time from one layer to the
-    next of a token on the host tier, ``step_ms`` that from one step to the next. Results join in all layers, as in the
-    paper; ``planned`` is the last number of stages without late joins. Paper: apex 6 (pipeline parallelism: 75 % less
-    waiting with 8 devices).
+    APEX's A10 machine (section 5), with an A10 for each stage and the one host. The pile of requests and the tokens for
+    which the device has KV memory are the same with any number of stages. ``cycle_ms`` is the time from one layer to
+    the next of a token on the host tier, ``step_ms`` that from one step to the next. Results join in all layers, as in
+    the paper; ``planned`` is the last number of stages without late joins. Paper: apex 6 (pipeline parallelism: 75 %
+    less waiting with 8 devices).
     """
 
     def run(lengths: tuple[int, int], num_stages: int, joins_late: bool) -> dict[str, float]:
