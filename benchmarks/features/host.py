@@ -1,4 +1,5 @@
-"""The host tier's features: asynchronous attention, late joins, tasks of several rows, hybrid sub-batches of APEX."""
+"""The host tier's features: asynchronous attention, late joins, tasks of several rows, and APEX's: hybrid sub-batches,
+asynchronous overlap with pipeline stages."""
 
 from __future__ import annotations
 
@@ -205,3 +206,55 @@ def hybrid_batch(args: argparse.Namespace) -> Trials:
         for lengths, order in itertools.product(all_lengths, ("decode", "prefill")):
             arms = {arm: functools.partial(run, name, lengths, order, *variant) for arm, variant in HYBRID.items()}
             yield f"{name}, {lengths[0]}:{lengths[1]}, {order}", arms
+
+
+@FEATURES.case(
+    seconds=180.0, warm_up=0.5, seed=0, stages=[1, 2, 4, 8], tiny={"seconds": 5.0, "stages": [1, 2]}, uncounted=0
+)  # fmt: skip
+def apex_stages(args: argparse.Namespace) -> Trials:
+    """Simulates asynchronous overlap with the layers in several stages: what a host token takes for a layer.
+
+    APEX's A10 machine (section 5), with an A10 for each stage and the one host. The pile of requests and the tokens for
+    which the device has KV memory are the same with any number of stages. ``cycle_ms`` is the time from one layer to
+    the next of a token on the host tier, ``step_ms`` that from one step to the next. Results join in all layers, as in
+    the paper; ``planned`` is the last number of stages without late joins. Paper: apex 6 (pipeline parallelism: 75 %
+    less waiting with 8 devices).
+    """
+
+    def run(lengths: tuple[int, int], num_stages: int, joins_late: bool) -> dict[str, float]:
+        name, device, host, backlog, _ = APEX["llama-3.1-8b on an A10"]
+        model = find_model(name)
+        one, machine = (
+            analytic_machine(
+                model, find_devices(device)[1], num_stages=n, hosts=(find_hosts(host)[1],),
+                late_layers=model.spec.num_layers,
+            )
+            for n in (1, num_stages)
+        )  # fmt: skip
+        pile = requests([0.0] * 500, fixed_lengths(*lengths), random.Random(args.seed))
+        load = Load(best_effort=pile, backlog=backlog, duration_s=args.seconds, warm_up_s=args.warm_up * args.seconds)
+        pools = {pool: (getattr(one, pool) or 0) // num_stages for pool in ("device_kv_bytes", "host_kv_bytes")}
+        engine = engine_config_for(
+            machine, scheduler="apex", max_num_batched_tokens=_BUDGET,
+            scheduler_options={"strategy": "overlapped", "late_joins": joins_late}, **pools,
+        )  # fmt: skip
+        num_steps = 0
+
+        def count(step: StepRecord) -> None:
+            nonlocal num_steps
+            num_steps += step.start_s >= load.warm_up_s
+
+        result = simulate(SimulationConfig(machine=machine, engine=engine, load=load, seed=args.seed), on_step=count)
+        step_ms = 1e3 * (result.end_s - load.warm_up_s) / num_steps
+        rate = result.classes["BE"].output_tokens_per_s
+        return {
+            "cycle_ms": step_ms * result.host_steps_per_layer,
+            "step_ms": step_ms,
+            "output_tokens_per_s": rate,
+            "host_tokens_per_s": rate * result.host_share,
+        }
+
+    for lengths in APEX["llama-3.1-8b on an A10"][-1]:
+        arms = {f"{n} stage{'s' * (n > 1)}": functools.partial(run, lengths, n, True) for n in args.stages}
+        arms["planned"] = functools.partial(run, lengths, args.stages[-1], False)
+        yield f"{lengths[0]}:{lengths[1]}", arms

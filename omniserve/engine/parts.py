@@ -33,6 +33,7 @@ from omniserve.engine.capacity import (
 )
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.step_log import StepLog
+from omniserve.host.arrived_results import StageEvents
 from omniserve.host.cores import default_host_threads
 from omniserve.host.tier import HostTier
 from omniserve.kv import KV_MANAGERS, KVManager
@@ -245,7 +246,7 @@ def runner_setup(config: EngineConfig, model: PatchedModel) -> RunnerSetup:
         # A chunk that began anew after it left would find the states of some layers ahead of it.
         has_safepoints=not model.spec.state_bytes and options.preempts,
         safepoint_every=options.safepoint_every if isinstance(options, LayerPreemptionOptions) else 1,
-        awaits_host=policy.awaits_host,
+        awaits_host=policy.awaits_host_with(options),
         overlaps=overlaps and not has_stages,
         in_stages=overlaps and has_stages,
     )
@@ -391,10 +392,8 @@ def num_late_layers(setup: RunnerSetup, model: PatchedModel) -> int:
     """Return at how many layers a step can take results that come while it runs (``late_layers``)."""
     if setup.host_tier is None:
         return 0
-    # The devices of several ranks may see different results, and a stage's ranks plan ahead of them.
-    parallel = setup.config.parallel
-    if parallel.pipeline_parallel_size > 1 or (parallel.num_ranks > 1 and setup.host_tier.mailbox):
-        return 0
+    if setup.config.parallel.num_ranks > 1 and setup.host_tier.mailbox:
+        return 0  # the devices of several ranks may see different results
     return late_layers(model.spec.num_layers, device_looks=setup.host_tier.mailbox, has_between=model.has_between)
 
 
@@ -499,6 +498,13 @@ def _of_ranks(tier: HostTier) -> GroupHostTier | None:
     return tier if isinstance(tier, GroupHostTier) else None
 
 
+def _stage_events(tier: HostTier) -> StageEvents:
+    """Return what rank 0's host tier has told; the events of all ranks come with it."""
+    of_ranks = _of_ranks(tier)
+    assert of_ranks is not None
+    return StageEvents(of_ranks.arrived, of_ranks.poll)
+
+
 def make_runner(setup: RunnerSetup, parts: RunnerParts, group: RankGroup | None) -> ModelRunner:
     """Make what runs steps; with a group, on the other ranks, too, and wait for these."""
     if group is None:
@@ -509,7 +515,9 @@ def make_runner(setup: RunnerSetup, parts: RunnerParts, group: RankGroup | None)
     group.begin_engine(setup)
     runner: ModelRunner
     if setup.config.parallel.pipeline_parallel_size > 1:
-        runner = LastStageRunner(setup, dataclasses.replace(parts, make_loop=loop_of_stage(group.stage)), group)
+        events = _stage_events(parts.tier) if parts.tier is not None else None
+        staged = dataclasses.replace(parts, make_loop=loop_of_stage(group.stage), stage_events=events)
+        runner = LastStageRunner(setup, staged, group)
     else:
         broadcast = LeadBroadcast(group, shares_tokens=setup.overlaps)
         runner = LeadRunner(setup, dataclasses.replace(parts, broadcast=broadcast), group)

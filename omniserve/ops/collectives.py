@@ -131,6 +131,14 @@ def broadcast(tensor: Tensor) -> None:
         _group().broadcast(tensor)
 
 
+def on_all_ranks(flags: Sequence[bool]) -> list[bool]:
+    """Return which flags are set on all ranks of this one's stage, on a CPU; there may be no other rank."""
+    if _ranks.group is None or _ranks.is_alone:
+        return [*flags]
+    counts = _group().all_reduce(torch.tensor(flags, dtype=torch.float32))
+    return (counts == _ranks.size).tolist()
+
+
 def shard_range(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
     """Return where a rank's part of ``size`` features begins and ends: equal parts, but for the last ones.
 

@@ -1,12 +1,13 @@
 """StageLink: the rows of steps on their way from a stage of a pipeline to the next one.
 
-Both ends know the plan of each step, and so how many rows come. They go through torch.distributed: NCCL between GPUs,
-gloo between CPUs. Legend: T rows, D columns of a row.
+Both ends know the plan of each step, and so how many rows and flags come. They go through torch.distributed: NCCL
+between GPUs, gloo between CPUs. Legend: T rows, D columns of a row.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class StageLink:
         before: The rank whose rows come here; None: this stage is the first.
         behind: The rank that gets this one's; None: this stage is the last.
         width: D.
-        most_under_way: Number of sends that are kept until they are waited for: more than there are steps in flight, so
+        most_under_way: Number of sends that are kept until they are waited for: more than the steps in flight have, so
             that the oldest one has been received by then.
     """
 
@@ -63,6 +64,25 @@ class StageLink:
         self._group.recv([rows_TD], self._before, 0).wait()
         return rows_TD
 
+    def receive_flags(self, count: int) -> list[bool]:
+        """Return the flags of the next step from the stage before, which come behind its rows; on a CPU.
+
+        Raises:
+            RuntimeError: As ``receive``.
+        """
+        assert self._group is not None and self._before is not None
+        flags = torch.empty(count, dtype=torch.uint8)
+        self._group.recv([flags], self._before, 0).wait()
+        return flags.bool().tolist()
+
+    def send_flags(self, flags: Sequence[bool]) -> None:
+        """Send a step's flags, at least one, to the stage behind, if there is one, behind its rows; on a CPU.
+
+        Raises:
+            RuntimeError: The rank is gone.
+        """
+        self._send(torch.tensor(flags, dtype=torch.uint8))
+
     def pass_on(self, num_rows: int) -> None:
         """Let rows of any value pass this stage, to measure that; wait for them.
 
@@ -86,14 +106,16 @@ class StageLink:
         Raises:
             RuntimeError: The rank is gone.
         """
+        self._send(rows_TD.contiguous())
+
+    def _send(self, tensor: Tensor) -> None:
         if self._behind is None:
             return
         assert self._group is not None
-        rows_TD = rows_TD.contiguous()
-        work = self._group.send([rows_TD], self._behind, 0)
-        if rows_TD.device.type != "cpu":
+        work = self._group.send([tensor], self._behind, 0)
+        if tensor.device.type != "cpu":
             work.wait()  # the stream does; the memory is reused in its order
             return
-        self._under_way.append((work, rows_TD))
+        self._under_way.append((work, tensor))
         while len(self._under_way) > self._most_under_way:  # gloo tells only in wait() that a send is over
             self._under_way.popleft()[0].wait()

@@ -19,6 +19,7 @@ As many steps are in flight as there are stages (``Stepper``), all of them advan
 A request that one of these steps samples for is in no other one until that is settled, and decodes are dealt out evenly
 to the steps in flight (``sched/stages.py``). Every rank is given plans in the same order, so cancels, moves and blocks
 that change hands need no more care than on one rank. A host token is attended on the rank of its layer; that rank alone
-tells of it, while all ranks tell of a move. There are no late joins, drafts or captured steps, and no policies whose
-steps stop between layers.
+tells of it, while all ranks tell of a move. Late joins are settled by the ranks of their layer's stage, which tell the
+stages behind (``runner/late_in_stages.py``). There are no drafts or captured steps, and no policies whose steps stop
+between layers.
 """

@@ -15,6 +15,7 @@ from omniserve.core.errors import OmniServeError, PeerLost
 from omniserve.core.link import Link, read_secret
 from omniserve.core.setup import RunnerSetup
 from omniserve.core.work import CancelPrefill, HostEvent, RemotePrefill, SideWork
+from omniserve.host.arrived_results import ArrivedResults, StageEvents
 from omniserve.host.tier import HostTier
 from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.layers.patching import PatchedModel, patched_model
@@ -99,7 +100,12 @@ class _Follower:
         self._network: NetworkHosts | None = None
         self._receiver: RankReceiver | None = None
         self._sender: RankSender | None = None
-        self._tell_lock = threading.Lock()
+        self._arrived = ArrivedResults()
+        self._untold: list[HostEvent] = []
+        """Events that a step came upon."""
+        self._told_health = (True, False)
+        self._poll_lock, self._tell_lock = threading.Lock(), threading.Lock()
+        """The second one is taken before the first, so that events are told in their order."""
         self._teller: threading.Thread | None = None
         self._is_over = threading.Event()
 
@@ -141,6 +147,8 @@ class _Follower:
             case messages.Launch(plan):
                 assert self._runner is not None
                 self._runner.collect(self._runner.launch(plan))
+                if self._untold:
+                    self._tell_news()
             case messages.Forget(request_id):
                 assert self._runner is not None
                 self._runner.forget(request_id)
@@ -179,6 +187,7 @@ class _Follower:
         if self._tier is not None:
             self._tier.close()
         self._runner = self._tier = self._network = self._receiver = self._sender = self._teller = None
+        self._arrived, self._untold, self._told_health = ArrivedResults(), [], (True, False)
         self._is_over.clear()
 
     def _join_or_drop(self, message: _JoinOrDrop) -> None:
@@ -238,28 +247,58 @@ class _Follower:
         executors: dict[type[SideWork], Executor] = {}
         if self._receiver is not None:
             executors = {RemotePrefill: self._receiver.start, CancelPrefill: self._receiver.cancel}
+        in_stages = self._place.num_stages > 1
         parts = RunnerParts(
-            model=model, tier=self._tier, executors=executors, broadcast=broadcast, make_loop=loop_of_stage(self._stage)
+            model=model,
+            tier=self._tier,
+            executors=executors,
+            broadcast=broadcast,
+            make_loop=loop_of_stage(self._stage),
+            stage_events=StageEvents(self._arrived, self._poll_in_step) if in_stages else None,
         )
         return ModelRunner(setup, parts)
 
     def _tell_events(self) -> None:
         """Tell rank 0 what the host tier does, as soon as it is done."""
-        tier, before = self._tier, (True, False)
+        tier = self._tier
         assert tier is not None
         while not self._is_over.is_set():
             tier.wait(_LOOK_S)
-            events = tier.poll()
-            if self._network is not None:
-                events = self._network.poll(events)
+            self._tell_news()
+
+    def _poll_in_step(self) -> list[HostEvent]:
+        """Poll the host tier in the middle of a step; what comes is told behind it, as rank 0 may wait for the step."""
+        with self._poll_lock:
+            self._untold += self._poll()
+        return []
+
+    def _poll(self) -> list[HostEvent]:
+        assert self._tier is not None
+        events = self._tier.poll()
+        if self._network is not None:
+            events = self._network.poll(events)
+        self._arrived.note(events)
+        return events
+
+    def _tell_news(self) -> None:
+        """Tell rank 0 what the host tier has done since the last time, if it has, and how it is."""
+        tier = self._tier
+        assert tier is not None
+        with self._tell_lock:
+            with self._poll_lock:
+                events, self._untold = self._untold + self._poll(), []
             now = (tier.healthy, tier.is_stalled)
-            if events or now != before:
-                before = now
-                self._tell(events)
+            if events or now != self._told_health:
+                self._told_health = now
+                self._send_events(events, tier)
 
     def _tell(self, events: list[HostEvent]) -> None:
         tier = self._tier
         if tier is None:
             return  # the engine has ended
-        with self._tell_lock, contextlib.suppress(PeerLost):  # the thread that receives finds that out, too
+        with self._tell_lock:
+            self._send_events(events, tier)
+
+    def _send_events(self, events: list[HostEvent], tier: HostTier) -> None:
+        with contextlib.suppress(PeerLost):  # the thread that receives finds that out, too
             self._link.send(messages.Events(events, tier.healthy, tier.is_stalled))

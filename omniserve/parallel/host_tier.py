@@ -26,6 +26,7 @@ from omniserve.core.work import (
     PrefillEngineJoined,
     PrefillEngineLost,
 )
+from omniserve.host.arrived_results import ArrivedResults
 from omniserve.host.tier import CANCELLED, HostTier
 from omniserve.parallel import messages
 from omniserve.parallel.place import Place
@@ -193,6 +194,8 @@ class GroupHostTier(HostTier):
         self._prefills: PrefillEngines | None = None
         self._lost: list[_Lost] = []
         self._others_healthy, self._others_stalled = True, False
+        self.arrived = ArrivedResults()
+        """The results that have come to this rank."""
 
     def poll(self) -> list[HostEvent]:
         """Return the events of all that has finished on every rank since the last call. Never blocks."""
@@ -203,6 +206,7 @@ class GroupHostTier(HostTier):
             of_prefills = self._prefills.poll()
             self._have_others_join(of_prefills, self._prefills)
             own += of_prefills
+        self.arrived.note(own)
         merged = self._merge.add(own)
         told, self._others_healthy, self._others_stalled = self._news()
         for events in told:

@@ -64,7 +64,7 @@ def stage_link(model: PatchedModel, place: Place, group: dist.ProcessGroup | Non
         before=place.before,
         behind=place.behind,
         width=width,
-        most_under_way=place.num_stages,
+        most_under_way=2 * place.num_stages,  # rows, and flags behind them
         dtype=model.dtype,
         device=model.device,
     )

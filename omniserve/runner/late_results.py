@@ -41,17 +41,24 @@ def wanted_flags(joins: Sequence[PiggybackJoin]) -> list[int]:
     return wanted
 
 
-class LateResults:
-    """Tells which results are there by now; host events that it comes upon are held for the scheduler."""
-
-    def __init__(self, tier: HostTier, held: HeldEvents, broadcast: RankBroadcast) -> None:
-        self._tier, self._held, self._broadcast = tier, held, broadcast
+class ResultCheck:
+    """Tells which results are there by now."""
 
     def settle(self, joins: Sequence[PiggybackJoin], *, as_one: bool) -> list[bool]:
         """Return which of a layer's joins have their result by now; those that were late have joined then.
 
         With ``as_one`` all or none have.
         """
+        raise NotImplementedError
+
+
+class LateResults(ResultCheck):
+    """Tells it where all ranks run all layers; host events that it comes upon are held for the scheduler."""
+
+    def __init__(self, tier: HostTier, held: HeldEvents, broadcast: RankBroadcast) -> None:
+        self._tier, self._held, self._broadcast = tier, held, broadcast
+
+    def settle(self, joins: Sequence[PiggybackJoin], *, as_one: bool) -> list[bool]:
         return self._broadcast.agree(lambda: self._came(joins, as_one))
 
     def _came(self, joins: Sequence[PiggybackJoin], as_one: bool) -> list[bool]:
@@ -111,7 +118,7 @@ class MissedJoins:
 class LateJoins:
     """The strategy of steps with late joins."""
 
-    def __init__(self, loop: LayerLoop, results: LateResults) -> None:
+    def __init__(self, loop: LayerLoop, results: ResultCheck) -> None:
         self._loop, self._results = loop, results
 
     def hooks(self, plan: StepPlan) -> StepHooks | None:
@@ -129,7 +136,7 @@ class LateStep(StepHooks):
 
     fits_graphs = True
 
-    def __init__(self, loop: LayerLoop, results: LateResults, plan: StepPlan) -> None:
+    def __init__(self, loop: LayerLoop, results: ResultCheck, plan: StepPlan) -> None:
         self._loop, self._results, self._as_one = loop, results, plan.joins_as_one
         by_layer = joins_by_layer(plan)
         self.unsettled = {n: joins for n, joins in by_layer.items() if not all([join.is_ready for join in joins])}
@@ -150,7 +157,7 @@ class LateStep(StepHooks):
             if self._loop.rows.device_looks:
                 joining[layer] = self._receive(run, layer, joining[layer], joins)
             else:
-                self._settle(run, layer, joining.pop(layer), joins)
+                self.empty_seats(run, layer, self._results.settle(joins, as_one=self._as_one), joins)
         return joining.get(layer)
 
     def _receive(self, run: StepRun, layer: int, seats: SeatRows, joins: Sequence[PiggybackJoin]) -> SeatRows:
@@ -163,13 +170,12 @@ class LateStep(StepHooks):
         self.found[layer] = joined_P
         return SeatRows(rows_P=joined_P, slots_P=seats.slots_P, positions=seats.positions)
 
-    def _settle(self, run: StepRun, layer: int, seats: SeatRows, joins: Sequence[PiggybackJoin]) -> None:
-        """Look which joins of a layer have their results; empty the seats of the others."""
-        joined = self._results.settle(joins, as_one=self._as_one)
-        joining = run.inputs.joining
+    def empty_seats(self, run: StepRun, layer: int, joined: Sequence[bool], joins: Sequence[PiggybackJoin]) -> None:
+        """Empty the seats of a layer's joins that have not joined."""
         if all(joined):
-            joining[layer] = seats
             return
+        joining = run.inputs.joining
+        seats = joining.pop(layer)
         run.absent.update(join.request_id for join, here in zip(joins, joined, strict=True) if not here)
         if any(joined):
             is_here = [here for join, here in zip(joins, joined, strict=True) for _ in range(join.num_rows)]

@@ -127,7 +127,7 @@ class LayerLoop:
         """Run the layers of a step."""
         run = self._begin(plan)
         self._run_layers(run, self.model.layers)
-        return LayersOutput(run.hidden_TD, run.inputs.sampled)
+        return self._output(run)
 
     def run_with(self, plan: StepPlan, hooks: Sequence[StepHooks]) -> LayersOutput:
         """Run the layers of a step with hooks."""
@@ -138,20 +138,24 @@ class LayerLoop:
             each.begin(run)
         return self.go_on(run, hooks)
 
-    def go_on(self, run: StepRun, hooks: Sequence[StepHooks], *, first_layer: int = 0) -> LayersOutput:
-        """Run the layers of a step that has begun, from one on."""
-        num_layers = self.model.num_layers
-        stride = 1 if any(each.stops for each in hooks) else num_layers
-        for layer in range(first_layer, num_layers, stride):
+    def go_on(self, run: StepRun, hooks: Sequence[StepHooks], *, first_layer: int | None = None) -> LayersOutput:
+        """Run the layers of a step that has begun, from one on; None: from the first of the layers here."""
+        here = self.model.layers
+        stride = 1 if any(each.stops for each in hooks) else len(here)
+        for layer in range(here.start if first_layer is None else first_layer, here.stop, stride):
             for each in hooks:
                 each.before_layer(run, layer)
-            self._run_layers(run, range(layer, min(layer + stride, num_layers)))
+            self._run_layers(run, range(layer, min(layer + stride, here.stop)))
             for each in hooks:
                 each.after_layer(run, layer)
-        output = LayersOutput(run.hidden_TD, run.inputs.sampled)
+        output = self._output(run)
         for each in hooks:
             output = each.finish(run, output)
         return output
+
+    def _output(self, run: StepRun) -> LayersOutput:
+        """Return the rows of a step behind the last of the layers here."""
+        return LayersOutput(run.hidden_TD, run.inputs.sampled)
 
     def begin_at(self, plan: StepPlan, layer: int, hidden_TD: Tensor) -> StepRun:
         """Return a step whose rows go into a layer, the rotary tables from there on included."""

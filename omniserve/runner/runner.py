@@ -21,6 +21,7 @@ from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
 from omniserve.core.plan import StepOutput, StepPlan, drafts_of
 from omniserve.core.setup import RunnerSetup
 from omniserve.core.work import HostEvent, SideWork, TierDown
+from omniserve.host.arrived_results import StageEvents
 from omniserve.host.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
@@ -77,6 +78,8 @@ class RunnerParts:
     """Makes the strategies for steps that need hooks."""
     broadcast: RankBroadcast = field(default_factory=RankBroadcast)
     make_loop: MakeLoop = LayerLoop
+    stage_events: StageEvents | None = None
+    """What the host tier has told, on a rank of a stage; None: there are no stages."""
 
 
 class ModelRunner:
@@ -123,7 +126,9 @@ class ModelRunner:
             states=self.states,
         )
         """Runs the steps that fit no captured shape."""
-        context = StrategyContext(loop=self.loop, tier=tier, held=self._held, broadcast=parts.broadcast)
+        context = StrategyContext(
+            loop=self.loop, tier=tier, held=self._held, broadcast=parts.broadcast, stage_events=parts.stage_events
+        )
         self.strategies = parts.strategies(setup, context)
         """The kinds of steps that need hooks."""
         self.graphs = make_graphs(setup, self.loop, parts.broadcast)

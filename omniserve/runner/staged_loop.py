@@ -10,24 +10,23 @@ from torch import Tensor
 
 from omniserve.core.plan import StepPlan
 from omniserve.ops.stage_link import StageLink
-from omniserve.runner.layer_loop import LayerLoop, MakeLoop
+from omniserve.runner.layer_loop import LayerLoop, MakeLoop, StepRun
 from omniserve.runner.step_inputs import LayersOutput, SampledRows, StepInputs
 
 
 @dataclass(kw_only=True, slots=True)
 class StagedLoop(LayerLoop):
-    """Runs the layers of one stage; steps have no hooks there."""
+    """Runs the layers of one stage; only the last stage has rows that are sampled."""
 
     link: StageLink
 
-    def run(self, plan: StepPlan) -> LayersOutput:
-        """Run the layers of a step here, and send its rows on; only the last stage has rows that are sampled."""
-        output = LayerLoop.run(self, plan)
+    def _output(self, run: StepRun) -> LayersOutput:
+        """Send the rows of a step on, if there is a stage behind."""
         if self.link.is_last:
-            return output
-        self.link.send(output.hidden_TD)
+            return LayerLoop._output(self, run)
+        self.link.send(run.hidden_TD)
         nothing = torch.empty(0, dtype=torch.int64, device=self.model.device)
-        return LayersOutput(output.hidden_TD, SampledRows(nothing, (), ()))
+        return LayersOutput(run.hidden_TD, SampledRows(nothing, (), ()))
 
     def _first_hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         if self.link.is_first:

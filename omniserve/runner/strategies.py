@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from omniserve.core.setup import RunnerSetup
+from omniserve.host.arrived_results import StageEvents
 from omniserve.host.tier import HostTier
 from omniserve.runner.layer_loop import HeldEvents, LayerLoop, StepStrategy
 from omniserve.runner.rank_broadcast import RankBroadcast
@@ -24,6 +25,8 @@ class StrategyContext:
     tier: HostTier | None
     held: HeldEvents
     broadcast: RankBroadcast
+    stage_events: StageEvents | None
+    """What the host tier of this rank has told, in a stage; None: there are no stages."""
 
 
 MakeStrategies = Callable[[RunnerSetup, StrategyContext], tuple[StepStrategy, ...]]
@@ -39,7 +42,13 @@ def make_strategies(
     """
     loop, tier, broadcast = context.loop, context.tier, context.broadcast
     strategies: list[StepStrategy] = []
-    if tier is not None:
+    if tier is not None and context.stage_events is not None:
+        from omniserve.runner.late_in_stages import StagedLateJoins, StageResults
+        from omniserve.runner.staged_loop import StagedLoop
+
+        assert isinstance(loop, StagedLoop)
+        strategies.append(StagedLateJoins(loop, StageResults(context.stage_events, context.held)))
+    elif tier is not None:
         from omniserve.runner.late_results import LateJoins, LateResults
 
         strategies.append(LateJoins(loop, LateResults(tier, context.held, broadcast)))

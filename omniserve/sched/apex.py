@@ -12,7 +12,7 @@ from omniserve.sched.batch import Batch
 from omniserve.sched.best_effort import BestEffortWork
 from omniserve.sched.co_serving import CoServingPolicy, CoServingStep
 from omniserve.sched.host_rows import HostRows
-from omniserve.sched.options import APEXOptions
+from omniserve.sched.options import APEXOptions, PolicyOptions
 from omniserve.sched.piggyback import put_rows
 from omniserve.sched.seats import rows_within
 from omniserve.sched.second_batch import SecondBatch
@@ -61,7 +61,9 @@ class APEXPolicy(CoServingPolicy):
     least ``min_host_per_device`` requests for each request of the step on the device (4.2: eight times), if it takes
     every seat, or if there is no device request. A smaller one waits for more requests, at most ``max_cohort_wait_s``.
     If the step's bound has no time for all its rows, a cohort splits. The host's speed is watched while it works, and
-    corrects N_C (section 6, online profiling). ``strategy`` forces one of the two, to see what the choice brings.
+    corrects N_C (section 6, online profiling). ``strategy`` forces one of the two, to see what the choice brings. With
+    pipeline stages it must be ``overlapped``: the cohort goes one layer on with every step in flight, so its results
+    wait for the time of a step in one stage (section 6, pipeline parallelism).
 
     What differs from the paper: LS before BE, under the latency control of ``omniserve``; the paper has no limit on the
     wait of a small cohort; the first sub-batch has host rows only with ``hybrid_first_batch``. Prompts are computed
@@ -73,6 +75,10 @@ class APEXPolicy(CoServingPolicy):
     options_type = APEXOptions
     options: APEXOptions
     awaits_host = True
+
+    @classmethod
+    def awaits_host_with(cls, options: PolicyOptions) -> bool:
+        return not (isinstance(options, APEXOptions) and options.strategy == "overlapped")
 
     def set_up(self) -> None:
         self.rows = PipelinedOrOverlapped(self.view, self.options, self.forecast)

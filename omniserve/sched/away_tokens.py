@@ -25,7 +25,7 @@ class AssumedJoin:
 
     state: RequestState
     away: AwayToken
-    """The token as it is if it has joined."""
+    """The token as it is if it has joined; behind the last layer it is at one that the model does not have."""
     age: int | None
     """Steps since its row was sent; None: its result was there when the step was planned."""
     has_device_rows: bool
@@ -44,6 +44,9 @@ class AwayTokens:
         self._num_layers, self._late_layers = num_layers, late_layers
         self._odds = ResultOdds()
         self._num_steps = 0
+        self.num_stages = 1
+        """Stages with a step in flight each. A step is counted as it is launched, and comes to stage s as about s later
+        ones have been launched."""
         self.num_token_steps = 0
         """Counter: steps that the tokens which passed all layers took for it, from their entry on."""
         self._used: list[set[tuple[int, int, int]]] = [set() for _ in range(slots.num_free)]
@@ -121,7 +124,13 @@ class AwayTokens:
         self.ready[away.layer].add(state)
         if away.was_passed_over:
             # It came in the course of a step with device rows: a seat would have been of use, if not surely so.
-            self._odds.note(self._num_steps - away.sent, has_device_rows=True, in_time=True)
+            self._note_passed_over(away, self._num_steps, in_time=True)
+
+    def _note_passed_over(self, away: AwayToken, num_steps: int, *, in_time: bool) -> None:
+        """Take note of whether a seat would have been of use in the newest step that has come to the layer by now."""
+        age = num_steps - away.layer * self.num_stages // self._num_layers - away.sent
+        if age > 0:
+            self._odds.note(age, has_device_rows=True, in_time=in_time)
 
     def is_last(self, event: AttentionResult, state: RequestState) -> bool:
         """Return whether an event of a cancelled slot is the last one, behind which nothing uses the slot any more."""
@@ -141,7 +150,7 @@ class AwayTokens:
             if away is None or away.ready or away.layer >= self._late_layers or state.request_id in joining:
                 continue
             if away.was_passed_over:
-                self._odds.note(self._num_steps - 1 - away.sent, has_device_rows=True, in_time=False)
+                self._note_passed_over(away, self._num_steps - 1, in_time=False)
             away.was_passed_over = True
 
     def enter(self, state: RequestState, position: int, draft_ids: tuple[int, ...] = ()) -> None:
@@ -165,24 +174,37 @@ class AwayTokens:
             self._used[state.slot].add((state.epoch, away.layer, away.position))
             self._odds.note(self._num_steps - away.sent, has_device_rows=has_device_rows, in_time=True)
         if away.layer == self._num_layers - 1:
-            self.num_token_steps += self._num_steps - away.entered
-            state.away = None
+            self._pass(state, away, self._num_steps)
             return True
         if away.before is None:
             away.layer, away.sent, away.draft_ids = away.layer + 1, self._num_steps, draft_ids
             away.ready = away.was_passed_over = away.may_be_expected = False
         else:
+            self._note_used(state, away.before)
             state.away = self._at_next_layer(away, draft_ids)  # an assumed join refers to this one
         return False
 
+    def _pass(self, state: RequestState, away: AwayToken, step: int) -> None:
+        """Book that a token has passed all layers, the last one in a step."""
+        self.num_token_steps += step - away.entered
+        self._note_used(state, away.before)
+        state.away = None
+
+    def _note_used(self, state: RequestState, away: AwayToken | None) -> None:
+        """Book that a token has joined where it was assumed to join: at ``away``, and before."""
+        while away is not None:
+            if not away.ready:
+                self._used[state.slot].add((state.epoch, away.layer, away.position))
+            away = away.before
+
     def assume(self, state: RequestState, draft_ids: tuple[int, ...] = (), *, has_device_rows: bool) -> AssumedJoin:
-        """Book that a token joins a step in flight at its layer, which is not the last one, with these drafts.
+        """Book that a token joins a step in flight at its layer, with these drafts.
 
         Whether it does is told by ``settle``. Until then a later step may be planned as if it did: if it did not, the
-        token misses that step, too.
+        token misses that step, too. A token that may have passed the last layer is in no later step until then.
         """
         before = state.away
-        assert before is not None and before.layer < self._num_layers - 1
+        assert before is not None
         if before.ready:
             self.ready[before.layer].remove(state)
         state.away = away = self._at_next_layer(before, draft_ids)
@@ -190,24 +212,31 @@ class AwayTokens:
         age = None if before.ready else self._num_steps - before.sent
         return AssumedJoin(state, away, age, has_device_rows)
 
-    def settle(self, join: AssumedJoin, *, joined: bool) -> None:
-        """Book whether a token has joined a step that it was assumed to join; in the order of the steps."""
+    def settle(self, join: AssumedJoin, *, joined: bool) -> bool:
+        """Book whether a token has joined a step that it was assumed to join; in the order of the steps.
+
+        Returns:
+            True if it has passed the last layer.
+        """
         state, away = join.state, join.away
         now, before = state.away, away.before
-        if state.phase is not Phase.HOST or now is None or before is None or away not in (now, now.before):
-            return  # it has left the tier, has not joined the step before, or had its next result before this
+        if state.phase is not Phase.HOST or now is None or before is None or not _leads_to(now, away):
+            return False  # it has left the tier, has not joined a step before, or had its next result before this
         if join.age is not None:
             self._odds.note(join.age, has_device_rows=join.has_device_rows, in_time=joined)
+        if joined and away.layer == self._num_layers:
+            self._pass(state, away, away.sent)
+            return True
         away.before = None
         if joined:
-            if not before.ready:
-                self._used[state.slot].add((state.epoch, before.layer, before.position))
-            return
+            self._note_used(state, before)
+            return False
         assert not now.ready, f"{state.request_id} has a result of a layer that it has not come to"
         state.away = before
         before.may_be_expected = True
         if before.ready:
             self.ready[before.layer].add(state)
+        return False
 
     def is_at(self, join: PiggybackJoin) -> bool:
         """Return whether a token stands where a join has it."""
@@ -231,6 +260,14 @@ class AwayTokens:
         assert away is not None
         if not away.ready:
             self._odds.note(self._num_steps - away.sent, has_device_rows=has_device_rows, in_time=False)
+
+
+def _leads_to(now: AwayToken, away: AwayToken) -> bool:
+    """Return whether ``away`` is where a token is now, or one of the places where it is assumed to have joined."""
+    place: AwayToken | None = now
+    while place is not None and place is not away:
+        place = place.before
+    return place is away
 
 
 def _sent(state: RequestState) -> int:

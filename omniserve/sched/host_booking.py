@@ -1,6 +1,7 @@
 """HostBooking: what steps do with the rows of the host tier, booked when a step is launched and when its outcome comes.
 
-A step that is launched ahead of another one's outcome is booked as if its late joins joined; ``settle`` corrects it.
+A step that is launched ahead of another one's outcome is booked as if its late joins joined; ``settle`` corrects it,
+and yields the tokens that have passed the last layer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class HostBooking:
 
     def __init__(self, tokens: AwayTokens, states: Mapping[str, RequestState], *, num_layers: int) -> None:
         self._tokens, self._states, self._last = tokens, states, num_layers - 1
-        self._assumed: dict[int, list[AssumedJoin]] = {}
+        self._assumed: dict[int, list[tuple[AssumedJoin, PiggybackJoin]]] = {}
         """Late joins that a step in flight is assumed to take, by its id."""
 
     def is_certain(self, plan: StepPlan) -> bool:
@@ -57,7 +58,7 @@ class HostBooking:
                 tokens.miss(state, has_device_rows=has_device_rows)
             elif join.request_id in assumed:
                 joins = self._assumed.setdefault(plan.step_id, [])
-                joins.append(tokens.assume(state, join.draft_ids, has_device_rows=has_device_rows))
+                joins.append((tokens.assume(state, join.draft_ids, has_device_rows=has_device_rows), join))
             elif tokens.advance(state, join.draft_ids, has_device_rows=has_device_rows):
                 yield PassedRow(state, join, is_lost=False)
         for row in plan.pipelined:
@@ -65,10 +66,11 @@ class HostBooking:
             tokens.arrive(state)
             yield PassedRow(state, row, is_lost=row.request_id in output.lost)
 
-    def settle(self, plan: StepPlan, output: StepOutput) -> None:
-        """Book which of the joins that a step was assumed to take it has taken."""
-        for join in self._assumed.pop(plan.step_id, ()):
-            self._tokens.settle(join, joined=join.state.request_id not in output.missed)
+    def settle(self, plan: StepPlan, output: StepOutput) -> Iterator[PassedRow]:
+        """Book which joins a step has taken of those that it was assumed to; yield the rows that passed all layers."""
+        for assumed, join in self._assumed.pop(plan.step_id, ()):
+            if self._tokens.settle(assumed, joined=join.request_id not in output.missed):
+                yield PassedRow(assumed.state, join, is_lost=False)
 
     def refresh(self, plan: StepPlan) -> StepPlan:
         """Return a plan with the tokens that have come since it was made, of requests that are still there.

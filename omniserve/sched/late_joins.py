@@ -6,6 +6,9 @@ result without a seat waits for a whole step. Paper: omniserve 3.2.3 (results jo
 On a GPU only results that were there *before* the step was planned join the last layer, or any layer of a model with
 layers between its attentions (``late_layers`` says why). A step without device rows runs only the layers that a
 piggyback row is at, and no step begins for results that may not come.
+
+With several stages a step is planned before those in flight have come to the layers behind their stage. Its late joins
+are then of tokens that those steps are expected to bring to the layer before.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ _LIKELY = 0.5
 """The share of results in time from which on a seat is planned."""
 
 
-def late_layers(num_layers: int, *, device_looks: bool, has_between: bool) -> int:
+def late_layers(num_layers: int, *, device_looks: bool, has_between: bool, has_stages: bool = False) -> int:
     """Return the number of layers, from the first one on, at which a step can take results that come while it runs.
 
     Args:
@@ -27,10 +30,11 @@ def late_layers(num_layers: int, *, device_looks: bool, has_between: bool) -> in
             scheduler learns the outcome after it has planned the next step. That is too late for the last layer, which
             yields tokens.
         has_between: Some layers do not attend or have recurrent states. The host plans their rows before the step runs.
+        has_stages: The layers are in several stages. What a device has found would have to go to the next one.
     """
     if not device_looks:
         return num_layers
-    return 0 if has_between else num_layers - 1
+    return 0 if has_between or has_stages else num_layers - 1
 
 
 class ResultOdds:

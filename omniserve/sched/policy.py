@@ -59,6 +59,11 @@ class Policy:
         self.limits, self.memory, self.host = view.limits, view.memory, view.host
         self.set_up()
 
+    @classmethod
+    def awaits_host_with(cls, options: PolicyOptions) -> bool:
+        """Return ``awaits_host`` of a policy with these options, which may rule a second sub-batch out."""
+        return cls.awaits_host
+
     def set_up(self) -> None:
         """Make what the policy keeps between steps."""
 
@@ -104,7 +109,8 @@ class Policy:
 
 def checked(policy: Policy, plan: StepPlan) -> StepPlan:
     """Return a policy's plan; it must have no rows that the policy has not announced."""
-    assert policy.awaits_host or not plan.pipelined, "the policy has a second sub-batch: set its awaits_host"
+    awaits_host = policy.awaits_host_with(policy.options)
+    assert awaits_host or not plan.pipelined, "the policy has a second sub-batch: set its awaits_host"
     return plan
 
 

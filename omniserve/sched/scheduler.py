@@ -201,13 +201,20 @@ class Scheduler:
         for state, row, is_lost in self._host.book(plan, output) if requests.residents.has_some else ():
             if is_lost:
                 requests.preempt(state)
-            elif not any([feature.takes_outcome(state, row, known) for feature in features]):
-                state.num_computed_tokens += 1
-                self._expect_token(state)
-                for feature in features:
-                    feature.on_computed(state, row, known, self._expect_token)
-                told.append(Told(state, row))
+            else:
+                self._book_host_row(Told(state, row), known, told)
         self._in_flight[plan.step_id] = told
+
+    def _book_host_row(self, passed: Told, output: StepOutput, told: list[Told]) -> None:
+        """Book a host row that has passed all layers, and put it to those that get a token."""
+        features = self.requests.features.on
+        if any([feature.takes_outcome(*passed, output) for feature in features]):
+            return
+        passed.state.num_computed_tokens += 1
+        self._expect_token(passed.state)
+        for feature in features:
+            feature.on_computed(*passed, output, self._expect_token)
+        told.append(passed)
 
     def _expect_token(self, state: RequestState) -> None:
         if state.newest.expect(self._limits.max_model_len):
@@ -220,9 +227,10 @@ class Scheduler:
         """
         self.policy.on_step_end(plan, now_s)
         outputs: list[RequestOutput] = []
-        if plan.joins:
-            self._host.settle(plan, output)
-        for told in self._in_flight.pop(plan.step_id):
+        rows = self._in_flight.pop(plan.step_id)
+        for state, row, _ in self._host.settle(plan, output) if plan.joins else ():
+            self._book_host_row(Told(state, row), output, rows)
+        for told in rows:
             state, chunk = told.state, told.row if isinstance(told.row, DeviceChunk) else None
             request_id = state.request_id
             if self.requests.states.get(request_id) is not state:

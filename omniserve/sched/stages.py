@@ -4,14 +4,20 @@ A request that a step in flight samples a token for, or scores the prompt of, is
 no other step can have it, nor can it give way. So every plan is certain, whatever it has: no step in flight has a
 request of another one. Decodes are dealt out evenly, so that each step in flight has its share of them.
 
+A token on the host tier may be in all steps in flight, one layer further in each: late joins are booked as if they
+joined (``HostBooking``), and one at the last layer when its step is settled.
+
 Policies need not know: the queues do not yield what the step that is planned cannot have (``RequestTable.hidden``).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from omniserve.core.config import EngineConfig
 from omniserve.core.plan import StepOutput, StepPlan
 from omniserve.core.request import RequestOutput
+from omniserve.sched.options import APEXOptions
 from omniserve.sched.policy import policy_of
 from omniserve.sched.scheduler import Scheduler
 from omniserve.sched.state import RequestQueue, RequestState
@@ -19,6 +25,10 @@ from omniserve.sched.state import RequestQueue, RequestState
 
 class StagedScheduler(Scheduler):
     """A scheduler for as many steps in flight as ``pipeline_parallel_size`` says, all of them advanced."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.requests.residents.tokens.num_stages = self._limits.config.parallel.pipeline_parallel_size
 
     def _ask_policy(self, now_s: float) -> StepPlan:
         hidden = self.requests.hidden
@@ -69,7 +79,9 @@ def check_stages(config: EngineConfig) -> None:
     """Raise ValueError if the policy cannot have a step in flight in each of several stages."""
     policy, options = policy_of(config)
     reason = "rows may leave its steps between two layers" if options.preempts else ""
-    if policy.awaits_host:
+    if policy.awaits_host_with(options):
         reason = "its steps wait for the host tier in each layer"
+        if isinstance(options, APEXOptions):
+            reason += f" with strategy={options.strategy!r}; set it to 'overlapped'"
     if reason:
         raise ValueError(f"pipeline_parallel_size is not for scheduler={config.scheduler!r}: {reason}")

@@ -252,7 +252,9 @@ def analytic_machine(
         raise ValueError("prefill engines hand KV over in host memory: give hosts, too")
     link = AlphaBeta(50e-6, 1 / (total * device.pcie_bytes_per_s))
     nodes = tuple(_node(model, host, host_share, link, is_local=number == 0) for number, host in enumerate(hosts))
-    of_engine = late_joins.late_layers(model.spec.num_layers, device_looks=True, has_between=model.spec.state_bytes > 0)
+    of_engine = late_joins.late_layers(
+        model.spec.num_layers, device_looks=True, has_between=model.spec.state_bytes > 0, has_stages=num_stages > 1
+    )
     predictor = AnalyticDevice(model, device, count, num_stages=num_stages, hosts=nodes)
     prefill_engines: tuple[PrefillNode, ...] = ()
     if num_prefill_engines:

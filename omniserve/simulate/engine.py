@@ -102,7 +102,7 @@ class SimulatedEngine:
             machine.spec,
             self.kv,
             max_model_len=max_model_len(self._config, machine.spec),
-            late_layers=machine.late_layers if num_stages == 1 else 0,
+            late_layers=machine.late_layers,
             max_host_drafts=MAX_DRAFTS if has_drafts else 0,
         )
         forecast = Forecast(
@@ -204,5 +204,6 @@ def _host_tier(machine: Machine, config: EngineConfig, kv: KVManager, num_blocks
         machine.spec,
         config.block_size,
         num_blocks=num_blocks,
+        num_stages=config.parallel.pipeline_parallel_size,
         held=lambda request_id: kv.num_held(request_id, Tier.HOST),
     )

@@ -2,7 +2,8 @@
 
 The real tier cuts tasks into pieces, so that all of a host's threads work on the oldest ones: a host is modelled as one
 server whose speed is that of its threads together, and a task that has few pieces takes at least as long as its
-largest share does on one thread. Copies go over lanes of their own (a GPU's side stream), or are made by the threads
+largest share does on one thread. With several stages each has an equal part of every host's threads, which attend for
+its layers: a server for each. Copies go over lanes of their own (a GPU's side stream), or are made by the threads
 themselves, ahead of attention (a CPU device).
 """
 
@@ -54,8 +55,8 @@ class Copies:
     """The host's threads copy, before they attend; else copies run beside them."""
 
 
-_Work = tuple[float, float, float, HostEvent]
-"""(comes at, seconds of the server, least seconds to the event, event)."""
+_Work = tuple[float, float, float, HostEvent | None]
+"""(comes at, seconds of the server, least seconds to the event, event if there is one)."""
 
 
 @dataclass(slots=True)
@@ -86,6 +87,7 @@ class SimulatedHostTier:
         spec: The model's sizes.
         block_size: Tokens per block.
         num_blocks: Blocks of the pool, all hosts together.
+        num_stages: Stages of the model.
         held: Returns how many of them a request holds.
 
     Raises:
@@ -100,6 +102,7 @@ class SimulatedHostTier:
         block_size: int,
         *,
         num_blocks: int,
+        num_stages: int = 1,
         held: Callable[[str], int],
     ) -> None:
         if not nodes:
@@ -109,9 +112,11 @@ class SimulatedHostTier:
         self._attention = spec.attention
         self._last_layer = spec.num_layers - 1
         self._block_bytes = spec.kv_block_bytes(block_size)
-        self._hosts = [_Server() for _ in nodes]
+        self._num_layers, self._num_stages = spec.num_layers, num_stages
+        self._hosts = [[_Server() for _ in nodes] for _ in range(num_stages)]
+        """The servers of the hosts, by stage."""
         self._link = _Server()
-        self._servers = [*self._hosts, self._link]
+        self._servers = [*itertools.chain.from_iterable(self._hosts), self._link]
         self._events: list[tuple[float, int, HostEvent]] = []
         self._results: dict[int, tuple[float, int, AttentionResult]] = {}
         """Slot -> its attention event among these; one that a late join has used is no event any more."""
@@ -138,12 +143,16 @@ class SimulatedHostTier:
             place = Place(self._placement.host_of(move.request_id))
         seconds = self._move_s(move, place.host) + self._relocate_s(place)
         self._in_hand += 1
-        queue = self._hosts[place.host].urgent if self._copies.by_host_threads else self._link.queue
-        queue.append((now_s, seconds, seconds, Done(move_id=move.move_id, ok=True)))
+        done = Done(move_id=move.move_id, ok=True)
+        if not self._copies.by_host_threads:
+            self._link.queue.append((now_s, seconds, seconds, done))
+            return
+        for stage, hosts in enumerate(self._hosts):  # each copies its own layers' part, in the same time
+            hosts[place.host].urgent.append((now_s, seconds, seconds, None if stage else done))
 
     def has_result(self, join: PiggybackJoin, at_s: float) -> bool:
-        """Return whether the result of a late join is there at a time."""
-        for server in self._servers:
+        """Return whether the result of a late join is there at a time, which may be later than now."""
+        for server in self._hosts[stage_of(join.layer, self._num_layers, self._num_stages)]:
             self._serve(server, at_s)
         done_s, _, event = self._results.get(join.slot, (math.inf, -1, None))
         if event is None or done_s > at_s:
@@ -213,10 +222,12 @@ class SimulatedHostTier:
         node = self._nodes[place.host]
         keys = row.position + 1 - self._attention[layer].first_key(row.position)
         seconds = (node.key_s + node.draft_key_s * len(row.draft_ids)) * keys + node.task_s
-        threads = min(node.num_threads, keys // _PIECE_KEYS + 1)
+        num_threads = node.num_threads / self._num_stages
+        threads = min(num_threads, keys // _PIECE_KEYS + 1)
         event = AttentionResult(slot=row.slot, epoch=row.epoch, layer=layer, position=row.position)
         least_s = seconds * node.num_threads / threads + node.latency_s + self._relocate_s(place)
-        self._hosts[place.host].queue.append((at_s, seconds, least_s, event))
+        hosts = self._hosts[stage_of(layer, self._num_layers, self._num_stages)]
+        hosts[place.host].queue.append((at_s, seconds * self._num_stages, least_s, event))
         self._in_hand += 1
         self._tasks_in_hand += 1
         self.busy_s += seconds
@@ -227,6 +238,8 @@ class SimulatedHostTier:
             begin_s, queue = upcoming
             _, seconds, least_s, event = queue.popleft()
             server.free_s = begin_s + seconds
+            if event is None:
+                continue
             order = next(self._order)
             heapq.heappush(self._events, (begin_s + least_s, order, event))
             if isinstance(event, AttentionResult):
@@ -244,3 +257,8 @@ class SimulatedHostTier:
         num_bytes = place.num_relocated * self._block_bytes
         byte_s = max(self._nodes[host].move_byte_s for host in (place.source, place.host))
         return self._copies.to_host(num_bytes) + byte_s * num_bytes
+
+
+def stage_of(layer: int, num_layers: int, num_stages: int) -> int:
+    """Return the stage that has a layer, as ``omniserve.parallel.place`` shares them out."""
+    return layer * num_stages // num_layers

@@ -120,5 +120,7 @@ def machine_of_profile(
         copies=Copies(to_host=profile.copy_to_host, to_device=profile.copy_to_device, by_host_threads=not own_cores),
         host_has_own_cores=own_cores,
         num_stages=num_stages,
-        late_layers=late_layers(spec.num_layers, device_looks=own_cores, has_between=spec.state_bytes > 0),
+        late_layers=late_layers(
+            spec.num_layers, device_looks=own_cores, has_between=spec.state_bytes > 0, has_stages=num_stages > 1
+        ),
     )

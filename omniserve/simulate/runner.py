@@ -23,7 +23,7 @@ from omniserve.core.work import (
     StateLoad,
 )
 from omniserve.latency import BatchFeatures, features_of
-from omniserve.simulate.host_tier import SimulatedHostTier
+from omniserve.simulate.host_tier import SimulatedHostTier, stage_of
 from omniserve.simulate.machine import TOKEN, Machine
 
 
@@ -64,6 +64,26 @@ class _Launched:
     end_s: float
     features: BatchFeatures = field(default_factory=BatchFeatures)
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Passage:
+    """A step on its way through the stages of the model."""
+
+    begins_s: Sequence[float]
+    """When it begins in each stage."""
+    ends_s: Sequence[float]
+    layer_s: float
+    num_layers: int
+
+    def reaches_s(self, layer: int) -> float:
+        """Return when it reaches a layer."""
+        stage = stage_of(layer, self.num_layers, len(self.ends_s))
+        return self.begins_s[stage] + (layer - -(-self.num_layers * stage // len(self.ends_s))) * self.layer_s
+
+    def stage_ends_s(self, layer: int) -> float:
+        """Return when it leaves the stage of a layer."""
+        return self.ends_s[stage_of(layer, self.num_layers, len(self.ends_s))]
 
 
 _layer = attrgetter("layer")
@@ -163,15 +183,11 @@ class SimulatedRunner:
         if missed and not plan.chunks:  # only the layers where rows join were run
             self.features = features_of(plan, self._shape, host_works=self.host_works)
             self.seconds, halted = self._take(plan)
-        ends_s = self._pass_stages(start_s)
-        num_layers = self._machine.spec.num_layers
+        passage = self._passage(start_s)
+        self._free_s = [*passage.ends_s]
         if self._tier is not None:
-            if self._machine.late_layers and len(ends_s) == 1:  # a row goes as the step reaches its layer
-                layer_s = self.seconds / num_layers
-                self._tier.submit(plan, lambda layer: start_s + layer * layer_s)
-            else:  # as its stage ends
-                self._tier.submit(plan, lambda layer: ends_s[layer * len(ends_s) // num_layers])
-        last_layer = num_layers - 1
+            self._tier.submit(plan, passage.reaches_s if self._machine.late_layers else passage.stage_ends_s)
+        last_layer = self._machine.spec.num_layers - 1
         tokens = {
             chunk.request_id: _tokens(chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :])
             for chunk in plan.chunks
@@ -180,28 +196,30 @@ class SimulatedRunner:
         tokens.update((join.request_id, _tokens(join.draft_ids)) for join in plan.joins if join.layer == last_layer)
         tokens.update((row.request_id, _tokens(())) for row in plan.pipelined)
         return _Launched(
-            StepOutput(tokens=tokens, halted=halted, missed=missed), ends_s[-1], self.features, self.seconds
+            StepOutput(tokens=tokens, halted=halted, missed=missed), passage.ends_s[-1], self.features, self.seconds
         )
 
-    def _pass_stages(self, start_s: float) -> list[float]:
-        """Return when a step that takes ``self.seconds`` leaves each stage."""
-        if len(self._free_s) == 1:
-            return [start_s + self.seconds]
+    def _passage(self, start_s: float) -> _Passage:
+        """Return when a step that takes ``self.seconds`` is in each stage."""
+        num_layers, num_stages = self._machine.spec.num_layers, len(self._free_s)
+        if num_stages == 1:
+            return _Passage([start_s], [start_s + self.seconds], self.seconds / num_layers, num_layers)
         terms = self._machine.device.terms(self.features)
         layers_s = self.seconds * sum(terms[self._machine.device.layer_terms]) / sum(terms)
-        at_s, num_stages = start_s, len(self._free_s)
+        at_s, begins_s, ends_s = start_s, list[float](), list[float]()
         for stage in range(num_stages):
             besides_s = self.seconds - layers_s if stage == num_stages - 1 else 0.0
-            at_s = max(at_s, self._free_s[stage]) + layers_s / num_stages + besides_s
-            self._free_s[stage] = at_s
-        return list(self._free_s)
+            begins_s.append(max(at_s, self._free_s[stage]))
+            at_s = begins_s[-1] + layers_s / num_stages + besides_s
+            ends_s.append(at_s)
+        return _Passage(begins_s, ends_s, layers_s / num_layers, num_layers)
 
     def _missed(self, plan: StepPlan) -> frozenset[str]:
         """Return the requests of joins whose results are not there when the step reaches their layer."""
-        layer_s = self.seconds / self._machine.spec.num_layers
+        passage = self._passage(self.now_s)
         missed: set[str] = set()
         for layer, joins in itertools.groupby(sorted(plan.joins, key=_layer), key=_layer):
-            at_s = self.now_s + layer * layer_s
+            at_s = passage.reaches_s(layer)
             here = list(joins)
             late = [join for join in here if not join.is_ready]
             assert self._tier is not None

@@ -27,6 +27,7 @@ from omniserve.kv.two_tiers import TwoTierKVManager
 from omniserve.latency import ModelShape, Profile
 from omniserve.latency.omniserve import OmniServeModel
 from omniserve.parallel.group import RankGroup
+from omniserve.runner.late_in_stages import StageResults
 from omniserve.runner.late_results import LateJoins
 from omniserve.runner.runner import LaunchedStep
 from omniserve.sched import policy_of
@@ -229,6 +230,13 @@ def watch_late_joins(engine: Engine, tally: Tally, rng: random.Random) -> None:
     late_results = late_joins._results
     settle = late_results.settle
 
+    def hide(is_early: bool) -> None:
+        if isinstance(late_results, StageResults):
+            poll = NothingNew.poll if is_early else tier.poll
+            late_results._events = dataclasses.replace(late_results._events, poll=poll)
+        else:
+            late_results._tier = NothingNew() if is_early else tier
+
     class NothingNew:
         @staticmethod
         def poll() -> list[HostEvent]:
@@ -237,17 +245,21 @@ def watch_late_joins(engine: Engine, tally: Tally, rng: random.Random) -> None:
     def watched(joins: Sequence[PiggybackJoin], *, as_one: bool) -> list[bool]:
         if (is_early := rng.random() < 0.4) is False:
             tier.wait(0.002)
-        late_results._tier = NothingNew() if is_early else tier  # type: ignore[assignment]
+        hide(is_early)
         joined = settle(joins, as_one=as_one)
-        tally.late_joins += sum(here and not join.is_ready for join, here in zip(joins, joined, strict=True))
-        tally.missed_joins += joined.count(False)
+        if not isinstance(late_results, StageResults):  # else the joins of all stages are counted
+            tally.late_joins += sum(here and not join.is_ready for join, here in zip(joins, joined, strict=True))
+            tally.missed_joins += joined.count(False)
         return joined
 
     late_results.settle = watched  # type: ignore[method-assign]
 
 
 def watch_received_joins(engine: Engine, tally: Tally) -> None:
-    """Count the late joins that the device itself looks for, as it does with a mailbox, and those with drafts."""
+    """Count the late joins that the device itself looks for, as it does with a mailbox, and those with drafts.
+
+    Those of all stages are counted, too.
+    """
     runner = engine.runner
     launch, collect = runner.launch, runner.collect
     doubtful: dict[int, tuple[int, set[str]]] = {}
@@ -259,9 +271,11 @@ def watch_received_joins(engine: Engine, tally: Tally) -> None:
             doubtful[id(step)] = len(plan.doubtful), with_drafts
         return step
 
-    def collect_and_count(step: LaunchedStep) -> StepOutput:
+    def collect_and_count(step: LaunchedStep | StepPlan) -> StepOutput:
         output = collect(step)
         count, with_drafts = doubtful.pop(id(step), (0, set()))
+        if isinstance(step, StepPlan):
+            count = len(step.doubtful)
         if count > 0:
             tally.late_drafts += len(with_drafts - output.missed)
             tally.missed_drafts += len(with_drafts & output.missed)

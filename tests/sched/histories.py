@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from omniserve.core.config import ParallelConfig
 from omniserve.core.errors import RequestRejected
 from omniserve.core.plan import StepOutput, StepPlan
 from omniserve.core.request import SLO, Request, RequestOutput, SamplingParams, ServiceClass
@@ -20,11 +21,12 @@ from omniserve.kv import KV_MANAGERS
 from omniserve.kv.base import KVManager
 from omniserve.kv.bidirectional import BidirectionalKVManager
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
+from omniserve.sched.stages import StagedScheduler
 from tests.sched import preemptible
 from tests.sched.fake_device import VOCAB, FakeDevice, expected_tokens
 from tests.sched.limits import BLOCK, make_limits
 from tests.sched.predictor import forecast
-from tests.sched.stepping import OverlappingStepping, Stepping
+from tests.sched.stepping import OverlappingStepping, StagedStepping, Stepping
 
 MOST_STEPS = 20_000
 """A request that has not ended by then starves."""
@@ -46,6 +48,8 @@ class Options:
     """The policy predicts step times, and requests have objectives."""
     overlaps: bool = False
     """A step is launched while the one before it runs; requests have stop tokens, and some fail."""
+    num_stages: int = 1
+    """Stages of the model, with a step in flight each."""
     has_states: bool = False
     """The model has recurrent states."""
     has_drafts: bool = False
@@ -70,7 +74,8 @@ class History:
         self.kv = _make_kv(kv, self.rng, options)
         limits = self._draw_limits(guesses)
         self.oracle = _draw_forecast(self.rng, limits.num_layers) if options.has_forecast else None
-        self.sched = Scheduler(*policy_of(limits.config), limits=limits, kv=self.kv, forecast=self.oracle)
+        scheduler_type = StagedScheduler if options.num_stages > 1 else Scheduler
+        self.sched = scheduler_type(*policy_of(limits.config), limits=limits, kv=self.kv, forecast=self.oracle)
         self.device = FakeDevice(
             block_size=BLOCK, num_layers=limits.num_layers, max_tokens=limits.config.max_num_batched_tokens,
             rng=self.rng, failure_rate=options.failure_rate, halt_rate=options.halt_rate,
@@ -80,7 +85,7 @@ class History:
         self.device.must_leave = self._must_leave if self.defers else None
         if isinstance(self.kv, BidirectionalKVManager):
             self.device.sharers = self.kv._device.sharers
-        self.stepping = (OverlappingStepping if options.overlaps else Stepping)(self.sched, self._execute)
+        self.stepping = self._make_stepping()
         self.kinds = {spec.name: spec.kind for spec in limits.config.classes}
         self._classes = ["GOLD", "GOLD", "SILVER", "SILVER", "BRONZE", "BE"] if self.defers else ["LS", "BE", "BE"]
         self.requests = {f"r{i}": self._draw_request(guesses) for i in range(self.rng.randint(5, 30))}
@@ -92,6 +97,11 @@ class History:
         self.now_s = 0.0
         self.reached: Counter[str] = Counter()
         self.checkers: list[Checker] = []
+
+    def _make_stepping(self) -> Stepping:
+        if self.options.num_stages > 1:
+            return StagedStepping(self.sched, self._execute, self.options.num_stages)
+        return (OverlappingStepping if self.options.overlaps else Stepping)(self.sched, self._execute)
 
     def run(self, checkers: Sequence[type[Checker]]) -> Counter[str]:
         """Run all requests to their ends under the eyes of those checkers which apply; return what was reached."""
@@ -113,6 +123,7 @@ class History:
         for checker in self.checkers:
             checker.at_end()
         self.reached["overtaken"] += getattr(self.stepping, "num_overtaken", 0)
+        self.reached["in_stages"] += getattr(self.stepping, "num_in_stages", 0)
         return self.reached
 
     def _arrive(self) -> None:
@@ -220,6 +231,11 @@ class History:
             drawn |= {"max_piggyback_seats": rng.choice([2, 4, 8]), "ls_reserve_blocks": 3, "min_host_per_device": 0}
         if num_blocks % 4 > 1 or self.options.is_crowded:
             drawn["late_layers"] = drawn["num_layers"] - num_blocks % 2  # a GPU looks at all layers but the last one
+        if self.options.num_stages > 1:
+            drawn["parallel"] = ParallelConfig(pipeline_parallel_size=self.options.num_stages)
+            drawn["strategy"] = "overlapped"
+            if drawn.get("late_layers"):
+                drawn["late_layers"] = drawn["num_layers"]  # of stages, the last layer may have late joins, too
         if self.options.has_states:
             drawn["num_state_slots"] = 2 * drawn["max_num_seqs"] + drawn["num_host_slots"]
         if self.options.has_drafts:

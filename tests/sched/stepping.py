@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 
 from omniserve.core.plan import StepOutput, StepPlan
@@ -71,3 +72,35 @@ class OverlappingStepping(Stepping):
     @property
     def is_idle(self) -> bool:
         return self._in_flight is None
+
+
+class StagedStepping(Stepping):
+    """Leaves as many plans in flight as a model has stages, and then runs the oldest, as an engine in stages does."""
+
+    def __init__(self, scheduler: Scheduler, execute: Callable[[StepPlan], StepOutput], num_stages: int) -> None:
+        super().__init__(scheduler, execute)
+        self._num_stages = num_stages
+        self._in_flight: deque[StepPlan] = deque()
+        self.num_in_stages = 0
+        """Plans that were made while another one was in flight."""
+
+    def step(self, plan: StepPlan, now_s: float, seconds: float) -> tuple[float, list[RequestOutput]]:
+        flights, outputs = self._in_flight, []
+        assert self._scheduler.is_certain(plan)
+        self.num_in_stages += bool(flights) and not plan.is_empty
+        self._scheduler.advance(plan)
+        flights.append(plan)
+        now_s += seconds
+        if plan.is_empty or len(flights) == self._num_stages:
+            outputs += self._settle(now_s)
+        while flights and flights[0].is_empty:
+            outputs += self._settle(now_s)
+        return now_s, outputs
+
+    def _settle(self, now_s: float) -> list[RequestOutput]:
+        plan = self._in_flight.popleft()
+        return self._scheduler.settle(plan, self._execute(plan), now_s)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._in_flight

@@ -32,9 +32,12 @@ PAIRS = [
     *((preemptible.DEFERRING, kv) for kv in KV_MANAGERS.names() if kv != "paged"), (hybrid.NAME, "tiered"),
 ]  # fmt: skip
 MOST_HISTORIES = 300
+NOT_IN_STAGES = ("neo", "conserve", "conserve-paper", hybrid.NAME, preemptible.NAME, preemptible.DEFERRING)
+"""Policies whose steps stop between layers."""
 
 Choice = tuple[str, Any] | None
 PLAIN: Choice = None
+STAGES = ("num_stages", 3)
 OVERLAPS, FORECAST, DRAFTS = ("overlaps", True), ("has_forecast", True), ("has_drafts", True)
 STATES, PREFIXES = ("has_states", True), ("has_prefixes", True)
 CROWDED, HOST_SHORT = ("is_crowded", True), ("is_host_short", True)
@@ -72,7 +75,8 @@ def run_history(scheduler: str, seed: int, *, kv: str = "tiered", **options: Any
 def choices(scheduler: str, kv: str) -> dict[str, list[Choice]]:
     """Return what a history of a policy and a KV manager may have: what excludes one another is one choice."""
     abilities = KV_MANAGERS.get(kv).abilities
-    choices = {"steps": [PLAIN, OVERLAPS], "forecast": [PLAIN, FORECAST], "drafts": [PLAIN, DRAFTS]}
+    steps = [PLAIN, OVERLAPS] if scheduler in NOT_IN_STAGES else [PLAIN, OVERLAPS, STAGES]
+    choices = {"steps": steps, "forecast": [PLAIN, FORECAST], "drafts": [PLAIN, DRAFTS]}
     choices["content"] = [PLAIN, STATES, PREFIXES] if abilities.prefixes else [PLAIN, STATES]
     if abilities.moves:
         choices["memory"] = [PLAIN, CROWDED, HOST_SHORT]

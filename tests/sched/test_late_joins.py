@@ -212,3 +212,66 @@ def test_no_result_is_expected_at_the_last_layer_of_a_device_that_looks_itself()
     residents, _, join = one_assumed()
     residents.tokens.settle(join, joined=True)
     assert residents.expected(has_device_rows=True) == [[], []]
+
+
+def late(state: RequestState) -> RequestState:
+    assert state.away is not None and not state.away.ready
+    return state
+
+
+def test_a_token_may_be_in_as_many_steps_in_flight_as_there_are_and_goes_back_to_where_it_missed_one() -> None:
+    residents = make_residents(1, num_layers=6, late_layers=6)
+    a = resident(residents, "a")
+    enter(residents, a)
+    first, second, third = (assumed(residents, a)[0] for _ in range(3))
+    assert late(a).away.layer == 3  # type: ignore[union-attr]
+    residents.tokens.settle(first, joined=True)
+    (fourth,) = assumed(residents, a)
+    residents.tokens.settle(second, joined=False)
+    assert late(a).away.layer == 1 and residents.expected(has_device_rows=True)[1] == [a]  # type: ignore[union-attr]
+    (fifth,) = assumed(residents, a)
+    for missed in (third, fourth):
+        residents.tokens.settle(missed, joined=False)
+    assert late(a).away.layer == 2, "steps that were launched before say nothing of it"  # type: ignore[union-attr]
+    residents.tokens.settle(fifth, joined=True)
+    assert a.away is not None and (a.away.layer, a.away.before) == (2, None)
+    assert [residents.tokens.take_used(done(a, layer)) for layer in (0, 1, 2)] == [True, True, False]
+
+
+def test_a_token_that_may_have_passed_the_last_layer_is_in_no_step_until_that_is_known() -> None:
+    residents = make_residents(2, num_layers=1, late_layers=1)
+    a, b = (resident(residents, name) for name in "ab")
+    enter(residents, a, b)
+    of_a, of_b = assumed(residents, a, b)
+    assert residents.expected(has_device_rows=True) == [[]] and residents.num_at_token_boundary == 0
+    residents.tokens.on_event(done(b, 0))
+    residents.tokens.count_step([], has_device_rows=True)
+    assert residents.num_ready == [0], "a result that has come is for the step that may have missed it"
+    assert residents.tokens.settle(of_a, joined=True) and a.away is None
+    assert residents.tokens.num_token_steps == 1, "steps that were launched meanwhile do not count"
+    assert not residents.tokens.settle(of_b, joined=False) and residents.num_ready == [1]
+    assert residents.tokens.take_used(done(a, 0))
+
+
+def test_in_stages_a_seat_is_of_use_if_the_result_comes_before_the_step_is_there() -> None:
+    """A step comes to the last of three stages when two others have been launched behind it."""
+    residents = make_residents(1, num_layers=3, late_layers=3)
+    residents.tokens.num_stages = 3
+    a = resident(residents, "a")
+    enter(residents, a)
+    for layer in (0, 1):
+        residents.tokens.count_step([residents.join_of(a)], has_device_rows=True)
+        residents.tokens.advance(a, has_device_rows=True)
+        assert late(a).away.layer == layer + 1  # type: ignore[union-attr]
+    for _ in range(8):
+        residents.tokens._odds.note(1, has_device_rows=True, in_time=False)
+    assert not residents.expected(has_device_rows=True)[2], "results have come late"
+    for _ in range(10):  # each comes when three steps are launched behind the one that has sent its row
+        assert a.away is not None
+        a.away.ready, a.away.was_passed_over, a.away.sent = False, False, residents.tokens._num_steps
+        for _ in range(3):
+            residents.tokens.count_step([], has_device_rows=True)
+        residents.tokens.on_event(done(a, 2))
+        residents.tokens.ready[2].remove(a)
+    a.away.ready, a.away.sent = False, residents.tokens._num_steps
+    assert residents.expected(has_device_rows=True)[2] == [a], "the next step would have found them"

@@ -18,13 +18,17 @@ NODE = HostNode(num_threads=2, key_s=1e-3, task_s=0.01, latency_s=0.002)
 
 
 def tier(
-    *nodes: HostNode, copies: Copies | None = None, num_blocks: int = 100, held: dict[str, int] | None = None
+    *nodes: HostNode,
+    copies: Copies | None = None,
+    num_blocks: int = 100,
+    num_stages: int = 1,
+    held: dict[str, int] | None = None,
 ) -> SimulatedHostTier:
     """Return a tier; requests hold a block if ``held`` does not say otherwise."""
     if copies is None:
         copies = Copies(to_host=AlphaBeta(0.5, 0.0), to_device=AlphaBeta(0.25, 0.0))
     return SimulatedHostTier(
-        nodes or (NODE,), copies, DIMS.spec, block_size=16, num_blocks=num_blocks,
+        nodes or (NODE,), copies, DIMS.spec, block_size=16, num_blocks=num_blocks, num_stages=num_stages,
         held=lambda request_id: (held or {}).get(request_id, 1),
     )  # fmt: skip
 
@@ -63,6 +67,28 @@ def test_tasks_are_served_in_order_and_say_whose_they_are() -> None:
     assert host.next_event_s() == pytest.approx(0.11 + 0.12 + 0.002)
     assert [event.slot for event in host.poll(1.0)] == [4]
     assert host.next_event_s() is None
+
+
+@pytest.mark.parametrize(("num_stages", "second_s"), [(1, 0.11 + 0.222), (2, 0.222)])
+def test_stages_attend_side_by_side_each_with_its_part_of_the_threads(num_stages: int, second_s: float) -> None:
+    host = tier(num_stages=num_stages)
+    arrived(host, "a", "b")
+    to_layer_1 = PiggybackJoin(request_id="b", position=99, slot=4, epoch=7, layer=0)
+    host.submit(StepPlan(step_id=1, entries=(entry("a", 3, 99),), joins=(to_layer_1,)), lambda layer: 0.0)
+    assert [event.slot for event in host.poll(0.2221)] == [3, 4][:num_stages]
+    assert len(host.poll(second_s - 0.0001)) == 0
+    assert [event.slot for event in host.poll(second_s + 0.0001)] == [4] * (num_stages == 1)
+    assert host.busy_s == pytest.approx(0.22)
+
+
+def test_the_threads_of_all_stages_copy_before_they_attend() -> None:
+    host = tier(num_stages=2, copies=Copies(to_host=AlphaBeta(0.5, 0.0), to_device=AlphaBeta(), by_host_threads=True))
+    arrived(host, "a", "b")
+    host.start_move(move("c", 9), 0.0)
+    to_layer_1 = PiggybackJoin(request_id="b", position=99, slot=4, epoch=7, layer=0)
+    host.submit(StepPlan(step_id=1, entries=(entry("a", 3, 99),), joins=(to_layer_1,)), lambda layer: 0.0)
+    assert [kind_of(event) for event in host.poll(0.7219)] == [WORK_DONE]
+    assert [kind_of(event) for event in host.poll(0.7221)] == [ATTENTION_DONE, ATTENTION_DONE]
 
 
 def test_a_long_task_is_shared_by_all_threads() -> None:
