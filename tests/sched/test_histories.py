@@ -32,7 +32,7 @@ PAIRS = [
     *((preemptible.DEFERRING, kv) for kv in KV_MANAGERS.names() if kv != "paged"), (hybrid.NAME, "tiered"),
 ]  # fmt: skip
 MOST_HISTORIES = 300
-NOT_IN_STAGES = ("neo", "conserve", "conserve-paper", hybrid.NAME, preemptible.NAME, preemptible.DEFERRING)
+NOT_IN_STAGES = ("neo", "neo-paper", "conserve", "conserve-paper", hybrid.NAME, preemptible.NAME, preemptible.DEFERRING)
 """Policies whose steps stop between layers."""
 
 Choice = tuple[str, Any] | None
