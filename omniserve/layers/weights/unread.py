@@ -302,11 +302,14 @@ def _permute(func: Any, tensor: UnreadTensor, dims: Sequence[int]) -> UnreadTens
     return UnreadTensor(_Moved(tensor.values.form.permute(order), tensor.values, place))
 
 
-def _transpose(func: Any, tensor: UnreadTensor, first: int = 0, second: int = 1) -> UnreadTensor:
+def _transpose(func: Any, tensor: UnreadTensor, first: int, second: int) -> UnreadTensor:
     order = list(range(tensor.ndim))
-    if order:
-        order[first], order[second] = order[second], order[first]
+    order[first], order[second] = order[second], order[first]
     return _permute(func, tensor, order)
+
+
+def _t(func: Any, tensor: UnreadTensor) -> UnreadTensor:
+    return _transpose(func, tensor, 0, 1) if tensor.ndim == 2 else UnreadTensor(tensor.values)
 
 
 def _unsqueeze(func: Any, tensor: UnreadTensor, dim: int) -> UnreadTensor:
@@ -359,7 +362,7 @@ _MOVES: dict[Any, Callable[..., Any]] = {
     _aten.unbind.int: _unbind,
     _aten.permute.default: _permute,
     _aten.transpose.int: _transpose,
-    _aten.t.default: _transpose,
+    _aten.t.default: _t,
     _aten.unsqueeze.default: _unsqueeze,
     _aten.squeeze.dim: _squeeze,
     _aten.cat.default: _cat,
