@@ -220,7 +220,7 @@ _LLAMA_860M = {
 
 
 @MACHINES.case(
-    places=(["1x1", "2x1", "4x1", "1x2", "2x2"], "ranks of a stage x stages"), repeats=3, uncounted=0,
+    places=(["1x1", "2x1", "4x1", "1x2", "2x2"], "ranks of a stage x stages"), repeats=1, uncounted=0,
     dtype=("bfloat16", "of the model; the checkpoint is bfloat16"), small=(False, "a model of a few MB"),
     tiny={"places": ["2x1"], "repeats": 1, "small": True},
 )  # fmt: skip
@@ -230,7 +230,8 @@ def rank_loading(args: argparse.Namespace) -> Trials:
     A random bf16 checkpoint of a Llama in one file, which is not in the page cache. Rank 0 of each place is loaded and
     patched, without compiling, in a process of its own. ``peak_own_gib``: the most memory of the process that is no
     page of a file, beyond what it had before; ``peak_mapped_gib`` counts mapped pages of files, too, which ranks of one
-    machine share. ``held_gib``: its own memory at the end.
+    machine share. ``held_gib``: its own memory at the end. These do not vary, so that one repeat is enough; ``seconds``
+    do.
     """
     if args.small:
         folder = saved_llama("llama-2m", {**_LLAMA_860M, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 99})
