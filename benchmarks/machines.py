@@ -234,7 +234,9 @@ def rank_loading(args: argparse.Namespace) -> Trials:
     do.
     """
     if args.small:
-        folder = saved_llama("llama-2m", {**_LLAMA_860M, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 99})
+        folder = saved_llama(
+            "llama-2m", {**_LLAMA_860M, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 99}
+        )
     else:
         folder = saved_llama("llama-860m", _LLAMA_860M)
     size_gib = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / (1 << 30)

@@ -14,7 +14,6 @@ from omniserve import EngineConfig
 from omniserve.launch.loading import EngineLoader
 from omniserve.layers.model_classes import import_model_classes
 from omniserve.layers.patching import patched_model
-from omniserve.layers.weights.parts import read_weights
 from omniserve.layers.weights.sharding import shard
 from omniserve.parallel.place import Place
 

@@ -186,9 +186,10 @@ class EngineLoader:
             with unread_weights():
                 model = on_cpu.load_model(progress)
         except NotInParts as why:
-            logger.warning("rank %d loads the whole of %s for its part: %s", place.rank, self.model, why)
+            logger.warning("rank %d loads the whole of %s and keeps its part: %s", place.rank, self.model, why)
             model = on_cpu.load_model(progress)
         model = shard(model, place.shard, place.num_shards)
+        progress("reading this rank's part of the weights")
         read_weights(model, torch.device(device), traces_first=place.num_stages > 1)
         return model.to(torch.device(device))  # type: ignore[arg-type]
 

@@ -11,9 +11,9 @@ process: its runner, its KV pools, its host tier. A rank reads its part of the c
 sub-batch were lost, whether another graph is captured. A host event counts when every rank has told it. A rank that is
 lost ends the engine.
 
-**Stages** (``pipeline_parallel_size``) have a step each. A rank traces the whole model and keeps the layers of its stage
-(``patched_model(keep=...)``); layers, joins and host events keep their numbers in the model. Rank 0 is in the last
-stage: it tells all ranks a plan when it launches a step, and runs its own layers and the head when it collects
+**Stages** (``pipeline_parallel_size``) have a step each. A rank traces the whole model and keeps the layers of its
+stage (``patched_model(keep=...)``); layers, joins and host events keep their numbers in the model. Rank 0 is in the
+last stage: it tells all ranks a plan when it launches a step, and runs its own layers and the head when it collects
 it (``LastStageRunner``). Rows go from stage to stage by ``ops/stage_link.py``; both ends know from the plan how many.
 As many steps are in flight as there are stages (``Stepper``), all of them advanced before they are known.
 

@@ -1,9 +1,9 @@
 """A rank's part of a checkpoint: of a model whose weights are unread, those that the rank has are read.
 
-``unread_weights`` lets transformers load a model of ``UnreadTensor``; after ``sharding.shard`` has cut it, ``read_weights``
-reads what is left. In a pipeline, which layers a rank has is known when the model has been traced, and tracing runs all
-layers. Until then each weight of a layer has the values of the first layer that has one of its form; ``read_rest`` then
-reads the weights of the layers that stay.
+``unread_weights`` lets transformers load a model of ``UnreadTensor``. After ``sharding.shard`` has cut it,
+``read_weights`` reads what is left. Which layers a stage of a pipeline has is known when the model has been traced, and
+tracing runs all layers. Until then each weight of a layer has the values of the first layer that has one of its form;
+``read_rest`` then reads the weights of the layers that stay.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ def unread_weights() -> Iterator[CheckpointFiles]:
     Raises:
         NotInParts: From ``from_pretrained``: the checkpoint cannot be read in parts.
     """
-    files = CheckpointFiles()
+    files, is_loaded = CheckpointFiles(), False
     original = PreTrainedModel._load_pretrained_model
 
     def load(
         model: PreTrainedModel, state_dict: Any, checkpoint_files: Sequence[str] | None, load_config: Any, **more: Any
     ) -> Any:
-        if state_dict is not None or not checkpoint_files or files.tensors:
+        nonlocal is_loaded
+        if state_dict is not None or not checkpoint_files or is_loaded:
             raise NotInParts("there are weights beside those of the model, such as an adapter's")
         if load_config.hf_quantizer is not None:
             method = load_config.hf_quantizer.quantization_config.quant_method
             raise NotInParts(f"its weights are quantised ({getattr(method, 'value', method)})")
         if other := [file for file in checkpoint_files if not str(file).endswith(".safetensors")]:
             raise NotInParts(f"its weights are not in safetensors files, but in {other[0]}")
-        files.open(checkpoint_files)
-        loaded = original(model, dict(files.tensors), list(checkpoint_files), load_config, **more)
+        is_loaded = True
+        loaded = original(model, files.open(checkpoint_files), list(checkpoint_files), load_config, **more)
         if errors := loaded[0].conversion_errors:
             raise NotInParts(f"it is converted in a way that needs the values: {next(iter(errors.values()))}")
         return loaded

@@ -40,16 +40,16 @@ class CheckpointFiles:
         self._mapped_bytes = 0
         self.read_bytes = 0
         """Bytes that were taken from the files so far."""
-        self.tensors: dict[str, UnreadTensor] = {}
-        """The tensors of all files, by name."""
 
-    def open(self, paths: Sequence[str | Path]) -> None:
-        """Add the tensors of files; nothing but the files' headers is read."""
+    def open(self, paths: Sequence[str | Path]) -> dict[str, UnreadTensor]:
+        """Return the tensors of files, by name; nothing but the files' headers is read."""
+        tensors: dict[str, UnreadTensor] = {}
         for path in map(str, paths):
             file = self._file(path)
             for name in file.keys():  # noqa: SIM118: it is no mapping
                 mapped = file.get_slice(name)[...]
-                self.tensors[name] = UnreadTensor(_Stored(self, path, name, mapped))
+                tensors[name] = UnreadTensor(_Stored(self, path, name, mapped))
+        return tensors
 
     def _file(self, path: str) -> Any:
         if path not in self._open:
@@ -282,8 +282,7 @@ def _split(func: Any, tensor: UnreadTensor, sizes: int | Sequence[int], dim: int
         sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     cut = (
-        _slice(_aten.slice.Tensor, tensor, dim, start, start + size)
-        for start, size in zip(starts, sizes, strict=True)
+        _slice(_aten.slice.Tensor, tensor, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)
     )
     return [each for each in cut if each is not None]
 

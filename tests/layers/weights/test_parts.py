@@ -90,7 +90,7 @@ def test_heads_that_do_not_go_into_the_ranks_evenly(family: str, num_ranks: int)
         return
     with unread_weights():
         part = _loaded(checkpoint_of(family))
-    with pytest.raises(ValueError, match="2 KV heads .* cannot be split over 3 ranks"):
+    with pytest.raises(ValueError, match=r"2 KV heads .* cannot be split over 3 ranks"):
         shard(part, 0, num_ranks)
 
 
@@ -238,9 +238,7 @@ def test_quantised_weights_are_loaded_whole_and_the_log_says_why(
 
 def _saved(tmp_path: Path, tensors: Mapping[str, Tensor]) -> dict[str, UnreadTensor]:
     save_file(dict(tensors), tmp_path / "some.safetensors")
-    files = CheckpointFiles()
-    files.open([tmp_path / "some.safetensors"])
-    return files.tensors
+    return CheckpointFiles().open([tmp_path / "some.safetensors"])
 
 
 def _moved(rng: random.Random, tensors: list[Tensor]) -> Tensor:
@@ -332,8 +330,8 @@ def test_an_unread_tensor_is_not_changed_in_place(tmp_path: Path) -> None:
 def test_a_part_of_a_tensor_takes_no_other_elements(tmp_path: Path) -> None:
     save_file({"a": torch.randn(8, 6), "b": torch.randn(8, 6)}, tmp_path / "some.safetensors")
     files = CheckpointFiles()
-    files.open([tmp_path / "some.safetensors"])
-    joined = torch.stack([files.tensors["a"], files.tensors["b"]]).transpose(1, 2).to(torch.float16)
+    tensors = files.open([tmp_path / "some.safetensors"])
+    joined = torch.stack([tensors["a"], tensors["b"]]).transpose(1, 2).to(torch.float16)
     part = joined.narrow(2, 0, 4).narrow(1, 3, 3)
     assert files.read_bytes == 0
     part.detach().read()  # type: ignore[attr-defined]
