@@ -49,7 +49,7 @@ def unread_weights() -> Iterator[CheckpointFiles]:
             raise NotInParts(f"it is converted in a way that needs the values: {next(iter(errors.values()))}")
         return loaded
 
-    PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[method-assign]
+    PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[method-assign, assignment]
     try:
         yield files
     finally:

@@ -24,6 +24,7 @@ Region = tuple[tuple[int, int], ...]
 """Of each dimension the first element and the one behind the last."""
 
 _aten = torch.ops.aten
+_CPU = torch.device("cpu")
 _MAPPED_BYTES = 1 << 28
 """After so many bytes files are opened again, which gives back their mapped pages."""
 
@@ -195,24 +196,26 @@ def _dense_strides(form: Tensor) -> tuple[int, ...]:
 class UnreadTensor(Tensor):
     """A tensor without values as yet; on the CPU, as it says."""
 
-    values: _Values
+    source: _Values
 
     @staticmethod
     def __new__(cls, values: _Values) -> UnreadTensor:
         form = values.form
-        made = Tensor._make_wrapper_subclass(cls, form.shape, strides=form.stride(), dtype=form.dtype, device="cpu")
-        made.values = values
+        made = Tensor._make_wrapper_subclass(cls, form.shape, strides=form.stride(), dtype=form.dtype, device=_CPU)
+        made.source = values
         return made
 
     def read(self) -> Tensor:
         """Return the values, in memory of their own."""
-        return self.values.whole()
+        return self.source.whole()
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"UnreadTensor({list(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         move = _MOVES.get(func)
         if move is not None and (moved := move(func, *args, **kwargs)) is not None:
@@ -228,29 +231,29 @@ def _read(value: Any) -> Any:
 
 
 def _values(tensor: Tensor) -> _Values:
-    return tensor.values if isinstance(tensor, UnreadTensor) else _Held(tensor)
+    return tensor.source if isinstance(tensor, UnreadTensor) else _Held(tensor)
 
 
 # -- operators of which the result is unread -------------------------------------------------------------------------
 
 
 def _same(func: Any, tensor: UnreadTensor, **_: Any) -> UnreadTensor:
-    return UnreadTensor(tensor.values)
+    return UnreadTensor(tensor.source)
 
 
 def _clone(func: Any, tensor: UnreadTensor, *, memory_format: Any = None) -> UnreadTensor:
-    form = func(tensor.values.form, memory_format=memory_format)
-    return UnreadTensor(_Moved(form, tensor.values, lambda out, region: (out, region)))
+    form = func(tensor.source.form, memory_format=memory_format)
+    return UnreadTensor(_Moved(form, tensor.source, lambda out, region: (out, region)))
 
 
 def _to_copy(func: Any, tensor: UnreadTensor, **kwargs: Any) -> UnreadTensor | None:
     if torch.device(kwargs.pop("device", None) or "cpu").type != "cpu" or kwargs.pop("layout", None) is not None:
         return None
     kwargs.pop("pin_memory", None)
-    form = func(tensor.values.form, **kwargs)
+    form = func(tensor.source.form, **kwargs)
     if form.dtype is tensor.dtype:
-        return UnreadTensor(_Moved(form, tensor.values, lambda out, region: (out, region)))
-    return UnreadTensor(_Cast(form, tensor.values))
+        return UnreadTensor(_Moved(form, tensor.source, lambda out, region: (out, region)))
+    return UnreadTensor(_Cast(form, tensor.source))
 
 
 def _slice(
@@ -264,7 +267,7 @@ def _slice(
         begin, stop = region[dim]
         return out, (*region[:dim], (first + begin, first + stop), *region[dim + 1 :])
 
-    return UnreadTensor(_Moved(func(tensor.values.form, dim, start, end, step), tensor.values, place))
+    return UnreadTensor(_Moved(func(tensor.source.form, dim, start, end, step), tensor.source, place))
 
 
 def _select(func: Any, tensor: UnreadTensor, dim: int, index: int) -> UnreadTensor:
@@ -273,7 +276,7 @@ def _select(func: Any, tensor: UnreadTensor, dim: int, index: int) -> UnreadTens
     def place(out: Tensor, region: Region) -> tuple[Tensor, Region]:
         return out.unsqueeze(dim), (*region[:dim], (index, index + 1), *region[dim:])
 
-    return UnreadTensor(_Moved(func(tensor.values.form, dim, index), tensor.values, place))
+    return UnreadTensor(_Moved(func(tensor.source.form, dim, index), tensor.source, place))
 
 
 def _split(func: Any, tensor: UnreadTensor, sizes: int | Sequence[int], dim: int = 0) -> list[UnreadTensor]:
@@ -298,7 +301,7 @@ def _permute(func: Any, tensor: UnreadTensor, dims: Sequence[int]) -> UnreadTens
     def place(out: Tensor, region: Region) -> tuple[Tensor, Region]:
         return out.permute(back), tuple(region[dim] for dim in back)
 
-    return UnreadTensor(_Moved(tensor.values.form.permute(order), tensor.values, place))
+    return UnreadTensor(_Moved(tensor.source.form.permute(order), tensor.source, place))
 
 
 def _transpose(func: Any, tensor: UnreadTensor, first: int, second: int) -> UnreadTensor:
@@ -308,7 +311,7 @@ def _transpose(func: Any, tensor: UnreadTensor, first: int, second: int) -> Unre
 
 
 def _t(func: Any, tensor: UnreadTensor) -> UnreadTensor:
-    return _transpose(func, tensor, 0, 1) if tensor.ndim == 2 else UnreadTensor(tensor.values)
+    return _transpose(func, tensor, 0, 1) if tensor.ndim == 2 else UnreadTensor(tensor.source)
 
 
 def _unsqueeze(func: Any, tensor: UnreadTensor, dim: int) -> UnreadTensor:
@@ -317,11 +320,11 @@ def _unsqueeze(func: Any, tensor: UnreadTensor, dim: int) -> UnreadTensor:
     def place(out: Tensor, region: Region) -> tuple[Tensor, Region]:
         return out.squeeze(dim), (*region[:dim], *region[dim + 1 :])
 
-    return UnreadTensor(_Moved(func(tensor.values.form, dim), tensor.values, place))
+    return UnreadTensor(_Moved(func(tensor.source.form, dim), tensor.source, place))
 
 
 def _squeeze(func: Any, tensor: UnreadTensor, dim: int) -> UnreadTensor:
-    return _select(_aten.select.int, tensor, dim, 0) if tensor.shape[dim] == 1 else UnreadTensor(tensor.values)
+    return _select(_aten.select.int, tensor, dim, 0) if tensor.shape[dim] == 1 else UnreadTensor(tensor.source)
 
 
 def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> UnreadTensor:
@@ -334,7 +337,7 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> UnreadTensor:
 def _stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> UnreadTensor:
     dim %= tensors[0].ndim + 1
     parts = [
-        _unsqueeze(_aten.unsqueeze.default, each, dim).values
+        _unsqueeze(_aten.unsqueeze.default, each, dim).source
         if isinstance(each, UnreadTensor)
         else _Held(each.unsqueeze(dim))
         for each in tensors
@@ -344,9 +347,9 @@ def _stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> UnreadTensor:
 
 
 def _reshape(func: Any, tensor: UnreadTensor, shape: Sequence[int]) -> UnreadTensor:
-    form = func(tensor.values.form, shape)
+    form = func(tensor.source.form, shape)
     same = form.shape == tensor.shape
-    return UnreadTensor(tensor.values if same else _Reshaped(form, tensor.values))
+    return UnreadTensor(tensor.source if same else _Reshaped(form, tensor.source))
 
 
 _MOVES: dict[Any, Callable[..., Any]] = {
