@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 Region = tuple[tuple[int, int], ...]
-"""Of each dimension the first element and the one behind the last."""
+"""The first element of each dimension, and the one behind the last."""
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")

@@ -21,6 +21,7 @@ from omniserve.layers.patching import PatchedModel, patched_model
 from omniserve.layers.weights.parts import read_weights, unread_weights
 from omniserve.layers.weights.sharding import shard
 from omniserve.layers.weights.unread import CheckpointFiles, NotInParts, UnreadTensor
+from omniserve.ops.collectives import alone
 from omniserve.parallel.place import Place
 from tests.parallel.ranks import checkpoint_of
 from tests.parallel.test_pipeline_parallel import FAMILIES as FAMILIES_IN_STAGES
@@ -159,7 +160,7 @@ def _check_stages(family: str, num_shards: int, num_stages: int) -> None:
         assert freed[0] == freed[1]
         assert "_omniserve_later" not in part.__dict__
         ids, positions = torch.tensor([3, 5, 7]), torch.tensor([0, 4, 30])
-        with torch.inference_mode():
+        with torch.inference_mode(), alone():
             tables = [patched.rotary(positions) for patched in (one, other)]
             rows = [patched.embed(ids, positions) for patched in (one, other)]
             assert torch.equal(*rows)
