@@ -20,6 +20,7 @@ from omniserve.core import link
 from omniserve.core.config import ParallelConfig
 from omniserve.launch.loading import EngineLoader
 from omniserve.layers.patching import patched_model
+from omniserve.layers.weights.sharding import shard
 from omniserve.parallel.follow import follow, summary_of
 from omniserve.parallel.group import RankGroup
 from omniserve.parallel.place import Place
@@ -83,12 +84,12 @@ def _run_rank(address: tuple[str, int], secret: bytes, rank: int) -> None:
 
 
 def load_tiny(family: str, place: Place) -> PreTrainedModel:
-    """Return a rank's part of a tiny model, loaded from its checkpoint as an engine loads it."""
-    return load_part(checkpoint_of(family), place)
+    """Return a tiny model with a rank's part of each layer, made without a checkpoint."""
+    return shard(whole_model(family), place.shard, place.num_shards)
 
 
 def load_part(folder: str, place: Place) -> PreTrainedModel:
-    """Return a rank's part of the model in a folder."""
+    """Return a rank's part of the model in a folder, as an engine loads it."""
     return EngineLoader(model=folder, dtype="auto", device="cpu", config=EngineConfig()).load_rank(place)
 
 

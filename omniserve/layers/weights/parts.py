@@ -8,6 +8,7 @@ tracing runs all layers. Until then each weight of a layer has the values of the
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
@@ -31,11 +33,14 @@ def unread_weights() -> Iterator[CheckpointFiles]:
     """
     files, is_loaded = CheckpointFiles(), False
     original = PreTrainedModel._load_pretrained_model
+    takes = list(inspect.signature(original).parameters)
 
     def load(
         model: PreTrainedModel, state_dict: Any, checkpoint_files: Sequence[str] | None, load_config: Any, **more: Any
     ) -> Any:
         nonlocal is_loaded
+        if takes[:4] != ["model", "state_dict", "checkpoint_files", "load_config"]:
+            raise NotInParts(f"transformers {transformers.__version__} loads weights in a way that is not known")
         if state_dict is not None or not checkpoint_files or is_loaded:
             raise NotInParts("there are weights beside those of the model, such as an adapter's")
         if load_config.hf_quantizer is not None:

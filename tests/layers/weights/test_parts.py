@@ -234,6 +234,20 @@ def test_quantised_weights_are_loaded_whole_and_the_log_says_why(
     assert type(stage.model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
 
 
+def test_another_way_of_loading_weights_is_not_taken_for_the_known_one(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = PreTrainedModel._load_pretrained_model
+
+    def load(model: Any, weights: Any, files: Any, load_config: Any, expected_keys: Any = None) -> Any:
+        return original(model, weights, files, load_config, expected_keys)
+
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(load))
+    part = _load_rank(Path(checkpoint_of("llama")))
+    assert "loads weights in a way that is not known" in caplog.text
+    _check_same(_tensors(part), _tensors(shard(_loaded(checkpoint_of("llama")), 1, 2)))
+
+
 # -- UnreadTensor ----------------------------------------------------------------------------------------------------
 
 
