@@ -11,6 +11,9 @@ whole values at once.
 
 from __future__ import annotations
 
+import json
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +28,10 @@ Region = tuple[tuple[int, int], ...]
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
-_MAPPED_BYTES = 1 << 28
-"""After so many bytes files are opened again, which gives back their mapped pages."""
+_BLOCK_BYTES = 1 << 23
+"""The most bytes that are read before they are copied to their place."""
+_LEAST_RUN_BYTES = 1 << 16
+"""Shorter runs of neighbouring elements are not read one by one, but with what lies between them."""
 
 
 class NotInParts(Exception):
@@ -34,47 +39,84 @@ class NotInParts(Exception):
 
 
 class CheckpointFiles:
-    """The safetensors files of a checkpoint."""
+    """The safetensors files of a checkpoint.
+
+    A tensor that is wanted whole and as it is stored is a view of the mapped file, as in any load of transformers. Parts
+    are read into memory: through mapped pages the system would read ahead, and take most of the file.
+    """
 
     def __init__(self) -> None:
-        self._open: dict[str, Any] = {}
-        self._mapped_bytes = 0
         self.read_bytes = 0
-        """Bytes that were taken from the files so far."""
+        """Bytes that were taken from the files so far; of views the bytes that they show."""
 
     def open(self, paths: Sequence[str | Path]) -> dict[str, UnreadTensor]:
         """Return the tensors of files, by name; nothing but the files' headers is read."""
         tensors: dict[str, UnreadTensor] = {}
         for path in map(str, paths):
-            file = self._file(path)
-            for name in file.keys():  # noqa: SIM118: it is no mapping
-                mapped = file.get_slice(name)[...]
-                tensors[name] = UnreadTensor(_Stored(self, path, name, mapped))
+            descriptor = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            header_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+            header = json.loads(os.pread(descriptor, header_bytes, 8))
+            file = safe_open(path, framework="pt", device="cpu")
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                start = 8 + header_bytes + header[name]["data_offsets"][0]
+                tensors[name] = UnreadTensor(_Stored(self, descriptor, start, file.get_slice(name)[...]))
         return tensors
 
-    def _file(self, path: str) -> Any:
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt", device="cpu")
-        return self._open[path]
+    def fill(self, out: Tensor, descriptor: int, start: int, stored: Tensor, region: Region) -> None:
+        """Copy a region of a tensor that begins at a byte of a file; the dtype becomes that of ``out``.
 
-    def fill(self, out: Tensor, path: str, name: str, region: Region) -> None:
-        """Copy elements of a tensor; the dtype becomes that of ``out``."""
+        Args:
+            out: A tensor of the region's shape.
+            descriptor: The file's.
+            start: The byte.
+            stored: A tensor of the same shape and dtype, of which no values are used.
+            region: What is wanted of it.
+        """
         if not out.numel():
             return
-        stored = self._file(path).get_slice(name)
-        values = stored[tuple(slice(*each) for each in region)] if region else stored[...]
-        out.copy_(values)
-        taken = values.numel() * values.dtype.itemsize
-        self.read_bytes += taken
-        self._mapped_bytes += taken
-        if self._mapped_bytes > _MAPPED_BYTES:
-            del values, stored
-            self.close()
+        if not region:
+            out.copy_(self._read(descriptor, start, stored[None])[0])
+            return
+        (begin, end), inner = region[0], region[1:]
+        row_bytes = stored[0].numel() * stored.dtype.itemsize
+        if _run_length(stored.shape[1:], inner) * stored.dtype.itemsize < min(row_bytes, _LEAST_RUN_BYTES):
+            inner_slices = tuple(slice(*each) for each in inner)
+        elif any(each != (0, size) for each, size in zip(inner, stored.shape[1:], strict=True)):
+            for row in range(begin, end):
+                self.fill(out[row - begin], descriptor, start + row * row_bytes, stored[0], inner)
+            return
+        else:
+            inner_slices = (slice(None),) * len(inner)
+        os.posix_fadvise(descriptor, start + begin * row_bytes, (end - begin) * row_bytes, os.POSIX_FADV_WILLNEED)
+        step = max(1, _BLOCK_BYTES // row_bytes)
+        for first in range(begin, end, step):
+            last = min(end, first + step)
+            rows = self._read(descriptor, start + first * row_bytes, stored[first:last])
+            out[first - begin : last - begin].copy_(rows[(slice(None), *inner_slices)])
 
-    def close(self) -> None:
-        """Give back what is mapped; files are opened again when they are read."""
-        self._open.clear()
-        self._mapped_bytes = 0
+    def _read(self, descriptor: int, start: int, like: Tensor) -> Tensor:
+        """Read a tensor that lies in a file from a byte on."""
+        data = torch.empty(like.numel() * like.dtype.itemsize, dtype=torch.uint8)
+        left = memoryview(data.numpy())
+        while len(left):
+            count = os.preadv(descriptor, [left], start)
+            if not count:
+                raise OSError("a safetensors file ends before its tensors do")
+            start, left = start + count, left[count:]
+        self.read_bytes += len(data)
+        return data.view(like.dtype).view(like.shape)
+
+
+def _run_length(shape: Sequence[int], region: Region) -> int:
+    """Return how many neighbouring elements of a tensor a region has at least."""
+    length = 1
+    for size, (begin, end) in zip(reversed(shape), reversed(region), strict=True):
+        length *= end - begin
+        if (begin, end) != (0, size):
+            break
+    return length
 
 
 class _Values:
@@ -92,21 +134,25 @@ class _Values:
         raise NotImplementedError
 
     def whole(self) -> Tensor:
-        """Return all values, in new memory and in the layout of the form."""
+        """Return all values, in the layout of the form."""
         out = torch.empty_strided(self.form.shape, _dense_strides(self.form), dtype=self.form.dtype)
         self.fill(out, tuple((0, size) for size in self.form.shape))
         return out
 
 
 class _Stored(_Values):
-    """A tensor of a file."""
+    """A tensor of a file, which begins at a byte; ``mapped`` is a view of it."""
 
-    def __init__(self, files: CheckpointFiles, path: str, name: str, mapped: Tensor) -> None:
+    def __init__(self, files: CheckpointFiles, descriptor: int, start: int, mapped: Tensor) -> None:
         super().__init__(torch.empty_like(mapped, device="meta"))
-        self._files, self._path, self._name = files, path, name
+        self._files, self._descriptor, self._start, self._mapped = files, descriptor, start, mapped
 
     def fill(self, out: Tensor, region: Region) -> None:
-        self._files.fill(out, self._path, self._name, region)
+        self._files.fill(out, self._descriptor, self._start, self._mapped, region)
+
+    def whole(self) -> Tensor:
+        self._files.read_bytes += self._mapped.nbytes
+        return self._mapped
 
 
 class _Held(_Values):
@@ -206,7 +252,7 @@ class UnreadTensor(Tensor):
         return made
 
     def read(self) -> Tensor:
-        """Return the values, in memory of their own."""
+        """Return the values: in memory of their own, or a view of the file if it has them as they are."""
         return self.source.whole()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
