@@ -41,8 +41,8 @@ class NotInParts(Exception):
 class CheckpointFiles:
     """The safetensors files of a checkpoint.
 
-    A tensor that is wanted whole and as it is stored is a view of the mapped file, as in any load of transformers. Parts
-    are read into memory: through mapped pages the system would read ahead, and take most of the file.
+    A tensor that is wanted whole and as it is stored is a view of the mapped file, as in any load of transformers.
+    Parts are read into memory: through mapped pages the system would read ahead, and take most of the file.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class CheckpointFiles:
             header_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
             header = json.loads(os.pread(descriptor, header_bytes, 8))
             file = safe_open(path, framework="pt", device="cpu")
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
+            for name in file.keys():
                 start = 8 + header_bytes + header[name]["data_offsets"][0]
                 tensors[name] = UnreadTensor(_Stored(self, descriptor, start, file.get_slice(name)[...]))
         return tensors
@@ -99,7 +99,7 @@ class CheckpointFiles:
     def _read(self, descriptor: int, start: int, like: Tensor) -> Tensor:
         """Read a tensor that lies in a file from a byte on."""
         data = torch.empty(like.numel() * like.dtype.itemsize, dtype=torch.uint8)
-        left = memoryview(data.numpy())
+        left = data.numpy().data
         while len(left):
             count = os.preadv(descriptor, [left], start)
             if not count:
