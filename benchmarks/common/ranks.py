@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from benchmarks.common.models import random_llama
 from benchmarks.common.sources import starts
-from omniserve import Engine, EngineConfig, patch
+from omniserve import Engine, EngineConfig
+from omniserve.layers.patching import patched_model
 from omniserve.layers.weights.sharding import shard
 from omniserve.parallel.follow import summary_of
 from omniserve.parallel.group import RankGroup, pin_to_share
@@ -63,10 +64,8 @@ def engine_of(config: EngineConfig, dtype: str) -> Iterator[tuple[Engine, RankGr
                 stack.callback(joined.kill)
                 pin_to_share(0, 2)
             group = RankGroup(config, functools.partial(load, dtype), progress=lambda what: None, shares_cores=is_local)
-        model = patch(load(dtype, Place.of(0, parallel)))
-        patched: Any = model.omniserve
-        if group is not None:
-            patched.keep_layers(group.place.layers(patched.num_layers))
+        model = load(dtype, Place.of(0, parallel))
+        patched = patched_model(model, compile=True, keep=None if group is None else group.place.layers)
         patched.warm_up()
         if group is not None:
             group.await_loaded(summary_of(patched))

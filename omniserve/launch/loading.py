@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from omniserve.parallel.group import RankGroup
     from omniserve.parallel.place import Place
 
+logger = logging.getLogger(__name__)
+
 BUILTIN_MODEL_NAME = "omniserve-builtin"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Of Hugging Face's hub: letters, digits, and single dots and hyphens between them.
@@ -137,8 +139,7 @@ class EngineLoader:
         )
         try:
             model = self.load_rank(group.place, progress)
-            patched = patched_model(model, compile=self.config.execution.compile)
-            patched.keep_layers(group.place.layers(patched.num_layers))
+            patched = patched_model(model, compile=self.config.execution.compile, keep=group.place.layers)
             progress("waiting for the other ranks' parts of the model")
             group.await_loaded(summary_of(patched))
             if self.config.execution.compile:
@@ -161,7 +162,9 @@ class EngineLoader:
         return f"cuda:{local % max(1, torch.cuda.device_count())}"
 
     def load_rank(self, place: Place, progress: Callable[[str], None] = lambda what: None) -> PreTrainedModel:
-        """Load the model with a rank's part of each layer; the whole model passes through the main memory.
+        """Load a rank's part of the model, of which nothing else is read if the checkpoint can be read in parts.
+
+        In a pipeline the weights of a stage's layers are read when the model is patched (``patched_model``).
 
         Raises:
             OSError: There is no such model.
@@ -171,13 +174,24 @@ class EngineLoader:
         import torch
 
         import_model_classes()
+        from omniserve.layers.weights.parts import read_weights, unread_weights
         from omniserve.layers.weights.sharding import shard
+        from omniserve.layers.weights.unread import NotInParts
 
         device = self._device_of_rank(place.rank)
         if device != "cpu":
             _select_gpu(torch.device(device))
-        whole = dataclasses.replace(self, device="cpu").load_model(progress)
-        return shard(whole, place.shard, place.num_shards).to(torch.device(device))  # type: ignore[arg-type]
+        on_cpu = dataclasses.replace(self, device="cpu")
+        try:
+            with unread_weights():
+                model = on_cpu.load_model(progress)
+        except NotInParts as why:
+            logger.warning("rank %d loads the whole of %s and keeps its part: %s", place.rank, self.model, why)
+            model = on_cpu.load_model(progress)
+        model = shard(model, place.shard, place.num_shards)
+        progress("reading this rank's part of the weights")
+        read_weights(model, torch.device(device), traces_first=place.num_stages > 1)
+        return model.to(torch.device(device))  # type: ignore[arg-type]
 
     def load_model(self, progress: Callable[[str], None]) -> PreTrainedModel:
         """Load the model alone.
@@ -258,7 +272,7 @@ class EngineLoader:
 
 def _end_process(why: str) -> None:
     """End the engine's process, which waits for requests while a rank is gone; a server starts it again."""
-    logging.getLogger(__name__).error("%s: the engine's process ends", why)
+    logger.error("%s: the engine's process ends", why)
     logging.shutdown()
     os._exit(1)
 

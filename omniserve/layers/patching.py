@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, repeat
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from omniserve.layers.weights.groups import HeldForm, groups_of
 from omniserve.layers.weights.loaded_model import IdleHooks, check_loaded, free_weights, in_adapters, language_model
 from omniserve.layers.weights.merged import merge, mergeable, unmerge
 from omniserve.layers.weights.packed import pack, pack_tied, packable, tied_embedding, unpack
+from omniserve.layers.weights.parts import read_rest
 from omniserve.ops.collectives import alone
 
 logger = logging.getLogger(__name__)
@@ -52,14 +53,11 @@ class PatchedModel:
     Hidden states, q, k, v and logits are in the model's ``dtype``.
     """
 
-    def __init__(self, family: TracedFamily, *, compile: bool) -> None:
+    def __init__(self, family: TracedFamily, kept: KeptLayers, *, compile: bool) -> None:
         self.family = family
         self.spec = family.spec()
         self.num_layers = self.spec.num_layers
-        self.layers = range(self.num_layers)
-        """Indices of the layers that this process has: all, or one stage's after ``keep_layers``."""
-        self.freed: frozenset[int] = frozenset()
-        """``id()`` of each module whose weights ``keep_layers`` freed, because its layer belongs to another stage."""
+        self.layers, self.freed = kept.layers, kept.freed
         self.dtype: torch.dtype = family.model.dtype
         self.device: torch.device = family.model.device
         self.embed = family.embedding_and_head.embed
@@ -84,19 +82,21 @@ class PatchedModel:
             hidden_TD = post(layer, attn, hidden_TD)
             return hidden_TD, *pre(after, hidden_TD, cos, sin)
 
-        alone = [(layer,) for layer in family.layers]
-        pairs = [*pairwise(family.layers)]
+        own = [family.layers[layer] for layer in self.layers]
+        alone = [(layer,) for layer in own]
         self._compile_cache = CompileCache(family.model, source_digest)
-        if compile:
-            self._pre = compile_halves(pre, alone, "pre-attention", family.compiling, self._compile_cache)
-            self._post = compile_halves(post, alone, "post-attention", family.compiling, self._compile_cache)
-            self._post_pre = compile_halves(
-                post_pre, pairs, "post-attention with the next pre-attention", family.compiling, self._compile_cache
-            )
-        else:
-            self._pre = [functools.partial(pre, *layers) for layers in alone]
-            self._post = [functools.partial(post, *layers) for layers in alone]
-            self._post_pre = [functools.partial(post_pre, *layers) for layers in pairs]
+
+        def halves(half: Any, entries: list[Any], name: str) -> dict[int, Any]:
+            made: Sequence[Any]
+            if compile:
+                made = compile_halves(half, entries, name, family.compiling, self._compile_cache)
+            else:
+                made = [functools.partial(half, *layers) for layers in entries]
+            return dict(zip(self.layers, made, strict=False))
+
+        self._pre = halves(pre, alone, "pre-attention")
+        self._post = halves(post, alone, "post-attention")
+        self._post_pre = halves(post_pre, [*pairwise(own)], "post-attention with the next pre-attention")
 
     def pre_attention(
         self, layer: int, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
@@ -164,23 +164,6 @@ class PatchedModel:
             hidden_TD, q_TNH, k_TKH, v_TKH = self.post_pre(layer, attn_TD, hidden_TD, *next(tables))
         return self.post_attention(last, attend(last, hidden_TD, q_TNH, k_TKH, v_TKH), hidden_TD)
 
-    def keep_layers(self, layers: range) -> None:
-        """Keep these layers, and free the weights of the others, which cannot be called any more.
-
-        What runs between two attentions belongs to the second one, and what is behind the last to that.
-        """
-        self.layers = layers
-        numbered = [(number, layer) for number, layer in enumerate(self.family.layers)]
-        numbered += [
-            (min(number, self.num_layers - 1), between.part)
-            for number, several in enumerate(self.family.between)
-            for between in several
-        ]
-        gone = {id(module) for number, layer in numbered if number not in layers for module in layer.modules()}
-        gone -= {id(module) for number, layer in numbered if number in layers for module in layer.modules()}
-        free_weights(self.family.model, gone)
-        self.freed = frozenset(gone)
-
     def find_compiled(self, *, else_compile: bool, fused: bool = False) -> bool:
         """Take the halves that were compiled and cached before; return whether all are compiled now.
 
@@ -209,6 +192,34 @@ class PatchedModel:
             for is_fused in (False, True)[: 1 + fused]:
                 hidden_TD = self.run_layers(self.layers, hidden_TD, rotary, attend, fused=is_fused)
             self.logits(hidden_TD[:1])  # the head is not compiled, and with many rows it takes much memory
+
+
+class KeptLayers(NamedTuple):
+    """The layers that a process has: all, or one stage's."""
+
+    layers: range
+    freed: frozenset[int]
+    """``id()`` of each module whose weights were freed, because its layer belongs to another stage."""
+
+
+def _keep_layers(family: TracedFamily, keep: Callable[[int], range] | None) -> KeptLayers:
+    """Keep some of a model's layers, and free the weights of the others, which cannot be called any more.
+
+    What runs between two attentions belongs to the second one, and what is behind the last to that.
+    """
+    num_layers = len(family.layers)
+    layers = range(num_layers) if keep is None else keep(num_layers)
+    numbered = [(number, layer) for number, layer in enumerate(family.layers)]
+    numbered += [
+        (min(number, num_layers - 1), between.part)
+        for number, several in enumerate(family.between)
+        for between in several
+    ]
+    gone = {id(module) for number, layer in numbered if number not in layers for module in layer.modules()}
+    gone -= {id(module) for number, layer in numbered if number in layers for module in layer.modules()}
+    free_weights(family.model, gone)
+    read_rest(family.model, gone)
+    return KeptLayers(layers, frozenset(gone))
 
 
 def patch(model: Model, *, compile: bool = True, prepack: Prepack = "auto") -> Model:
@@ -271,11 +282,30 @@ def unpatch(model: Model) -> Model:
     return model
 
 
-def patched_model(model: nn.Module, *, compile: bool) -> PatchedModel:
-    """Return what ``patch`` installs on a model, which is patched if it is not yet."""
+def patched_model(
+    model: nn.Module, *, compile: bool, prepack: Prepack = "auto", keep: Callable[[int], range] | None = None
+) -> PatchedModel:
+    """Return what ``patch`` installs on a model, which is patched if it is not yet.
+
+    Args:
+        model: As for ``patch``.
+        compile: As for ``patch``.
+        prepack: As for ``patch``.
+        keep: Given the number of layers with attention, returns those that this process has: the weights of the others
+            are freed, or never read. None keeps all.
+
+    Raises:
+        ValueError: A patched model is to keep some of its layers; or as ``patch`` or ``keep``.
+        TypeError, UnsupportedModelError: As ``patch``.
+    """
     inner = language_model(model)
-    if "omniserve" not in inner.__dict__:
-        patch(model, compile=compile)
+    if keep is not None:
+        if "_omniserve_patch" in inner.__dict__:
+            raise ValueError("layers are chosen when a model is patched, and this one is")
+        check_loaded(model)
+        inner.__dict__["_omniserve_patch"] = _Patch(inner, (compile, prepack), keep)
+    elif "omniserve" not in inner.__dict__:
+        patch(model, compile=compile, prepack=prepack)
     patched: PatchedModel = inner.__dict__["omniserve"]
     return patched
 
@@ -283,7 +313,9 @@ def patched_model(model: nn.Module, *, compile: bool) -> PatchedModel:
 class _Patch:
     """The changes of a model, and the way back."""
 
-    def __init__(self, model: PreTrainedModel, options: tuple[bool, Prepack]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, options: tuple[bool, Prepack], keep: Callable[[int], range] | None = None
+    ) -> None:
         self.options = options
         self._model = model
         self._held: list[tuple[HeldForm, list[tuple[nn.Linear, ...]]]] = []  # each form's groups
@@ -292,22 +324,23 @@ class _Patch:
         try:
             with alone():  # halves of a rank's part are found and compiled without the other ranks
                 family = family_of(model)
+            kept = _keep_layers(family, keep)
             if options[1] is not False:
-                self._prepack(family, is_required=options[1] is True)
+                self._prepack(family, kept.freed, is_required=options[1] is True)
         except BaseException:
             self._hooks.put_back()
             raise
         # __setattr__ would register it as a submodule.
-        model.__dict__["omniserve"] = PatchedModel(family, compile=options[0])
+        model.__dict__["omniserve"] = PatchedModel(family, kept, compile=options[0])
         logger.info("installed model.omniserve (%s, compile=%s)", type(family).__name__, options[0])
 
-    def _prepack(self, family: TracedFamily, *, is_required: bool) -> None:
+    def _prepack(self, family: TracedFamily, freed: frozenset[int], *, is_required: bool) -> None:
         adapted = in_adapters(self._model)
         mixing = {module for each in family.mixers for mixer in each for module in mixer.part.modules()}
         modules = [module for layer in family.layers for module in layer.modules() if module not in mixing]
         modules += [linear for layers in family.between for layer in layers for linear in layer.linears]
         modules += family.embedding_and_head.lm_head.modules()  # a head may be sharded
-        candidates = [module for module in modules if id(module) not in adapted]
+        candidates = [module for module in modules if id(module) not in adapted | freed]
         of_one_input = [group for layer in family.layers for group in family.linear_groups(layer)]
         for form in _FORMS:
             groups = groups_of(form.suitable(self._model, candidates), of_one_input)

@@ -5,14 +5,15 @@ Rank 0 is the engine's process, with the scheduler and the sampler. The other ra
 
 **Ranks** (``tensor_parallel_size``) take the same way through a step. A model is sharded in place before it is patched
 (``layers/weights/sharding.py``), so that ``patch`` finds a model with fewer heads; all else of a rank is as in one
-process: its runner, its KV pools, its host tier. What the plan does not decide, rank 0 does, and the others are told
+process: its runner, its KV pools, its host tier. A rank reads its part of the checkpoint alone
+(``layers/weights/parts.py``). What the plan does not decide, rank 0 does, and the others are told
 (``runner/rank_broadcast.py``): which late results have come, which rows leave between layers, which rows of a second
 sub-batch were lost, whether another graph is captured. A host event counts when every rank has told it. A rank that is
 lost ends the engine.
 
-**Stages** (``pipeline_parallel_size``) have a step each. A rank patches the whole model and then frees the layers of
-other stages (``PatchedModel.keep_layers``); layers, joins and host events keep their numbers in the model. Rank 0 is in
-the last stage: it tells all ranks a plan when it launches a step, and runs its own layers and the head when it collects
+**Stages** (``pipeline_parallel_size``) have a step each. A rank traces the whole model and keeps the layers of its
+stage (``patched_model(keep=...)``); layers, joins and host events keep their numbers in the model. Rank 0 is in the
+last stage: it tells all ranks a plan when it launches a step, and runs its own layers and the head when it collects
 it (``LastStageRunner``). Rows go from stage to stage by ``ops/stage_link.py``; both ends know from the plan how many.
 As many steps are in flight as there are stages (``Stepper``), all of them advanced before they are known.
 

@@ -112,8 +112,7 @@ class _Follower:
     def run(self) -> None:
         place = self._place
         model = self._assignment.load(place)
-        patched = patched_model(model, compile=self._assignment.compile)
-        patched.keep_layers(place.layers(patched.num_layers))
+        patched = patched_model(model, compile=self._assignment.compile, keep=place.layers)
         logger.info("rank %d of %d has its part of the model", place.rank, place.num_shards * place.num_stages)
         self._link.send(messages.Loaded(summary_of(patched)))
         try:

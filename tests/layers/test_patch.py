@@ -10,7 +10,7 @@ from torch import nn
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.compiled import structure
-from omniserve.layers.patching import PatchedModel, patch, unpatch
+from omniserve.layers.patching import PatchedModel, patch, patched_model, unpatch
 from tests.parity.models import tiny_model
 
 
@@ -71,26 +71,28 @@ def _held_bytes(model: nn.Module) -> int:
 @pytest.mark.parametrize("family", ["llama_tied", "opt", "mixtral"])
 @pytest.mark.parametrize("prepack", [False, "auto"])
 def test_layers_of_other_stages_are_freed_and_those_of_this_one_compute_the_same(family: str, prepack: Any) -> None:
-    model = patch(tiny_model(family, num_layers=4), compile=False, prepack=prepack)
-    patched: PatchedModel = model.omniserve
+    whole, model = (tiny_model(family, num_layers=4) for _ in range(2))
+    reference = patched_model(whole, compile=False, prepack=prepack)
+    patched = patched_model(model, compile=False, prepack=prepack, keep=lambda num_layers: range(2, num_layers - 1))
     ids = torch.arange(5)
+    layer = sum(parameter.numel() for parameter in tiny_model(family, num_layers=1).parameters())
+    layer = sum(parameter.numel() for parameter in tiny_model(family, num_layers=2).parameters()) - layer
     with torch.inference_mode():
         rows = patched.embed(ids, ids)
         rotary = patched.rotary(ids) or (None, None)
-        before = [tensor.clone() for tensor in patched.pre_attention(2, rows, *rotary)]
-        logits, num_bytes = patched.logits(rows), _held_bytes(model)
-        layer = sum(parameter.numel() for parameter in tiny_model(family, num_layers=1).parameters())
-        layer = sum(parameter.numel() for parameter in tiny_model(family, num_layers=2).parameters()) - layer
-        patched.keep_layers(range(2, 3))
-        for tensor, same in zip(patched.pre_attention(2, rows, *rotary), before, strict=True):
-            assert torch.equal(tensor, same)
-        assert torch.equal(patched.logits(rows), logits) and torch.equal(patched.embed(ids, ids), rows)
-        with pytest.raises((RuntimeError, IndexError)):
-            patched.pre_attention(0, rows, *rotary)
+        assert torch.equal(reference.embed(ids, ids), rows)
+        both = zip(patched.pre_attention(2, rows, *rotary), reference.pre_attention(2, rows, *rotary), strict=True)
+        assert all(torch.equal(tensor, same) for tensor, same in both)
+        assert torch.equal(patched.logits(rows), reference.logits(rows))
+        for absent in (0, 1, 3):
+            with pytest.raises(KeyError):
+                patched.pre_attention(absent, rows, *rotary)
     if not prepack:
-        assert num_bytes - _held_bytes(model) == 3 * 4 * layer
+        assert _held_bytes(whole) - _held_bytes(model) == 3 * 4 * layer
     with pytest.raises(ValueError, match="layers were freed"):
         unpatch(model)
+    with pytest.raises(ValueError, match="chosen when a model is patched"):
+        patched_model(model, compile=False, keep=lambda num_layers: range(num_layers))
 
 
 def test_conversion_of_a_prepacked_model_is_refused_before_anything_changed() -> None:

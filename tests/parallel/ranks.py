@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import multiprocessing
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -12,9 +15,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from omniserve import EngineConfig, ExecutionConfig, patch
+from omniserve import EngineConfig, ExecutionConfig
 from omniserve.core import link
 from omniserve.core.config import ParallelConfig
+from omniserve.launch.loading import EngineLoader
 from omniserve.layers.patching import patched_model
 from omniserve.layers.weights.sharding import shard
 from omniserve.parallel.follow import follow, summary_of
@@ -80,8 +84,22 @@ def _run_rank(address: tuple[str, int], secret: bytes, rank: int) -> None:
 
 
 def load_tiny(family: str, place: Place) -> PreTrainedModel:
-    """Return a tiny model with a rank's part of each layer."""
+    """Return a tiny model with a rank's part of each layer, made without a checkpoint."""
     return shard(whole_model(family), place.shard, place.num_shards)
+
+
+def load_part(folder: str, place: Place) -> PreTrainedModel:
+    """Return a rank's part of the model in a folder, as an engine loads it."""
+    return EngineLoader(model=folder, dtype="auto", device="cpu", config=EngineConfig()).load_rank(place)
+
+
+@functools.cache
+def checkpoint_of(family: str) -> str:
+    """Return a folder with a tiny model, which is there until this process ends."""
+    folder = tempfile.mkdtemp(prefix=f"omniserve-{family}-")
+    atexit.register(shutil.rmtree, folder)
+    whole_model(family).save_pretrained(folder)
+    return folder
 
 
 def whole_model(family: str) -> PreTrainedModel:
@@ -102,13 +120,12 @@ def ranks_of(
         tensor_parallel_size=num_shards, pipeline_parallel_size=num_stages, rank_timeout_s=timeout_s
     )
     config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=compile))
-    load = load or functools.partial(load_tiny, family)
+    load = load or functools.partial(load_part, checkpoint_of(family))
     group = ForkedRanks(config, load, progress=lambda what: None, shares_cores=False, keeps_ranks=True)
     group.uses_sockets = uses_sockets
     try:
-        model = patch(load(group.place), compile=compile)
-        patched = patched_model(model, compile=compile)
-        patched.keep_layers(group.place.layers(patched.num_layers))
+        model = load(group.place)
+        patched = patched_model(model, compile=compile, keep=group.place.layers)
         group.await_loaded(summary_of(patched))
         if compile:
             patched.warm_up()
