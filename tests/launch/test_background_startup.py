@@ -172,7 +172,7 @@ def test_halves_are_compiled_beside_serving_and_taken_when_it_is_quiet(
         upkeep.run(Requests(engine))
         assert upkeep.is_done and "compiled halves are in use" in caplog.text
         assert tokens(engine) == expected
-        assert all(half.is_direct for half in [*engine.model._pre, *engine.model._post])
+        assert all(half.is_direct for half in [*engine.model._pre.values(), *engine.model._post.values()])
     assert compile_beside(patch(tiny_model("llama")), config) is None, "the next process finds them"
 
 

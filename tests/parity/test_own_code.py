@@ -45,7 +45,7 @@ def test_an_architecture_of_today_is_compiled() -> None:
     model = tern()
     reference = Reference(model, num_prompts=4, max_tokens=10)
     patch(model)
-    assert len({half._half for half in model.omniserve._pre}) == 2
+    assert len({half._half for half in model.omniserve._pre.values()}) == 2
     tally = Tally()
     for seed in range(2):
         run_history(model, reference, seed, tally=tally, compile=True)
