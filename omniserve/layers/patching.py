@@ -53,11 +53,11 @@ class PatchedModel:
     Hidden states, q, k, v and logits are in the model's ``dtype``.
     """
 
-    def __init__(self, family: TracedFamily, kept: KeptLayers, *, compile: bool) -> None:
+    def __init__(self, family: TracedFamily, *, compile: bool, kept: KeptLayers | None = None) -> None:
         self.family = family
         self.spec = family.spec()
         self.num_layers = self.spec.num_layers
-        self.layers, self.freed = kept.layers, kept.freed
+        self.layers, self.freed = kept or KeptLayers(range(self.num_layers), frozenset())
         self.dtype: torch.dtype = family.model.dtype
         self.device: torch.device = family.model.device
         self.embed = family.embedding_and_head.embed
@@ -331,7 +331,7 @@ class _Patch:
             self._hooks.put_back()
             raise
         # __setattr__ would register it as a submodule.
-        model.__dict__["omniserve"] = PatchedModel(family, kept, compile=options[0])
+        model.__dict__["omniserve"] = PatchedModel(family, compile=options[0], kept=kept)
         logger.info("installed model.omniserve (%s, compile=%s)", type(family).__name__, options[0])
 
     def _prepack(self, family: TracedFamily, freed: frozenset[int], *, is_required: bool) -> None:
