@@ -110,7 +110,7 @@ def test_a_generated_profile_describes_a_machine_of_data_sheets(name: str) -> No
 
 
 def steps_of(policy: str, *, swap_s: float, **options: Any) -> list[str]:
-    """Return the chunks of each step of a load whose BE requests lose their blocks to a long LS prompt, and come back."""
+    """Return each step's chunks in a load whose BE requests lose their blocks to a long LS prompt, and come back."""
     hosts = (HostNode(num_threads=1, key_s=1e-6, task_s=1e-6, latency_s=1e-4),)
     simulated = dataclasses.replace(
         machine(hosts=hosts), copies=Copies(to_host=AlphaBeta(), to_device=AlphaBeta(swap_s))
