@@ -12,7 +12,7 @@ from omniserve.latency.features import AlphaBeta
 from omniserve.latency.omniserve import OmniServeModel
 from omniserve.sched.late_joins import late_layers
 from omniserve.simulate.host_tier import Copies, HostNode
-from omniserve.simulate.spread import Spread
+from omniserve.simulate.spread import StepRatios
 
 TOKEN = 0
 """The id of every token in a simulation."""
@@ -26,7 +26,7 @@ class Machine:
     spec: ModelSpec
     device: Predictor
     """The model of how long steps take."""
-    spread: Spread | None = None
+    spread: StepRatios | None = None
     """The spread of steps around that model; None if they take exactly its times."""
     forecast: Predictor
     """The latency model of policies that predict with ``omniserve``."""
