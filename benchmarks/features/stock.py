@@ -30,7 +30,7 @@ _CONTEXT = 2048
     ls_heavy=8.0, ls_prompt=(700, "tokens, the median"), ls_output=64, ttft=1.0, tpot=0.05,
     be=(96, "BE requests that are unfinished"), be_prompt=128, be_output=512, device_kv_mib=4, host_kv_mib=512,
     seats=(64, "most piggyback rows of a layer"), repeats=3, seed=0, profile_s=60.0, uncounted=1,
-    tiny={"policies": ["sarathi", "omniserve"], "light_s": 1.0, "repeats": 1, "profile_s": 1.0},
+    tiny={"policies": ["sarathi", "omniserve"], "light_s": 0.5, "repeats": 1, "profile_s": 1.0},
 )  # fmt: skip
 def warm_stock(args: argparse.Namespace) -> Trials:
     """BE output while LS load is heavy, after a time of light load in which BE decodes could gather on the host tier.
