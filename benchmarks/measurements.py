@@ -93,8 +93,8 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     *_cases("prefixes", prefix_cache=3, prefix_flood=1, prefix_lookup=1, disk_prefixes=3),
     *_cases("machines", tensor_parallel=3, pipeline_parallel=3, network_hosts=6, prefill_apart=3),
     *_simulated("machines", scaling=5),
-    _of("simulator_validation", case="process", minutes=8),
-    _of("simulator_validation", "--model", "built-in", "--speed", "10", case="built-in", minutes=8),
+    _of("simulator_validation", case="process", minutes=7),
+    _of("simulator_validation", "--model", "built-in", "--speed", "15", "--seconds", "6", case="built-in", minutes=6),
     _of(
         "simulator_validation", "--place", "host", "--loads", "residents", "--schedulers", "omniserve", "--seconds",
         "20", case="host", minutes=4,

@@ -124,24 +124,24 @@ _PILE = lognormal_lengths(256, 64, sigma=0.5, max_input=768, max_output=192)
 LOADS = {
     "servegen": Mix(
         device_kv_bytes=512 * MIB,
-        ls=Stream(rate=1.2, cv=2.5, lengths=lognormal_lengths(96, 24, sigma=0.9, max_input=768, max_output=128)),
-        be=Stream(rate=0.25, cv=3.0, lengths=lognormal_lengths(192, 48, sigma=0.8, max_input=1024, max_output=192)),
+        ls=Stream(rate=2.0, cv=2.5, lengths=lognormal_lengths(96, 24, sigma=0.9, max_input=768, max_output=128)),
+        be=Stream(rate=0.6, cv=3.0, lengths=lognormal_lengths(192, 48, sigma=0.8, max_input=1024, max_output=192)),
     ),
     "azure": Mix(
         device_kv_bytes=512 * MIB,
         ls=Slice(
-            start_s=600.0, share=0.27, scale=0.1, rate=1.5, cv=1.1,
+            start_s=600.0, share=0.5, scale=0.1, rate=2.8, cv=1.1,
             lengths=lognormal_lengths(102, 13, sigma=0.9, max_input=768, max_output=128),
         ),
         be=Slice(
-            start_s=1800.0, share=0.05, scale=0.25, rate=0.28, cv=1.1,
+            start_s=1800.0, share=0.12, scale=0.25, rate=0.66, cv=1.1,
             lengths=lognormal_lengths(255, 32, sigma=0.9, max_input=768, max_output=128),
         ),
     ),
     "batch": Mix(
         device_kv_bytes=24 * MIB,
-        ls=Stream(rate=0.8, lengths=lognormal_lengths(96, 24, sigma=0.4, max_input=256, max_output=96)),
-        be=Pile(rate=0.6, lengths=lognormal_lengths(128, 96, sigma=0.5, max_input=384, max_output=192)),
+        ls=Stream(rate=1.2, lengths=lognormal_lengths(96, 24, sigma=0.4, max_input=256, max_output=96)),
+        be=Pile(rate=1.5, lengths=lognormal_lengths(128, 96, sigma=0.5, max_input=384, max_output=192)),
     ),
     "half": Mix(device_kv_bytes=512 * MIB, ls=Stream(rate=0.8, lengths=_CHAT), be=Backlog(size=4, lengths=_PILE)),
     "residents": Mix(
