@@ -67,9 +67,9 @@ SOURCES = {
     "again": "the engine itself, one run beside another",
 }
 KV_OF_TOKEN = {"SmolLM-135M": 1.0, "built-in": 2 / 15}
-"""Model -> bytes of a token's KV, in multiples of those of SmolLM-135M's shape, for which loads give the device pool."""
+"""Model -> bytes of a token's KV, in multiples of those of SmolLM-135M's shape, for which loads give device pools."""
 _TITLES = dict(zip(FIGURES, ("E2E", "TTFT", "TPOT"), strict=True))
-_COMPILE_S = 2.0
+_COMPILE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +160,9 @@ class Validation:
     def run(self) -> None:
         """Serve all loads in real time, repeat after repeat, and simulate each as soon as it was served."""
         args = self._args
-        for mix in CALIBRATION:  # compiles
-            self._serve(self._config(mix), mix.load(_COMPILE_S, args.seed, speed=args.speed), 0)
+        for scheduler, mix in itertools.product(dict.fromkeys(("omniserve", *args.schedulers)), CALIBRATION):
+            config = engine_config(scheduler, mix, args.model, args.speed)  # compiles
+            self._serve(config, mix.load(_COMPILE_S, args.seed, speed=args.speed), 0)
         total = args.repeats * (len(self.cases) + len(CALIBRATION))
         with tqdm(total=total, unit="run", disable=None, leave=False) as bar:
             for repeat in range(args.repeats):
