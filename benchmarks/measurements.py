@@ -91,7 +91,7 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     *(dataclasses.replace(case, parts=KERNELS, tolerance=0.3) for case in _cases("costs", linears=3)),
     *_cases("costs", sampling=1, shared_cores=4, step_overhead=1, scheduling=2, ls_alone=4),
     *_cases("features", asynchrony=2, late_joins=2, drafts=4, host_drafts=4, host_rows=3),
-    *_cases("features", checkpointing=3, safepoints=3, square_wave=2),
+    *_cases("features", checkpointing=3, safepoints=3, square_wave=2, warm_stock=6),
     *_simulated("features", deferral=5, hybrid_batch=5, apex_stages=5),
     *_cases("prefixes", prefix_cache=3, prefix_flood=1, prefix_lookup=1, disk_prefixes=3),
     *_cases("machines", tensor_parallel=3, pipeline_parallel=3, network_hosts=6, prefill_apart=3),
@@ -101,14 +101,14 @@ MEASUREMENTS: tuple[Measurement, ...] = (
         dataclasses.replace(case, record="measured", command=("benchmarks.paper.measured", case.case))
         for case in _cases("measured", modules=2, streams=1, piggyback_operators=1)
     ),
-    _of("simulator_validation", "--seconds", "8", case="process", minutes=6),
+    _of("simulator_validation", case="process", minutes=7),
+    _of("simulator_validation", "--model", "built-in", "--speed", "15", "--seconds", "6", case="built-in", minutes=6),
     _of(
         "simulator_validation", "--place", "host", "--loads", "residents", "--schedulers", "omniserve", "--seconds",
         "20", case="host", minutes=4,
     ),
     _of("simulator_validation", "--place", "prefill", "--loads", "half", "--seconds", "13", case="prefill", minutes=6),
     _of("simulator_validation", "--place", "ranks", "--schedulers", "sarathi", "omniserve", case="ranks", minutes=6),
-    _of("simulator_served", "benchmarks/results/frontier.json", minutes=2),
     *(
         dataclasses.replace(
             _of("ablate", policy, "--minutes", "2", case=policy, minutes=minutes), parts=SIMULATED, is_simulated=True

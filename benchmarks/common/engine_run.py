@@ -14,6 +14,9 @@ from omniserve.simulate import Load
 from omniserve.simulate.load import TraceRequest
 from omniserve.simulate.results import ClassResult, RequestResult, summarise
 
+_NAP_S = 0.001
+"""Longest sleep of a run that has nothing to do."""
+
 
 def request(name: str, prompt: int, output: int, **more: Any) -> Request:
     """Return a request for exactly so many tokens; names that begin with ``ls`` are latency-sensitive.
@@ -29,10 +32,11 @@ def request(name: str, prompt: int, output: int, **more: Any) -> Request:
 
 
 class EngineRun:
-    """Serves a load as ``simulate`` does on its clock: LS requests at their times, best-effort ones from a pile.
+    """Serves a load as ``simulate`` does on its clock: requests at their times, or best-effort ones from a pile.
 
-    ``load.backlog`` best-effort requests are kept unfinished until the load ends, or the pile does. Subclasses override
-    ``add_due``, ``add`` and ``note`` where requests come for another reason, or more is to be measured.
+    With ``load.backlog``, so many best-effort requests are kept unfinished until the load ends, or the pile does.
+    Subclasses override ``add_due``, ``add`` and ``note`` where requests come for another reason, or more is to be
+    measured.
 
     Args:
         engine: Without requests.
@@ -47,8 +51,11 @@ class EngineRun:
         self.unfinished: Counter[str] = Counter()
         self.began_s = 0.0
         self._rng, self._num_requests = random.Random(seed), 0
-        self.upcoming = deque((row.arrival_s, self.request("LS", row)) for row in load.latency_sensitive)
-        self._pile = iter(load.best_effort)
+        arrivals = [(row.arrival_s, self.request("LS", row)) for row in load.latency_sensitive]
+        if not load.backlog:
+            arrivals += [(row.arrival_s, self.request("BE", row)) for row in load.best_effort]
+        self.upcoming = deque(sorted(arrivals, key=lambda arrival: arrival[0]))
+        self._pile = iter(load.best_effort if load.backlog else ())
 
     @property
     def now_s(self) -> float:
@@ -65,8 +72,10 @@ class EngineRun:
         )  # fmt: skip
 
     def run(self, drain_s: float = 60.0) -> None:
-        """Serve the load, then for at most ``drain_s`` what LS requests are left; ``before`` and ``after`` are the
-        engine's counters as the load began and ended."""
+        """Serve the load, then for at most ``drain_s`` what LS requests are left, or if that is infinite, all requests.
+
+        ``before`` and ``after`` are the engine's counters as the load began and ended.
+        """
         duration_s = math.inf if self.load.duration_s is None else self.load.duration_s
         self.before = self.engine.stats()
         self.began_s = time.monotonic()
@@ -77,15 +86,21 @@ class EngineRun:
             elif self.load.duration_s is None and not self.upcoming:
                 break
             else:
-                time.sleep(min(0.001, duration_s - now_s))
+                next_s = min(duration_s, self.upcoming[0][0] if self.upcoming else math.inf)
+                time.sleep(max(0.0, min(_NAP_S, next_s - self.now_s)))
         self.after, self.seconds = self.engine.stats(), self.now_s
-        while self.unfinished["LS"] and self.now_s < duration_s + drain_s:
+        self._add_arrived(duration_s)  # what came during the last step
+        drained = ("LS", "BE") if drain_s == math.inf else ("LS",)
+        while any(self.unfinished[name] for name in drained) and self.now_s < duration_s + drain_s:
             self.step()
 
     def add_due(self, now_s: float) -> None:
         """Add the requests that have come."""
         while self.unfinished["BE"] < self.load.backlog and (row := next(self._pile, None)) is not None:
             self.add(self.request("BE", row), now_s)
+        self._add_arrived(now_s)
+
+    def _add_arrived(self, now_s: float) -> None:
         while self.upcoming and self.upcoming[0][0] <= now_s:
             arrival_s, request = self.upcoming.popleft()
             self.add(request, arrival_s)

@@ -12,11 +12,12 @@ from omniserve.engine.capacity import largest_part, max_model_len, num_blocks, p
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
 from omniserve.kv import KV_MANAGERS, KVManager, Tier
-from omniserve.latency import CorrectedModel
+from omniserve.latency import CorrectedModel, Predictor
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.admission import scaled_slo
 from omniserve.sched.features.base import FeatureSettings
 from omniserve.sched.options import LayerPreemptionOptions, PolicyOptions
+from omniserve.simulate.forecast import forecast_for
 from omniserve.simulate.host_tier import SimulatedHostTier
 from omniserve.simulate.machine import Machine, host_speed_of
 from omniserve.simulate.runner import Chances, PrefillPeers, SimulatedRunner, StepRecord
@@ -63,7 +64,8 @@ class SimulatedEngine:
         caches: dict[str, Any] = prefix_settings(config, spec, **sizes) if caches_prefixes else {}
         self.kv: KVManager = KV_MANAGERS.get(config.kv)(**sizes, block_size=config.block_size, **caches)
         self.tier = _host_tier(machine, config, self.kv, num_host_blocks)
-        self._corrected = _corrected(machine, chances, options)
+        self._believed = forecast_for(machine, config, pool_tokens=num_device_blocks * config.block_size)
+        self._corrected = _corrected(machine, self._believed, chances, options)
         self.scheduler = self._make_scheduler(machine)
         self.runner = SimulatedRunner(
             machine,
@@ -106,7 +108,7 @@ class SimulatedEngine:
             max_host_drafts=MAX_DRAFTS if has_drafts else 0,
         )
         forecast = Forecast(
-            self._corrected or machine.forecast,
+            self._corrected or self._believed,
             machine.shape,
             host_has_own_cores=machine.host_has_own_cores,
             host=host_speed_of(machine.hosts),
@@ -179,10 +181,12 @@ def _check(machine: Machine, config: EngineConfig) -> None:
         check_stages(config)
 
 
-def _corrected(machine: Machine, chances: Chances, options: PolicyOptions) -> CorrectedModel | None:
+def _corrected(
+    machine: Machine, believed: Predictor, chances: Chances, options: PolicyOptions
+) -> CorrectedModel | None:
     """Return the model that steps are compared with; None with perfect predictions, where that costs as much."""
-    is_exact = chances.noise == 0 and machine.spread is None and machine.forecast is machine.device
-    return None if is_exact else CorrectedModel(machine.forecast, learns=options.correct_model)
+    is_exact = chances.noise == 0 and machine.spread is None and believed is machine.device
+    return None if is_exact else CorrectedModel(believed, learns=options.correct_model)
 
 
 def _must_leave(

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.spec import ModelSpec
-from omniserve.latency import LATENCY_MODELS, HostSpeed, ModelShape, Predictor, Profile
+from omniserve.latency import HostSpeed, ModelShape, Predictor, Profile
 from omniserve.latency.features import AlphaBeta
 from omniserve.latency.omniserve import OmniServeModel
 from omniserve.sched.late_joins import late_layers
 from omniserve.simulate.host_tier import Copies, HostNode
-from omniserve.simulate.spread import Spread
+from omniserve.simulate.spread import StepRatios
 
 TOKEN = 0
 """The id of every token in a simulation."""
@@ -26,10 +26,12 @@ class Machine:
     spec: ModelSpec
     device: Predictor
     """The model of how long steps take."""
-    spread: Spread | None = None
+    spread: StepRatios | None = None
     """The spread of steps around that model; None if they take exactly its times."""
     forecast: Predictor
-    """The latency model of the scheduler."""
+    """The latency model of policies that predict with ``omniserve``."""
+    profile: Profile | None = None
+    """The measurements that models of other names are made of; None: what ``forecast`` says of a grid of steps."""
     hosts: tuple[HostNode, ...] = ()
     """Hosts of the host tier; empty without one."""
     copies: Copies
@@ -78,16 +80,13 @@ def host_speed_of(hosts: Sequence[HostNode]) -> HostSpeed | None:
     )
 
 
-def machine_of_profile(
-    profile: Profile, spec: ModelSpec, *, num_stages: int = 1, latency_model: str = "omniserve"
-) -> Machine:
-    """Return the machine that a profile was measured on.
+def machine_of_profile(profile: Profile, spec: ModelSpec, *, num_stages: int = 1) -> Machine:
+    """Return the machine that a profile was measured on; steps take what the model ``omniserve`` says.
 
     Args:
         spec: The model's sizes, which a profile does not name.
         num_stages: Stages of pipeline parallel that it was measured with. Each has a host tier like the measured one
             for its own layers; they are taken for one host with the threads of all.
-        latency_model: What the scheduler predicts with; steps take what the model ``omniserve`` says.
 
     Raises:
         ValueError: The profile is of a model of another shape.
@@ -98,7 +97,6 @@ def machine_of_profile(
             f"chunks {profile.shape.chunks}, not of this one with {spec.num_layers}"
         )
     device = OmniServeModel.from_profile(profile)
-    forecast = device if latency_model == "omniserve" else LATENCY_MODELS.get(latency_model).from_profile(profile)
     hosts: tuple[HostNode, ...] = ()
     if (speed := HostSpeed.from_profile(profile)) is not None:
         threads = num_stages * speed.threads
@@ -115,7 +113,8 @@ def machine_of_profile(
         name=profile.fingerprint.device,
         spec=spec,
         device=device,
-        forecast=forecast,
+        forecast=device,
+        profile=profile,
         hosts=hosts,
         copies=Copies(to_host=profile.copy_to_host, to_device=profile.copy_to_device, by_host_threads=not own_cores),
         host_has_own_cores=own_cores,

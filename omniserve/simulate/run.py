@@ -157,7 +157,8 @@ class _Run:
             self._pile = enumerate(itertools.cycle([(row, request) for row, _, request in be]))
             be = []
         arrivals = [(row.arrival_s, request_id, request) for row, request_id, request in (*ls, *be)]
-        self._upcoming = sorted(arrivals, key=lambda arrival: arrival[0], reverse=True)
+        # The next to come is the last; of those that come at once it is the one that the load names first.
+        self._upcoming = sorted(arrivals, key=lambda arrival: arrival[0])[::-1]
 
     def _arrivals(self, wanted: Sequence[TraceRequest], default: ClassSpec) -> list[tuple[TraceRequest, str, Request]]:
         """Return (row, id, request) of each request that the engine would take at all, of ``default``'s kind."""

@@ -177,12 +177,13 @@ class SimulatedRunner:
         has_host_rows = bool(plan.entries or plan.joins or plan.pipelined)
         self.host_works = has_host_rows or (self._tier is not None and self._tier.attends)
         self.features = features_of(plan, self._shape, host_works=self.host_works)
-        self.seconds, halted = self._take(plan)
+        factor = self._factor()
+        self.seconds, halted = self._take(plan, factor)
         missed = self._missed(plan)
         plan = without_missed(plan, missed)
         if missed and not plan.chunks:  # only the layers where rows join were run
             self.features = features_of(plan, self._shape, host_works=self.host_works)
-            self.seconds, halted = self._take(plan)
+            self.seconds, halted = self._take(plan, factor)
         passage = self._passage(start_s)
         self._free_s = [*passage.ends_s]
         if self._tier is not None:
@@ -243,15 +244,16 @@ class SimulatedRunner:
         if self._tier is not None:
             self._tier.forget(request_id)
 
-    def _take(self, plan: StepPlan) -> tuple[float, dict[str, int]]:
-        """Return the seconds of a step, and the layers that chunks left it before."""
+    def _factor(self) -> float:
+        """Draw what the step's time is multiplied by."""
         factor = math.exp(self._rng.gauss(-(self._noise**2) / 2, self._noise)) if self._noise else 1.0
-        step_s = self._machine.device.step_s(self.features)
-        if self._draw is not None:
-            factor *= self._draw(step_s)
+        return factor * self._draw(self._machine.device.step_s(self.features)) if self._draw is not None else factor
+
+    def _take(self, plan: StepPlan, factor: float) -> tuple[float, dict[str, int]]:
+        """Return the seconds of a step, and the layers that chunks left it before."""
         if plan.preemptible or any(chunk.from_layer for chunk in plan.chunks):
             return self._layer_by_layer(plan, factor)
-        return factor * step_s, {}
+        return factor * self._machine.device.step_s(self.features), {}
 
     def _layer_by_layer(self, plan: StepPlan, factor: float) -> tuple[float, dict[str, int]]:
         """Return the same of a step that rows leave or enter between two layers (conserve 4.3).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from omniserve.simulate.results import percentile
 
@@ -14,6 +15,14 @@ short step and is lost in a long one."""
 BLOCK = 32
 """Steps that are drawn together, in the order in which they ran: slow spells last, and a request's pace is the mean of
 as many steps as it has tokens."""
+
+
+class StepRatios(Protocol):
+    """What steps really take, over what they are predicted to."""
+
+    def draws(self, rng: random.Random) -> Callable[[float], float]:
+        """Return a function from a step's predicted seconds to a ratio, to be called once a step."""
+        ...
 
 
 class Spread:

@@ -185,6 +185,7 @@ def test_rows_leave_a_step_at_its_next_safepoint(policy: str, options: dict[str,
             engine=flat_config(
                 {"scheduler": policy, "classes": classes, "max_num_batched_tokens": 64, "host_kv_bytes": 0}
                 | {"block_size": 16, "device_kv_bytes": 100 * dims.spec.kv_block_bytes(16)}
+                | {"latency_model": "omniserve"}  # exact: all sizes of steps have one throughput, and 64 tokens win
                 | options
             ),
             load=Load(latency_sensitive=[TraceRequest(0.6, 4, 1)], best_effort=[TraceRequest(0.0, 64, 1)]),

@@ -9,12 +9,11 @@ import pytest
 from omniserve import EngineConfig
 from omniserve.core.spec import ModelSpec
 from omniserve.latency import BatchFeatures, HostSpeed
-from omniserve.latency.linear import ConServeModel
 from omniserve.latency.omniserve import OmniServeModel
 from omniserve.simulate import Load, SimulationConfig, machine_of_profile, simulate
 from omniserve.simulate.load import TraceRequest
 from omniserve.simulate.models import ModelDims
-from tests.latency.samples import FINGERPRINT, LAYERS, SHAPE, draw_steps, make_profile, with_chunk
+from tests.latency.samples import FINGERPRINT, LAYERS, SHAPE, make_profile, with_chunk
 
 SPEC: ModelSpec = ModelDims(
     name="measured", num_layers=LAYERS, hidden_size=64, num_heads=4, num_kv_heads=2, head_size=16,
@@ -46,13 +45,6 @@ def test_a_gpu_keeps_its_cores_and_copies_by_itself() -> None:
     fingerprint = dataclasses.replace(FINGERPRINT, shared_threads=2)
     machine = machine_of_profile(dataclasses.replace(make_profile(), fingerprint=fingerprint), SPEC)
     assert machine.host_has_own_cores and not machine.copies.by_host_threads
-
-
-def test_the_scheduler_may_believe_another_latency_model() -> None:
-    steps = draw_steps(1, 50, lambda features: 0.01 + 1e-5 * features.rows)
-    machine = machine_of_profile(make_profile(tuple(steps)), SPEC, latency_model="conserve")
-    assert isinstance(machine.forecast, ConServeModel) and isinstance(machine.device, OmniServeModel)
-    assert (same := machine_of_profile(make_profile(), SPEC)).forecast is same.device
 
 
 def test_a_profile_of_another_shape_is_refused() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -54,6 +54,17 @@ def everything_ended(result: Result) -> None:
     for request in result.requests:
         assert request.rejected or request.num_output_tokens == request.output_tokens
         assert request.rejected or request.finished_s is not None
+
+
+def test_requests_that_come_at_once_are_added_in_the_loads_order() -> None:
+    """Regression: the last one of a pile was served first."""
+    load = Load(
+        latency_sensitive=[TraceRequest(0.0, 30, 2)], best_effort=[TraceRequest(0.0, 40 + i, 1) for i in range(3)]
+    )
+    result = simulate(SimulationConfig(machine=constant(0.01), engine=engine(), load=load, drain_s=math.inf))
+    assert [request.input_tokens for request in result.requests] == [30, 40, 41, 42]
+    firsts = [request.first_token_s or 0.0 for request in result.requests]
+    assert firsts == sorted(firsts) and firsts[1] < firsts[3]
 
 
 def test_times_of_constant_steps_are_those_reckoned_by_hand() -> None:
@@ -148,6 +159,36 @@ def test_a_host_token_takes_one_step_a_layer_with_late_joins_and_two_without() -
     assert 1.0 <= steps_a_layer(num_layers) < 1.06
     assert 1.0 <= steps_a_layer(num_layers - 1) < 1.06, "the next step is planned when this one has ended"
     assert before.host_steps_per_layer > 1.9
+
+
+class Counted:
+    """Steps take what is predicted; notes for how many a ratio was drawn."""
+
+    count = 0
+
+    def draws(self, rng: random.Random) -> Callable[[float], float]:
+        def draw(predicted_s: float) -> float:
+            self.count += 1
+            return 1.0
+
+        return draw
+
+
+def test_one_ratio_is_drawn_for_each_step_also_if_host_results_are_late() -> None:
+    """Steps without device rows whose host rows miss them run fewer layers, but are no second step."""
+    slow, ratios = HostNode(num_threads=1, key_s=1e-3, task_s=1e-4, latency_s=1e-3), Counted()
+    where = machine(hosts=(slow,), copy_s=0.001, base=2.0, row=0.05, key=0.0)
+    steps: list[StepRecord] = []
+    result = simulate(
+        SimulationConfig(
+            machine=dataclasses.replace(where, late_layers=where.spec.num_layers, spread=ratios),
+            engine=engine(scheduler="llumnix", blocks=30, host_blocks=200, max_piggyback_seats=64),
+            load=mixed_load(3, duration_s=4.0, backlog=20),
+        ),
+        on_step=steps.append,
+    )  # fmt: skip
+    assert any(not step.plan.chunks and step.plan.joins for step in steps)
+    assert ratios.count == result.num_steps == len(steps)
 
 
 def test_right_drafts_are_tokens_and_wrong_ones_are_nothing() -> None:

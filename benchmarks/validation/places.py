@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.common.models import SMOLLM_135M, random_llama, saved_llama, saved_smollm
+from benchmarks.common.models import MODELS, SMOLLM_135M, saved_llama, saved_smollm
 from benchmarks.common.network import cpu_host, prefill_engine, secret_file
 from omniserve import EngineConfig, HostsConfig, ParallelConfig
 from omniserve.core.config import GIB
@@ -45,13 +45,14 @@ class Place:
     Args:
         stack: Ends the processes that the place has started.
         host_kv_bytes: Memory of the engine's host tier, with that of its CPU hosts.
+        model: Name of the model, one of MODELS; the other places have SmolLM-135M's shape.
     """
 
     replays = True
     """The simulator can be given the times of the engine's steps: nothing else decides when something comes."""
 
-    def __init__(self, stack: ExitStack, host_kv_bytes: int) -> None:
-        self._stack = stack
+    def __init__(self, stack: ExitStack, host_kv_bytes: int, model: str = "SmolLM-135M") -> None:
+        self._stack, self._model = stack, model
         self.settings: dict[str, Any] = {}
         """Settings of the engine that differ from those of one process."""
         self.simulated_settings: dict[str, Any] = {}
@@ -59,7 +60,7 @@ class Place:
 
     def load(self, config: EngineConfig) -> tuple[PreTrainedModel, RankGroup | None]:
         """Return the model, and the other ranks if it has such."""
-        return random_llama(**SMOLLM_135M), None
+        return MODELS[self._model](), None
 
     def start(self) -> None:
         """Start what must not run while the profile is measured."""
@@ -75,8 +76,8 @@ class Place:
 class RanksPlace(Place):
     """Two ranks of tensor parallel."""
 
-    def __init__(self, stack: ExitStack, host_kv_bytes: int) -> None:
-        super().__init__(stack, host_kv_bytes)
+    def __init__(self, stack: ExitStack, host_kv_bytes: int, model: str = "SmolLM-135M") -> None:
+        super().__init__(stack, host_kv_bytes, model)
         self.settings = {"parallel": ParallelConfig(tensor_parallel_size=2)}
 
     def load(self, config: EngineConfig) -> tuple[PreTrainedModel, RankGroup | None]:
@@ -95,8 +96,8 @@ class RanksPlace(Place):
 class HostPlace(Place):
     """A CPU host in a process of its own, with most of the host tier's memory."""
 
-    def __init__(self, stack: ExitStack, host_kv_bytes: int) -> None:
-        super().__init__(stack, host_kv_bytes)
+    def __init__(self, stack: ExitStack, host_kv_bytes: int, model: str = "SmolLM-135M") -> None:
+        super().__init__(stack, host_kv_bytes, model)
         secret = stack.enter_context(secret_file())
         address = stack.enter_context(cpu_host(secret, threads=1, kv_gib=FAR_MEMORY * host_kv_bytes / GIB))
         hosts = HostsConfig(cpu_hosts=("{}:{}".format(*address),), cpu_host_secret_file=str(secret))
@@ -113,8 +114,8 @@ class PrefillPlace(Place):
 
     replays = False
 
-    def __init__(self, stack: ExitStack, host_kv_bytes: int) -> None:
-        super().__init__(stack, host_kv_bytes)
+    def __init__(self, stack: ExitStack, host_kv_bytes: int, model: str = "SmolLM-135M") -> None:
+        super().__init__(stack, host_kv_bytes, model)
         self.settings, self.simulated_settings = dict(ONE_CORE), dict(ONE_CORE)
         self._folder = saved_smollm()
         kv_bytes = int(_PREFILL_KV_GIB * GIB)
