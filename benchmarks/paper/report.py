@@ -63,9 +63,10 @@ def _normalized_s(group: Iterable[RequestResult]) -> float:
     return statistics.fmean(each) if each else math.nan
 
 
-def figures_of(result: Result, slo: SLO) -> Figures:
+def figures_of(result: Result, slo: SLO, *, num_shares: int = 1) -> Figures:
     """Return what is kept of one simulation: plain numbers, None where there is none.
 
+    What is done a second (``..._per_s``) is divided by ``num_shares``; other figures are of the whole simulation.
     ``attainment`` and its parts are of all LS requests that came; ``admitted_ttft`` is of those that were not rejected.
     """
     ls, be = result.classes["LS"], result.classes["BE"]
@@ -94,6 +95,7 @@ def figures_of(result: Result, slo: SLO) -> Figures:
         "swaps_out": result.swaps_out, "too_long": result.num_too_long, "steps": result.num_steps,
         "wall_s": result.wall_s,
     }  # fmt: skip
+    found |= {name: value / num_shares for name, value in found.items() if name.endswith("_per_s")}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in found.items()
     }
