@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from benchmarks.paper.cases import COMMON, Case, Experiment, MachineSpec, with_settings
 from benchmarks.paper.loads import LoadSpec
@@ -22,8 +23,8 @@ DISTSERVE = "distserve-p"
 RATIOS = ((2, 1), (1, 1), (1, 2))
 """Prefill engines to engines that decode (6.1)."""
 ONE_TO_ONE = ((1, 1),)
-"""The ratio with most offline throughput in Fig. 6a: the paper reports the best one. With the 70B model it is the only
-one for which a server of eight H100 has room."""
+"""The ratio with most offline throughput at 2 LS/s on the 8B model; the paper reports the best one. With the 70B model
+it is the only one for which a server of eight H100 has room."""
 NVLINK_GB_PER_S = 450.0
 SYNTHETIC = LoadSpec(ls_rate=2.0, ls_cv=0.5, ls_lengths="4096:256", be_lengths="multinews")
 BACKLOG = 64
@@ -75,19 +76,29 @@ def _apart(case: Case, num_prefill: int, num_decode: int) -> Case:
 
 
 def _distserve(
-    of: str, says: str, ratios: Iterable[tuple[int, int]] = ONE_TO_ONE, *, slo_from: str | None = None
-) -> Experiment:
-    """Return DistServe-P at the loads of an experiment; ``slo_from`` as there, if it shows what was attained."""
+    of: str, says: str, ratios: Mapping[str, Iterable[tuple[int, int]]] = MappingProxyType({}), *,
+    only: Container[str] | None = None, slo_from: str | None = None,
+) -> Experiment:  # fmt: skip
+    """Return DistServe-P at the loads of an experiment.
+
+    It takes half as long: each row has the load of two or three machines.
+
+    Args:
+        ratios: Ratios at an x, if not 1:1 alone.
+        only: The x to take; None: all.
+        slo_from: As in that experiment, if its figures are of what was attained.
+    """
     (base,) = (experiment for experiment in _OTHERS if experiment.name == of)
-    cases = []
+    cases: list[Case] = []
     for case in base.cases:
-        if case.system == slo_from:
-            cases.append(case)
-        elif case.system == "sarathi":
-            cases += [_apart(case, *ratio) for ratio in ratios]
+        if only is None or case.x in only:
+            if case.system == slo_from:
+                cases.append(case)
+            elif case.system == "sarathi":
+                cases += [_apart(case, *ratio) for ratio in ratios.get(case.x, ONE_TO_ONE)]
     return replace(
         base, name=f"{of}-distserve", figure=f"{base.figure}: DistServe-P", says=says, cases=tuple(cases),
-        slo_from=slo_from,
+        slo_from=slo_from, times=base.times / 2,
     )  # fmt: skip
 
 
@@ -155,16 +166,13 @@ _OTHERS: tuple[Experiment, ...] = (
 _POOR = "poor TTFT and TBT, the lowest offline throughput in most cases"
 EXPERIMENTS: tuple[Experiment, ...] = (
     *_OTHERS,
-    _distserve("conserve-6-8b", _POOR, RATIOS),
+    _distserve("conserve-6-8b", _POOR, {"2/s": RATIOS}),
     _distserve("conserve-7-70b", "mixed, dureader, multinews, vcsum: P99 TTFT 12.4, 14.9, 11.3, 15.1 s; TBT 1,398, "
                "1,607, 1,384, 1,774 ms; offline 26, 15, 39, 15 tokens/s"),
     _distserve("conserve-8-8b", "slightly more throughput than Sarathi-P; 2.5 times less than ConServe"),
     _distserve("conserve-6-70b", _POOR),
     _distserve("conserve-6b-8b", "high TBT attainment, but below ConServe's in most cases; poor TTFT attainment",
-               slo_from="online-only"),
+               only=("scale 1", "scale 1.5"), slo_from="online-only"),
     _distserve("conserve-9a", "ConServe is better than the best baseline"),
-    _distserve("conserve-9b", "ConServe is better than two preemptive baselines"),
-    _distserve("conserve-9c", "ConServe is better than two preemptive baselines"),
-    _distserve("conserve-6-14b", _POOR, RATIOS),
 )  # fmt: skip
 """All experiments. Those of DistServe-P are experiments of their own: its rows have loads of several machines."""

@@ -231,7 +231,7 @@ class SimulatedRunner:
         step_s = self._machine.device.step_s(self.features)
         if self._draw is not None:
             factor *= self._draw(step_s)
-        if plan.preemptible or any(chunk.from_layer for chunk in plan.chunks):
+        if plan.stops or any(chunk.from_layer for chunk in plan.chunks):
             return self._layer_by_layer(plan, factor)
         return factor * step_s, {}
 
@@ -253,6 +253,10 @@ class SimulatedRunner:
                         # A row that would have gone on at this layer or later stays where it is.
                         halted[chunk.request_id] = chunk.from_layer if chunk.from_layer >= layer else left
             looked_s = time_s if is_safepoint else looked_s
+            if layer:
+                halted |= {
+                    c.request_id: layer for c in plan.chunks if c.leaves_at == layer and c.request_id not in halted
+                }
             chunks = tuple(c for c in plan.chunks if c.from_layer <= layer and c.request_id not in halted)
             if len(chunks) != present:
                 present = len(chunks)

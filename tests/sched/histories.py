@@ -226,6 +226,7 @@ class History:
             drawn["max_host_drafts"] = guesses.choice([1, 3, 8] if self.options.is_crowded else [0, 1, 3, 8])
         if self.defers:
             drawn |= {"defer_classes": True, "classes": preemptible.CLASSES, "max_num_batched_tokens": 64}
+            drawn |= {"defer_tokens": ("off", "late", "always")[num_blocks % 3], "most_token_steps": 2 + num_blocks % 5}
         return make_limits(self.scheduler, **drawn)
 
 
