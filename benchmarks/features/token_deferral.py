@@ -24,12 +24,12 @@ CLASSES = (
 )
 LOADS = {"few prompts": (1000.0, 400.0), "long contexts": (3000.0, 300.0)}
 """Median prompt and output of SILVER, by load."""
-RATES = {"few prompts": (2.0, 4.0), "long contexts": (1.0, 2.0)}
+RATES = {"few prompts": (4.0, 8.0), "long contexts": (2.0, 3.0)}
 """SILVER requests a second, by load."""
 
 
 @FEATURES.case(
-    seconds=90.0, gold_rate=0.5, be=16, seeds=1, seed=0, uncounted=0, tiny={"seconds": 5.0, "be": 2},
+    seconds=45.0, gold_rate=0.5, be=16, seeds=1, seed=0, uncounted=0, tiny={"seconds": 5.0, "be": 2},
 )  # fmt: skip
 def token_deferral(args: argparse.Namespace) -> Trials:
     """Simulates planned deferral by class (`defer_tokens`): TPOT of two LS classes, and best-effort output.

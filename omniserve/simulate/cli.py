@@ -195,7 +195,7 @@ class _Program:
                 rows.append(Row(scheduler=name, rate=rate, result=self._simulate(name, rate, minutes)))
         self._bar.close()
         print(
-            f"{args.model} on {self._machine.name}, {minutes:g} simulated minutes; TTFT {args.slo.ttft_s} s, "
+            f"{args.model} on {'' if args.engines == 1 else f'{args.engines} x '}{self._machine.name}, {minutes:g} simulated minutes; TTFT {args.slo.ttft_s} s, "
             f"TPOT {args.slo.tpot_s} s"
         )
         if self._calibration is not None:

@@ -40,8 +40,8 @@ def leaving(plan: StepPlan) -> dict[str, int]:
 
 
 def test_no_more_rows_leave_than_the_higher_class_needs() -> None:
-    # 66 ms with all rows, of which the TPOT bears 29.1. The others' next tokens are due in four such steps, so they pass
-    # a quarter of their layers in this one: n of 60 leave for 6 + (60 - n) + n / 4 <= 29.1.
+    # 66 ms with all rows, of which the TPOT bears 29.1. The others' next tokens are due in four such steps, so they
+    # pass a quarter of their layers in this one: n of 60 leave for 6 + (60 - n) + n / 4 <= 29.1.
     bench = Bench("late").with_decodes()
     plan = bench.step()
     left = leaving(plan)
