@@ -210,6 +210,11 @@ class Findings:
         """Return ``ratio`` in all rows."""
         return [self.ratio(name, x, column, other, figure) for name, x in self._rows(names, column)]
 
+    def across(self, name: str, column: str, of: str, other: str, figure: str) -> list[float]:
+        """Return what a column has in its rows of an experiment over what another has there in experiment ``of``."""
+        rows = self._rows(name, column)
+        return [self.value(name, x, column, figure) / self.value(of, x, other, figure) for _, x in rows]
+
     def gains(self, names: str | Sequence[str], column: str, other: str, figure: str) -> list[float]:
         """Return what ``column`` has more than ``other``, in all rows."""
         rows = self._rows(names, column)
@@ -247,6 +252,6 @@ def names_of(findings: Findings) -> dict[str, Any]:
     """Return what the page's template may ask."""
     return {
         "table": findings.table, "v": findings.value, "ratio": findings.ratio, "values": findings.values,
-        "ratios": findings.ratios, "gains": findings.gains, "verdict": verdict,
+        "ratios": findings.ratios, "gains": findings.gains, "across": findings.across, "verdict": verdict,
         "cells": {name: says for name, (says, _) in CELLS.items()},
     }  # fmt: skip

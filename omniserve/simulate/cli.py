@@ -194,8 +194,9 @@ class _Program:
             for rate in self._rates:
                 rows.append(Row(scheduler=name, rate=rate, result=self._simulate(name, rate, minutes)))
         self._bar.close()
+        engines = f"{args.engines} x " if args.engines > 1 else ""
         print(
-            f"{args.model} on {'' if args.engines == 1 else f'{args.engines} x '}{self._machine.name}, {minutes:g} simulated minutes; TTFT {args.slo.ttft_s} s, "
+            f"{args.model} on {engines}{self._machine.name}, {minutes:g} simulated minutes; TTFT {args.slo.ttft_s} s, "
             f"TPOT {args.slo.tpot_s} s"
         )
         if self._calibration is not None:

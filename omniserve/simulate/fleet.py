@@ -17,7 +17,7 @@ from omniserve.simulate.engine import SimulatedEngine
 
 
 class Fleet:
-    """Engines behind one another's back: a request goes to the one with the fewest unfinished requests of its kind.
+    """Shares requests out to engines: each goes to the one with the fewest unfinished requests of its kind.
 
     Args:
         engines: They have the same settings.
