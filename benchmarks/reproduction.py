@@ -93,10 +93,10 @@ def run_case(
         machine, scheduler=case.system, classes=classes, scheduler_options=known_options(case.system, options),
         **{name: value for name, value in case.settings if name in fields},
     )  # fmt: skip
-    load = case.load.make(minutes * 60, warm_up=warm_up, seed=seed, trace_dir=trace_dir)
+    load = case.load.times(case.num_shares).make(minutes * 60, warm_up=warm_up, seed=seed, trace_dir=trace_dir)
     config = SimulationConfig(
-        machine=machine, engine=engine, load=load, seed=seed, drain_s=drain_s, drafts_right=case.drafts_right,
-        noise=case.noise,
+        machine=machine, engine=engine, load=load, num_engines=case.machine.num_engines, seed=seed, drain_s=drain_s,
+        drafts_right=case.drafts_right, noise=case.noise,
     )  # fmt: skip
     return simulate(config, on_step=on_step)
 
@@ -125,7 +125,7 @@ class Unit:
                 ls = result.classes[ServiceClass.LS]
                 objectives = SLO(ttft_s=ls.ttft_p99_s, tpot_s=gaps.percentile(99))
             tbt = {"tbt_p99_s": gaps.percentile(99), "tbt_attainment": gaps.share_within(slo.tpot_s)}
-            figures = figures_of(result, slo) | tbt
+            figures = figures_of(result, slo, num_shares=case.num_shares) | tbt
             rows.append({"x": case.x, "column": case.column, "case": _settings(case), "slo": slo, "figures": figures})
         plain: list[dict[str, Any]] = json.loads(json.dumps(rows, default=_plain))
         return plain

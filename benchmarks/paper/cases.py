@@ -39,6 +39,13 @@ class MachineSpec:
     """The machine is the decode instance of a prefill-decode pair: prompts come with their KV, and take no time."""
     prefill_engines: int = 0
     """Machines like this one, with a host of their own, that compute prompts for it."""
+    num_engines: int = 1
+    """Engines alike, each on such a machine, which share the load and the prefill engines."""
+
+    @property
+    def count(self) -> int:
+        """The machines, prefill engines included."""
+        return self.num_engines + self.prefill_engines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +57,8 @@ class Case:
     system: str
     """Scheduler, registered or ``package.module:Class``: a column, with ``variant``."""
     variant: str = ""
+    name: str = ""
+    """The system's name in its column, if it is not the scheduler's."""
     machine: MachineSpec
     load: LoadSpec
     slo: SLO = field(default_factory=SLO)
@@ -61,10 +70,18 @@ class Case:
     """Probability that a draft of a best-effort request is right; 0: requests have no drafts."""
     noise: float = 0.0
     """Standard deviation of the noise on steps' times (``SimulationConfig``)."""
+    per_machine: bool = False
+    """The load is of one machine and is multiplied by their number, and what is done a second is divided by it: so
+    systems of different numbers of machines compare."""
+
+    @property
+    def num_shares(self) -> int:
+        """The machines by which figures are divided."""
+        return self.machine.count if self.per_machine else 1
 
     @property
     def column(self) -> str:
-        name = self.system.rpartition(":")[2]
+        name = self.name or self.system.rpartition(":")[2]
         return f"{name}, {self.variant}" if self.variant else name
 
 

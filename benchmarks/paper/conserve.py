@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from benchmarks.paper.cases import COMMON, Case, Experiment, MachineSpec, with_settings
 from benchmarks.paper.loads import LoadSpec
+from omniserve.core.config import PrefillConfig
 from omniserve.core.request import SLO, Request
 from omniserve.sched.conserve import ConServePolicy
 
@@ -16,6 +19,13 @@ QWEN_14B = replace(LLAMA_8B, model="qwen-2.5-14b")
 LLAMA_70B = MachineSpec(
     model="llama-3-70b", device="4xH100-80GB", hosts="1xXeon-8480", max_model_len=131072
 )  # 3.1 has its sizes
+DISTSERVE = "distserve-p"
+RATIOS = ((2, 1), (1, 1), (1, 2))
+"""Prefill engines to engines that decode (6.1)."""
+ONE_TO_ONE = ((1, 1),)
+"""The ratio with most offline throughput at 2 LS/s on the 8B model; the paper reports the best one. With the 70B model
+it is the only one for which a server of eight H100 has room."""
+NVLINK_GB_PER_S = 450.0
 SYNTHETIC = LoadSpec(ls_rate=2.0, ls_cv=0.5, ls_lengths="4096:256", be_lengths="multinews")
 BACKLOG = 64
 
@@ -50,6 +60,48 @@ def _experiment(
     )
 
 
+def _apart(case: Case, num_prefill: int, num_decode: int) -> Case:
+    """Return Sarathi-P's case as DistServe-P's: prompts and decodes have machines of their own (6.1).
+
+    It has more machines than the other systems, and as many times their load.
+    """
+    machine = replace(
+        case.machine, prefill_engines=num_prefill, num_engines=num_decode, network_gb_per_s=NVLINK_GB_PER_S
+    )
+    prefill = PrefillConfig(prefill_placement="disaggregated")
+    return replace(
+        case, name=DISTSERVE, variant=f"{num_prefill}:{num_decode}", machine=machine, per_machine=True,
+        settings=(*case.settings, ("prefill", prefill)),
+    )  # fmt: skip
+
+
+def _distserve(
+    of: str, says: str, ratios: Mapping[str, Iterable[tuple[int, int]]] = MappingProxyType({}), *,
+    only: Container[str] | None = None, slo_from: str | None = None,
+) -> Experiment:  # fmt: skip
+    """Return DistServe-P at the loads of an experiment.
+
+    It takes half as long: each row has the load of two or three machines.
+
+    Args:
+        ratios: Ratios at an x, if not 1:1 alone.
+        only: The x to take; None: all.
+        slo_from: As in that experiment, if its figures are of what was attained.
+    """
+    (base,) = (experiment for experiment in _OTHERS if experiment.name == of)
+    cases: list[Case] = []
+    for case in base.cases:
+        if only is None or case.x in only:
+            if case.system == slo_from:
+                cases.append(case)
+            elif case.system == "sarathi":
+                cases += [_apart(case, *ratio) for ratio in ratios.get(case.x, ONE_TO_ONE)]
+    return replace(
+        base, name=f"{of}-distserve", figure=f"{base.figure}: DistServe-P", says=says, cases=tuple(cases),
+        slo_from=slo_from, times=base.times / 2,
+    )  # fmt: skip
+
+
 def _rates(*rates: float) -> dict[str, LoadSpec]:
     return {f"{rate:g}/s": replace(SYNTHETIC, ls_rate=rate) for rate in rates}
 
@@ -68,7 +120,7 @@ _ALONE, _FULL, _SARATHI, _ = (_case(LLAMA_8B, "2/s", system, SYNTHETIC) for syst
 _PARKED = with_settings(_FULL, "", kv="tiered", checkpoint_kv=True)
 _RECOMPUTED = with_settings(_FULL, "", kv="tiered", checkpoint_kv=False)
 
-EXPERIMENTS: tuple[Experiment, ...] = (
+_OTHERS: tuple[Experiment, ...] = (
     _experiment("conserve-6-8b", "ConServe Fig. 6a: llama-3.1-8b on an H100",
                 "P99 TTFT and TBT within 25 % and 19 % of Online-Only; offline 82.3 % of Non-Preemptive, 3.0 times "
                 "(up to 7.48) Sarathi-P", LLAMA_8B, _rates(1.0, 2.0, 4.0)),
@@ -109,4 +161,18 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         ),
     ),
 )  # fmt: skip
-"""The experiments, in the order of the page."""
+"""The experiments without DistServe-P."""
+
+_POOR = "poor TTFT and TBT, the lowest offline throughput in most cases"
+EXPERIMENTS: tuple[Experiment, ...] = (
+    *_OTHERS,
+    _distserve("conserve-6-8b", _POOR, {"2/s": RATIOS}),
+    _distserve("conserve-7-70b", "mixed, dureader, multinews, vcsum: P99 TTFT 12.4, 14.9, 11.3, 15.1 s; TBT 1,398, "
+               "1,607, 1,384, 1,774 ms; offline 26, 15, 39, 15 tokens/s"),
+    _distserve("conserve-8-8b", "slightly more throughput than Sarathi-P; 2.5 times less than ConServe"),
+    _distserve("conserve-6-70b", _POOR),
+    _distserve("conserve-6b-8b", "high TBT attainment, but below ConServe's in most cases; poor TTFT attainment",
+               only=("scale 1", "scale 1.5"), slo_from="online-only"),
+    _distserve("conserve-9a", "ConServe is better than the best baseline"),
+)  # fmt: skip
+"""All experiments. Those of DistServe-P are experiments of their own: its rows have loads of several machines."""

@@ -5,6 +5,7 @@ Means are the papers'; medians and spreads, which they do not print, are those o
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from dataclasses import dataclass
@@ -122,6 +123,14 @@ class LoadSpec:
     backlog: int = 0
     """Best-effort requests that are always unfinished."""
     be_lengths: str = "longbench"
+
+    def times(self, factor: int) -> LoadSpec:
+        """Return a load with so many times as many requests."""
+        rates = self.ls_rates and (factor * self.ls_rates[0], factor * self.ls_rates[1], self.ls_rates[2])
+        return dataclasses.replace(
+            self, ls_rate=factor * self.ls_rate, ls_rates=rates, be_rate=factor * self.be_rate,
+            backlog=factor * self.backlog,
+        )  # fmt: skip
 
     def make(self, duration_s: float, *, warm_up: float, seed: int, trace_dir: Path | None = None) -> Load:
         """Draw the load, with generators or from a folder of traces; LS and BE requests do not depend on each other."""

@@ -64,9 +64,10 @@ def _normalized_s(group: Iterable[RequestResult]) -> float:
     return statistics.fmean(each) if each else math.nan
 
 
-def figures_of(result: Result, slo: SLO) -> Figures:
+def figures_of(result: Result, slo: SLO, *, num_shares: int = 1) -> Figures:
     """Return what is kept of one simulation: plain numbers, None where there is none.
 
+    What is done a second (``..._per_s``) is divided by ``num_shares``; other figures are of the whole simulation.
     ``attainment`` and its parts are of all LS requests that came; ``admitted_ttft`` is of those that were not rejected.
     """
     ls, be = result.classes["LS"], result.classes["BE"]
@@ -95,6 +96,7 @@ def figures_of(result: Result, slo: SLO) -> Figures:
         "swaps_out": result.swaps_out, "too_long": result.num_too_long, "steps": result.num_steps,
         "wall_s": result.wall_s,
     }  # fmt: skip
+    found |= {name: value / num_shares for name, value in found.items() if name.endswith("_per_s")}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in found.items()
     }
@@ -210,6 +212,11 @@ class Findings:
         """Return ``ratio`` in all rows."""
         return [self.ratio(name, x, column, other, figure) for name, x in self._rows(names, column)]
 
+    def across(self, name: str, column: str, of: str, other: str, figure: str) -> list[float]:
+        """Return what a column has in its rows of an experiment over what another has there in experiment ``of``."""
+        rows = self._rows(name, column)
+        return [self.value(name, x, column, figure) / self.value(of, x, other, figure) for _, x in rows]
+
     def gains(self, names: str | Sequence[str], column: str, other: str, figure: str) -> list[float]:
         """Return what ``column`` has more than ``other``, in all rows."""
         rows = self._rows(names, column)
@@ -278,6 +285,7 @@ def names_of(findings: Findings) -> dict[str, Any]:
     """Return what the page's template may ask."""
     return {
         "table": findings.table, "v": findings.value, "ratio": findings.ratio, "values": findings.values,
-        "ratios": findings.ratios, "gains": findings.gains, "verdict": verdict, "negatives_first": negatives_first,
+        "ratios": findings.ratios, "gains": findings.gains, "across": findings.across, "verdict": verdict,
+        "negatives_first": negatives_first,
         "cells": {name: says for name, (says, _) in CELLS.items()},
     }  # fmt: skip

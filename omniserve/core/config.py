@@ -183,7 +183,8 @@ class PrefillConfig:
     prefill_placement: str = "in-time"
     """Prompts that go to prefill engines, a name in PLACEMENTS or ``package.module:Class``. Latency-sensitive ones:
     ``in-time``, if their first token is predicted within its objective there, or sooner than here; ``sooner``: only in
-    the latter case. Best-effort ones while an engine has little to do. ``always``: all."""
+    the latter case. Best-effort ones while an engine has little to do. ``always``: all that the host has room for, of
+    best-effort ones a few a step. ``disaggregated``: all; none is computed here as long as an engine can be asked."""
     prefill_timeout_s: float = 10.0
     """Seconds of silence after which a prefill engine is lost: its prompts are computed here."""
     is_prefill_engine: bool = False

@@ -62,6 +62,8 @@ class DeviceChunk:
     """The blocks run from the right: offset i of a block is its slot ``block_size - 1 - i``."""
     from_layer: int = 0
     """Above 0: these very tokens left an earlier step before this layer, and go on there (``StepOutput.halted``)."""
+    leaves_at: int = 0
+    """Above 0: the rows leave the step before this layer, as planned, and go on there in a later one (omniserve 6)."""
     is_preemptible: bool = False
     """The rows may be asked to leave the step between two layers (conserve 4.3, omniserve 6), by policies whose options
     have ``preempts``."""
@@ -213,6 +215,11 @@ class StepPlan:
     def preemptible(self) -> frozenset[str]:
         """Requests whose rows may be asked to leave the step."""
         return frozenset(chunk.request_id for chunk in self.chunks if chunk.is_preemptible)
+
+    @property
+    def stops(self) -> bool:
+        """Rows may be asked to leave the step between two layers, or leave it there as planned."""
+        return any(chunk.is_preemptible or chunk.leaves_at for chunk in self.chunks)
 
     @property
     def hybrid(self) -> frozenset[str]:

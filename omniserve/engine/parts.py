@@ -183,8 +183,9 @@ def check_policy(config: EngineConfig, spec: ModelSpec) -> None:
     _, options = policy_of(config)
     if options.checkpoint_kv and not KV_MANAGERS.get(config.kv).abilities.moves:
         raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
-    if isinstance(options, CoServingOptions) and options.defer_classes and spec.state_bytes:
-        raise ValueError("defer_classes is not for models with recurrent states: their rows cannot leave a step")
+    if isinstance(options, CoServingOptions) and options.leaves_steps and spec.state_bytes:
+        name = "defer_classes" if options.defer_classes else "defer_tokens"
+        raise ValueError(f"{name} is not for models with recurrent states: their rows cannot leave a step")
     if config.parallel.pipeline_parallel_size > 1:
         from omniserve.sched.stages import check_stages
 

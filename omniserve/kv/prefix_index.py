@@ -255,3 +255,11 @@ class HostPrefixIndex:
     def end_awaiting(self, move_id: int, num_blocks: int) -> None:
         """Book that the first ``num_blocks`` of the blocks have come, and that no more will."""
         self._prefixes.end_filling(move_id, num_blocks)
+
+    def keep(self, keys: Sequence[bytes]) -> list[int]:
+        """Have the host blocks of these keys stay until ``let_go``, up to the first key without one; return them."""
+        return self._prefixes.keep(keys)
+
+    def let_go(self, blocks: Sequence[int]) -> None:
+        """Let blocks be reclaimed again that ``keep`` has returned."""
+        self._prefixes.let_go(blocks)

@@ -210,7 +210,7 @@ def hybrid_entries(plan: StepPlan) -> tuple[PiggybackEntry, ...]:
         ValueError: The plan has other piggyback rows, or no device rows.
     """
     entries = [row for row in plan.pipelined if isinstance(row, PiggybackEntry) and row.is_hybrid]
-    if plan.entries or plan.joins or plan.preemptible:
+    if plan.entries or plan.joins or plan.stops:
         raise ValueError(f"step {plan.step_id} has other rows beside its hybrid ones")
     if all(chunk.from_layer for chunk in plan.chunks):
         raise ValueError(f"step {plan.step_id} has hybrid rows, but no device rows from its first layer on")

@@ -88,7 +88,7 @@ class LayerPreemption:
         """Return the safepoints of a step; None: no row leaves it or goes on in it."""
         if self.halted.rows:
             self.halted.forget(chunk.request_id for chunk in plan.chunks if not chunk.from_layer)
-        if not plan.preemptible and not any(chunk.from_layer for chunk in plan.chunks):
+        if not plan.stops and not any(chunk.from_layer for chunk in plan.chunks):
             return None
         return Safepoints(plan, loop=self._loop, halted=self.halted, every=self._every, must_leave=self.must_leave)
 
@@ -134,16 +134,17 @@ class Safepoints(StepHooks):
         return dataclasses.replace(output, outcome=dataclasses.replace(output.outcome, halted=self.left))
 
     def leaving(self, layer: int) -> Set[str]:
-        """Return the requests whose rows must leave before a layer; call it once a layer.
+        """Return the requests whose rows must leave before a layer, as planned or as asked; call it once a layer.
 
         On a GPU this waits until the device has come to the safepoint before. If there is none before this layer, or if
-        no present row is preemptible, it returns an empty set at once.
+        no present row is preemptible, no one is asked.
         """
+        planned = frozenset(chunk.request_id for chunk in self.present.chunks if chunk.leaves_at == layer)
         preemptible = self._plan.preemptible
         if layer % self._every or not any(chunk.request_id in preemptible for chunk in self.present.chunks):
-            return frozenset()
+            return planned
         self._throttle.wait()
-        return preemptible & self._must_leave()
+        return planned | (preemptible & self._must_leave())
 
     def leave(self, leaving: Set[str], layer: int, hidden_TD: Tensor) -> Tensor:
         """Halt the leaving chunks before this layer, leave out those that would go on later; return the other rows.

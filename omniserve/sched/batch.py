@@ -193,6 +193,10 @@ class Batch:
                 break
         return refused_by
 
+    def chunk(self, state: RequestState) -> DeviceChunk:
+        """Return the chunk of a request that is in the batch."""
+        return self._chunks[state.request_id]
+
     def replace(self, chunk: DeviceChunk) -> None:
         """Put a chunk in the place of its request's, with the same tokens."""
         self._chunks[chunk.request_id] = chunk

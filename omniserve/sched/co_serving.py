@@ -33,6 +33,7 @@ from omniserve.sched.view import RequestView
 
 if TYPE_CHECKING:
     from omniserve.sched.deferral import Deferral
+    from omniserve.sched.planned_deferral import PlannedDeferral
 
 
 class LatencyControl(Protocol):
@@ -122,6 +123,7 @@ class CoServingStep:
         tpots: Bounds LS prefill, and BE work where no TTFT bounds it more tightly.
         control: None: nothing is predicted, no request is refused, and no time bounds BE work.
         deferral: Decides which rows leave steps for requests of higher classes; None: none do.
+        planned: Plans at which layers rows leave steps for tokens of higher classes; None: none do.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class CoServingStep:
         best_effort: BestEffortWork,
         host_rows: HostRowChoice,
         deferral: Deferral | None = None,
+        planned: PlannedDeferral | None = None,
     ) -> None:
         self._view, self._memory, self._host = view, view.memory, view.host
         self._tpots, self._moves = tpots, best_effort.moves
@@ -139,6 +142,7 @@ class CoServingStep:
         self.best_effort = best_effort
         self.host_rows = host_rows
         self.deferral = deferral
+        self._planned = planned
 
     @classmethod
     def of(
@@ -160,7 +164,12 @@ class CoServingStep:
             from omniserve.sched.deferral import Deferral
 
             deferral = Deferral(view, forecast, options.slack)
-        return cls(view, tpots, control, best_effort, host_rows, deferral)
+        planned: PlannedDeferral | None = None
+        if options.defer_tokens != "off":
+            from omniserve.sched.planned_deferral import PlannedDeferral
+
+            planned = PlannedDeferral(view, forecast, options)
+        return cls(view, tpots, control, best_effort, host_rows, deferral, planned)
 
     def plan(self, batch: Batch, begin_s: float) -> StepPlan:
         """Fill an empty batch, whose step begins at ``begin_s``, and close it."""
@@ -168,6 +177,8 @@ class CoServingStep:
         self._give_place(batch)
         deferred = deferral.waiting(begin_s) if deferral is not None else frozenset[str]()
         decoding = self._decode_ls(batch, deferred)
+        if self._planned is not None:
+            self._planned.defer_decodes(batch, begin_s)
         # Decodes that other steps have wait for this one, too.
         s_d, s_be = self._tpots.of([*decoding, *(state for state in device_ls.hidden() if state.decodes)], begin_s)
         unfinished, kept_out = self._prefill_ls(batch, s_d, decoding, begin_s, deferred)
@@ -182,6 +193,8 @@ class CoServingStep:
         kept_out += self.best_effort.run(batch, device_bound_s)
         self._moves.swap_back(batch, device_bound_s, nothing_left_out=not kept_out)
         rows = self.host_rows.choose(batch, bound.seconds)
+        if self._planned is not None:
+            self._planned.defer_best_effort(batch)
         if deferral is not None:
             deferral.mark_preemptible(batch)
         decision = decision_of(cost, ls_s, bound, kept_out + rows.left_out)

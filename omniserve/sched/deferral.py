@@ -21,7 +21,7 @@ from omniserve.latency import features_of
 from omniserve.sched.batch import Batch
 from omniserve.sched.features.halted_chunks import halted_chunk
 from omniserve.sched.state import BE, LS, RequestState
-from omniserve.sched.step_cost import LS_HEADROOM, MAX_LENT_STEPS, Forecast, tpot_bound, ttft_left_s
+from omniserve.sched.step_cost import LS_HEADROOM, Forecast, next_token_due_s, tpot_bound, ttft_left_s
 from omniserve.sched.ttft import Prefill, prefill_time
 from omniserve.sched.view import RequestView
 
@@ -147,18 +147,9 @@ class Deferral:
             return True
         if not self._may_leave(state):
             return False
-        return wait_s + self._seconds(decodes, list(self._prompts([state])), now_s) <= self._due_in_s(state, now_s)
-
-    def _due_in_s(self, state: RequestState, now_s: float) -> float:
-        """Return the seconds until the next token of a request is due; it has an objective for it."""
-        if state.num_output_tokens == 0:
-            return ttft_left_s(state, now_s)
-        assert state.slo.tpot_s is not None and state.first_token_s is not None and state.last_token_s is not None
-        tpot_s = (1 - LS_HEADROOM) * state.slo.tpot_s
-        if self._slack == "step":
-            return state.last_token_s + tpot_s - now_s
-        due_s = state.first_token_s + state.num_output_tokens * tpot_s
-        return min(due_s, state.last_token_s + MAX_LENT_STEPS * tpot_s) - now_s
+        return wait_s + self._seconds(decodes, list(self._prompts([state])), now_s) <= next_token_due_s(
+            state, now_s, self._slack
+        )
 
     def _in_running_step(self) -> Iterator[RequestState]:
         """Yield the preemptible requests of the running step that have not ended."""

@@ -117,10 +117,30 @@ class CoServingOptions(HostTierOptions):
     multiple priority levels). Best-effort rows are of the lowest class. A step that rows may leave is not launched
     ahead of another one; as CUDA graphs it runs in parts, from one attention to the next. These rows carry no drafts.
     It needs a latency model."""
+    defer_tokens: Literal["off", "late", "always"] = "off"
+    """Rows of lower classes pass only some layers of a step, and the next layers in later steps, as far as their own
+    TPOT has slack for that (omniserve 6, multiple priority levels). ``late``: decodes of lower LS classes, the lowest
+    first, in steps that would make a token of a higher class late. ``always``: all of these beside decodes of a higher
+    class, so that the time between its tokens is shorter, and best-effort rows beside decodes of any LS class with a
+    TPOT. The price is as for ``defer_classes``; it needs a latency model."""
+    most_token_steps: int = 8
+    """With ``defer_tokens``: most steps over which the layers of a token, or of a best-effort chunk, are spread."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.defer_tokens not in ("off", "late", "always"):
+            raise ValueError(f"defer_tokens must be off, late or always, got {self.defer_tokens!r}")
+        if self.most_token_steps < 1:
+            raise ValueError(f"most_token_steps must be >= 1, got {self.most_token_steps}")
+
+    @property
+    def leaves_steps(self) -> bool:
+        """Rows leave steps between two layers."""
+        return self.defer_classes or self.defer_tokens != "off"
 
     @property
     def preempts(self) -> bool:
-        return self.defer_classes
+        return self.leaves_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,14 +181,16 @@ class APEXOptions(PipeliningOptions):
     hybrid_first_batch: bool = False
     """Some of the pipelined host rows are in the first sub-batch, with the device rows, as in the paper (apex figure
     2): the host gets its share of them for the time in which the device attends and runs the second sub-batch. False:
-    all are in the second. Not with ``defer_classes``: the device rows of such a step do not leave it."""
+    all are in the second. Not with ``defer_classes`` or ``defer_tokens``: the device rows of such a step do not leave
+    it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_host_per_device < 0:
             raise ValueError(f"min_host_per_device must be >= 0, got {self.min_host_per_device}")
-        if self.hybrid_first_batch and self.defer_classes:
-            raise ValueError("hybrid_first_batch and defer_classes exclude each other: set one of them to False")
+        if self.hybrid_first_batch and self.leaves_steps:
+            name = "defer_classes" if self.defer_classes else "defer_tokens"
+            raise ValueError(f"hybrid_first_batch and {name} exclude each other: switch one of them off")
 
 
 @dataclass(frozen=True, kw_only=True)

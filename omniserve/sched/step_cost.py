@@ -50,23 +50,30 @@ class Forecast:
 class StepCost(StepRows):
     """A step as it grows, and the latency that is predicted for it (omniserve 3.3.1)."""
 
-    __slots__ = ("_predictor", "host")
+    __slots__ = ("_beside_s", "_predictor", "host")
 
     def __init__(
         self, predictor: Predictor, shape: ModelShape, features: BatchFeatures, host: HostSpeed | None = None
     ) -> None:
         super().__init__(shape, features)
         self._predictor = predictor
+        self._beside_s = 0.0
         self.host = host
         """Speed of the host tier, which attends for the step's host rows beside it; None: not known."""
 
     def copy(self) -> StepCost:
         """Return an independent copy."""
-        return StepCost(self._predictor, self.shape, copy.copy(self.features), self.host)
+        step = StepCost(self._predictor, self.shape, copy.copy(self.features), self.host)
+        step._beside_s = self._beside_s
+        return step
+
+    def replace(self, step: StepCost, *, beside_s: float) -> None:
+        """Become another step, which takes ``beside_s`` longer for rows that pass only some of its layers."""
+        self.features, self._beside_s = copy.copy(step.features), beside_s
 
     def seconds(self) -> float:
         """Return the predicted seconds of the step as it is; 0 for nothing."""
-        return 0.0 if self.features.is_empty else self._predictor.step_s(self.features)
+        return self._beside_s + (0.0 if self.features.is_empty else self._predictor.step_s(self.features))
 
     def seconds_with(self, start: int, count: int, *, samples: int) -> float:
         """Return the seconds with one more chunk."""
@@ -175,6 +182,19 @@ def tpot_bound(decoding: Iterable[RequestState], now_s: float, slack: str, headr
         if seconds < tightest_s:
             tightest_s, request_id = seconds, state.request_id
     return TimeBound(tightest_s, f"tpot of {request_id}") if tightest_s < math.inf else TimeBound()
+
+
+def next_token_due_s(state: RequestState, now_s: float, slack: str) -> float:
+    """Return the seconds until the next token of a request is due; it has an objective for it, and ``slack`` is as in
+    ``tpot_bound``."""
+    if state.num_output_tokens == 0:
+        return ttft_left_s(state, now_s)
+    assert state.slo.tpot_s is not None and state.first_token_s is not None and state.last_token_s is not None
+    tpot_s = (1 - LS_HEADROOM) * state.slo.tpot_s
+    if slack == "step":
+        return state.last_token_s + tpot_s - now_s
+    due_s = state.first_token_s + state.num_output_tokens * tpot_s
+    return min(due_s, state.last_token_s + MAX_LENT_STEPS * tpot_s) - now_s
 
 
 def ttft_left_s(state: RequestState, now_s: float, headroom: float = TTFT_HEADROOM) -> float:

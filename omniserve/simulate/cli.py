@@ -66,6 +66,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="more machines with the same devices and a host, which compute prompts",
     )
+    machine.add_argument(
+        "--engines",
+        type=_whole(1),
+        default=1,
+        metavar="N",
+        help="engines alike, on such a machine each, which share the load and the prefill engines (default: 1)",
+    )
     machine.add_argument("--profile", type=Path, metavar="FILE", help="a profile of python -m omniserve.profile")
     machine.add_argument(
         "--calibrate-from",
@@ -187,8 +194,9 @@ class _Program:
             for rate in self._rates:
                 rows.append(Row(scheduler=name, rate=rate, result=self._simulate(name, rate, minutes)))
         self._bar.close()
+        engines = f"{args.engines} x " if args.engines > 1 else ""
         print(
-            f"{args.model} on {self._machine.name}, {minutes:g} simulated minutes; TTFT {args.slo.ttft_s} s, "
+            f"{args.model} on {engines}{self._machine.name}, {minutes:g} simulated minutes; TTFT {args.slo.ttft_s} s, "
             f"TPOT {args.slo.tpot_s} s"
         )
         if self._calibration is not None:
@@ -270,6 +278,7 @@ class _Program:
             machine=machine if self._calibration is None else self._calibration.apply(machine),
             engine=self._config(name, machine, slots),
             load=self._scenario.load(rate, minutes * 60, self._args.seed, best_effort=best_effort),
+            num_engines=self._args.engines,
             seed=self._args.seed,
             noise=self._args.noise,
             drafts_right=self._args.drafts_right,

@@ -31,13 +31,15 @@ _HAND_OVER_S = 0.05
 _PATIENCE = 50
 """Steps in which the blocks of a prompt that is computed must come to the host."""
 
-_Tell = Callable[[float, HostEvent], None]
+_Tell = Callable[[int, float, HostEvent], None]
+"""(asker, at, event)."""
 
 
 @dataclass(slots=True)
 class _Export:
     """A prompt that is computed."""
 
+    asker: int
     prefill: RemotePrefill
     keys: Sequence[bytes]
     num_sent: int
@@ -59,8 +61,8 @@ class _Engine:
         self.engine = SimulatedEngine(machine, config, Chances(seed), caches_prefixes=True)
         require_shared_kv(self.engine, "a prefill engine")
         self.engine.scheduler.requests.prefixes_on_host.save_all()
-        self._inbox: deque[tuple[float, float, RemotePrefill | int]] = deque()
-        """(comes at, sent at, a prompt or the ``move_id`` of one to stop)."""
+        self._inbox: deque[tuple[float, float, int, RemotePrefill | int]] = deque()
+        """(comes at, sent at, the asker, a prompt or the ``move_id`` of one to stop)."""
         self._exports: dict[str, _Export] = {}
         self._kinds = {spec.name: ServiceClass(spec.kind) for spec in config.classes}
         self._link_free_s = self._last_end_s = 0.0
@@ -69,9 +71,9 @@ class _Engine:
     def _has_work(self) -> bool:
         return bool(self._exports) or self.engine.stepper.has_unfinished
 
-    def send(self, message: RemotePrefill | int, at_s: float) -> None:
+    def send(self, asker: int, message: RemotePrefill | int, at_s: float) -> None:
         """Take a message."""
-        self._inbox.append((at_s + self._link.alpha_s, at_s, message))
+        self._inbox.append((at_s + self._link.alpha_s, at_s, asker, message))
 
     def next_s(self) -> float:
         """Return when it goes on; infinity: it has nothing to do."""
@@ -84,11 +86,11 @@ class _Engine:
         engine = self.engine
         engine.now_s = self.next_s()
         while self._inbox and self._inbox[0][0] <= engine.now_s:
-            _, sent_s, message = self._inbox.popleft()
+            _, sent_s, asker, message = self._inbox.popleft()
             if isinstance(message, int):
-                self._cancel(message, tell)
+                self._cancel(asker, message, tell)
             else:
-                self._begin(message, sent_s, tell)
+                self._begin(asker, message, sent_s, tell)
         if not self._has_work:
             return
         for output in engine.step():
@@ -115,8 +117,8 @@ class _Engine:
                 return
             engine.now_s += _LOOK_S
 
-    def _begin(self, prefill: RemotePrefill, sent_s: float, tell: _Tell) -> None:
-        request_id = f"prefill-{prefill.move_id}"
+    def _begin(self, asker: int, prefill: RemotePrefill, sent_s: float, tell: _Tell) -> None:
+        request_id = f"prefill-{asker}-{prefill.move_id}"
         request = Request(
             prompt_token_ids=prefill.token_ids,
             request_id=request_id,
@@ -128,7 +130,7 @@ class _Engine:
         count = len(prefill.token_ids) // self._block_size
         keys = PrefixKeys(self._block_size, salt=prefill.cache_salt).up_to(prefill.token_ids, count)[:count]
         kind = self._kinds[prefill.service_class]
-        export = _Export(prefill, keys, prefill.first_block, sent_s, kind)
+        export = _Export(asker, prefill, keys, prefill.first_block, sent_s, kind)
         if len(prefill.token_ids) + 1 > min(self.engine.max_model_len, self.engine.pool_tokens):
             self._end(export, tell, ok=False)
             return
@@ -139,8 +141,8 @@ class _Engine:
             return
         self._exports[request_id] = export
 
-    def _cancel(self, move_id: int, tell: _Tell) -> None:
-        request_id = f"prefill-{move_id}"
+    def _cancel(self, asker: int, move_id: int, tell: _Tell) -> None:
+        request_id = f"prefill-{asker}-{move_id}"
         if (export := self._exports.pop(request_id, None)) is not None:  # else it has ended meanwhile
             self.engine.stepper.abort(request_id)
             self._end(export, tell, ok=False)
@@ -175,24 +177,23 @@ class _Engine:
         num_blocks = export.num_sent - export.prefill.first_block
         states = b"" if ok and self._state_bytes else None
         prefilled = PrefilledKV(num_blocks=num_blocks, at_s=at_s, states=states)
-        tell(at_s, Done(move_id=export.prefill.move_id, ok=ok, seconds=seconds, prefilled=prefilled))
+        tell(export.asker, at_s, Done(move_id=export.prefill.move_id, ok=ok, seconds=seconds, prefilled=prefilled))
 
 
 class SimulatedPrefillEngines:
-    """The prefill engines of a machine, as ``PrefillEngines`` is for the engine.
+    """The prefill engines of a machine.
 
     Args:
-        machine: That of the engine that asks.
-        config: Settings of that engine.
+        machine: That of the engines that ask.
+        config: Settings of those.
         seed: Seed of the spread of their machines.
+        num_askers: Number of engines that ask.
 
     Raises:
         ValueError: The settings do not fit a prefill engine's machine.
     """
 
-    def __init__(self, machine: Machine, config: EngineConfig, *, seed: int) -> None:
-        self._events: list[tuple[float, int, HostEvent]] = []
-        self._order = itertools.count()
+    def __init__(self, machine: Machine, config: EngineConfig, *, seed: int, num_askers: int = 1) -> None:
         self._engines: list[_Engine] = []
         for number, node in enumerate(machine.prefill_engines, 1):
             own = node.machine
@@ -209,22 +210,40 @@ class SimulatedPrefillEngines:
                     f"{config.block_size}: give both the same"
                 )
             self._engines.append(_Engine(number, own, settings, node.link, seed + number))
-            self._tell(0.0, PrefillEngineJoined(number))
+        self.askers = [Asker(number, self._engines, self._tell) for number in range(num_askers)]
+        """The prefill engines as each of the engines that ask sees them."""
+        for asker, engine in itertools.product(self.askers, range(1, 1 + len(self._engines))):
+            asker.tell(0.0, PrefillEngineJoined(engine))
+
+    def _tell(self, asker: int, at_s: float, event: HostEvent) -> None:
+        self.askers[asker].tell(at_s, event)
+
+
+class Asker:
+    """Prefill engines as one of the engines that ask sees them, as ``PrefillEngines`` is for the engine.
+
+    If there are several that ask, ``poll`` and ``next_event_s`` are for the one whose clock is behind the others'.
+    """
+
+    def __init__(self, number: int, engines: Sequence[_Engine], tell: _Tell) -> None:
+        self._number, self._engines, self._tell_any = number, engines, tell
+        self._events: list[tuple[float, int, HostEvent]] = []
+        self._order = itertools.count()
 
     def ask(self, prefill: RemotePrefill, at_s: float) -> None:
         """Ask an engine for a prompt."""
-        self._engines[prefill.engine - 1].send(prefill, at_s)
+        self._engines[prefill.engine - 1].send(self._number, prefill, at_s)
 
     def cancel(self, cancel: CancelPrefill, at_s: float) -> None:
         """Stop a prefill whose request has ended; it has its event all the same."""
         for engine in self._engines:
-            engine.send(cancel.move_id, at_s)
+            engine.send(self._number, cancel.move_id, at_s)
 
     def poll(self, now_s: float) -> list[HostEvent]:
         """Return what has come by now."""
         for engine in self._engines:
             while engine.next_s() < now_s:
-                engine.turn(self._tell)
+                engine.turn(self._tell_any)
         events = []
         while self._events and self._events[0][0] <= now_s:
             events.append(heapq.heappop(self._events)[2])
@@ -234,10 +253,11 @@ class SimulatedPrefillEngines:
         """Return when something may come next, now that nothing more is asked for at this time; infinity: never."""
         for engine in self._engines:
             while engine.next_s() <= now_s:
-                engine.turn(self._tell)
+                engine.turn(self._tell_any)
         return min([*(event[0] for event in self._events[:1]), *(engine.next_s() for engine in self._engines)])
 
-    def _tell(self, at_s: float, event: HostEvent) -> None:
+    def tell(self, at_s: float, event: HostEvent) -> None:
+        """Have an event come at a time."""
         heapq.heappush(self._events, (at_s, next(self._order), event))
 
 

@@ -17,7 +17,9 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
 from omniserve.core.request import Arrival, ClassSpec, Request, RequestOutput, SamplingParams, ServiceClass
 from omniserve.core.stats import SchedulerStats
+from omniserve.sched.policy import policy_of
 from omniserve.simulate.engine import SimulatedEngine
+from omniserve.simulate.fleet import Fleet
 from omniserve.simulate.load import MOST_HASH_IDS, Load, TraceRequest
 from omniserve.simulate.machine import Machine
 from omniserve.simulate.results import RequestResult, Result, summarise
@@ -27,6 +29,8 @@ _POLL_S = 0.05
 """Seconds after which an engine that waits for its host tier looks again, as the server does."""
 _PATIENCE_S = 600.0
 """Seconds without a computed step and without a new request after which a run is stuck."""
+_SEEDS_APART = 7919
+"""Difference of the seeds of two engines, which have noise of their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +46,9 @@ class SimulationConfig:
     """The engine's settings; those of tensors (execution, threads, dtypes) mean nothing here. There is a host tier if
     the machine has hosts, the KV manager has one, and ``host_kv_bytes`` is not 0."""
     load: Load
+    num_engines: int = 1
+    """Engines alike, each on such a machine, which share the load and the machine's prefill engines. Each request goes
+    to the one that has the fewest unfinished requests of its kind."""
     seed: int = 0
     """Seed of the noise and of the machine's spread."""
     noise: float = 0.0
@@ -58,6 +65,8 @@ class SimulationConfig:
 
     def __post_init__(self) -> None:
         load = self.load
+        if self.num_engines < 1:
+            raise ValueError(f"num_engines must be >= 1, got {self.num_engines}")
         if not load.latency_sensitive and not load.best_effort:
             raise ValueError("there is nothing to simulate: the load has no requests")
         if load.hash_tokens < 1:
@@ -113,32 +122,41 @@ class _Run:
         )
         self._classes = {each.name: each for each in settings.classes}
         has_ids = any(row.hash_ids for row in (*load.latency_sensitive, *load.best_effort))
-        prefills: PrefillPeers | None = None
+        peers: Sequence[PrefillPeers | None] = (None,) * config.num_engines
         if nodes := config.machine.prefill_engines:
             from omniserve.simulate.prefill_engines import SimulatedPrefillEngines
 
             names = tuple(f"simulated:{number}" for number in range(1, len(nodes) + 1))
             asking = dataclasses.replace(settings.prefill, prefill_engines=names, prefill_secret_file="simulated")
-            prefills = SimulatedPrefillEngines(config.machine, settings, seed=config.seed)
-            settings = dataclasses.replace(settings, prefill=asking)
-        self._engine = SimulatedEngine(
-            config.machine,
-            settings,
-            Chances(config.seed, config.noise, config.drafts_right),
-            prefills=prefills,
-            caches_prefixes=bool(settings.execution.prefix_cache or has_ids or prefills),
-            arrivals=self._come,
-            on_step=on_step,
-        )
-        if prefills is not None:
+            prefills = SimulatedPrefillEngines(
+                config.machine, settings, seed=config.seed, num_askers=config.num_engines
+            )
+            peers, settings = prefills.askers, dataclasses.replace(settings, prefill=asking)
+        if config.num_engines > 1 and policy_of(settings)[1].preempts:
+            raise ValueError(
+                "rows leave no step if several engines share the load: choose another scheduler or options"
+            )
+        engines = [
+            SimulatedEngine(
+                config.machine,
+                settings,
+                Chances(config.seed + _SEEDS_APART * number, config.noise, config.drafts_right),
+                prefills=prefills_of_it,
+                caches_prefixes=bool(settings.execution.prefix_cache or has_ids or nodes),
+                arrivals=self._come,
+                on_step=on_step,
+            )
+            for number, prefills_of_it in enumerate(peers)
+        ]
+        if nodes:
             from omniserve.simulate.prefill_engines import require_shared_kv
 
-            require_shared_kv(self._engine, "an engine with prefill engines")
-        self._scheduler = self._engine.scheduler
-        self._longest = self._engine.max_model_len, self._engine.pool_tokens
+            require_shared_kv(engines[0], "an engine with prefill engines")
+        self._engines = Fleet(engines, {each.name: ServiceClass(each.kind) for each in settings.classes})
+        self._longest = engines[0].max_model_len, engines[0].pool_tokens
+        self._has_cache = engines[0].caches_prefixes
         self._too_long = 0
         self._results: dict[str, RequestResult] = {}
-        self._has_cache = self._engine.caches_prefixes
         self._own_texts = itertools.count(1 + MOST_HASH_IDS)
         self._unfinished = dict.fromkeys(self._classes, 0)
         self._queue_arrivals(config.load)
@@ -190,7 +208,7 @@ class _Run:
 
     def run(self) -> Result:
         began_s = time.perf_counter()
-        load, engine, upcoming = self._config.load, self._engine, self._upcoming
+        load, engines, upcoming = self._config.load, self._engines, self._upcoming
         duration_s = load.duration_s
         if duration_s is None:  # then there is no backlog: something is upcoming
             duration_s = max(upcoming[0][0], 1e-3)  # reversed: the last to come
@@ -199,7 +217,7 @@ class _Run:
         at_end_of_load = None
         active_s, told_s = 0.0, 0.0
         while True:
-            now_s = engine.now_s
+            now_s = engines.now_s
             if warm is None and now_s >= load.warm_up_s:
                 warm = self._counters()
             if at_end_of_load is None and now_s >= duration_s:
@@ -210,24 +228,25 @@ class _Run:
                 break
             if at_end_of_load is None:
                 self._refill()
-            while upcoming and upcoming[-1][0] <= now_s:
+            while upcoming and upcoming[-1][0] <= engines.now_s:
                 self._add(*upcoming.pop())
-            if not engine.stepper.has_unfinished:
+            if not engines.has_unfinished:
                 if not upcoming and now_s >= duration_s:
                     break
-                engine.now_s = active_s = upcoming[-1][0] if upcoming else duration_s
+                active_s = upcoming[-1][0] if upcoming else duration_s
+                engines.skip_to(active_s)
                 continue
-            self._book(engine.step())
+            self._book(engines.step())
             if self._config.check:
-                self._scheduler.check_integrity()
-            if not engine.stepper.last_plan_was_empty:
-                active_s = engine.now_s
+                engines.check_integrity()
+            if not engines.last_plan_was_empty:
+                active_s = engines.now_s
             else:
                 self._wait()
-                if engine.now_s - active_s > _PATIENCE_S:
-                    raise RuntimeError(f"stuck at {engine.now_s:.1f} s: nothing goes on with {self._scheduler.stats()}")
-            if engine.now_s - told_s >= 1.0:
-                told_s = engine.now_s
+                if engines.now_s - active_s > _PATIENCE_S:
+                    raise RuntimeError(f"stuck at {engines.now_s:.1f} s: nothing goes on with {engines.stats()}")
+            if engines.now_s - told_s >= 1.0:
+                told_s = engines.now_s
                 self._progress(told_s)
         assert warm is not None
         end = at_end_of_load or self._counters()
@@ -238,18 +257,18 @@ class _Run:
 
     def _wait(self) -> None:
         """Let time pass after an empty step: to the next arrival or event from elsewhere, at most _POLL_S."""
-        now_s = self._engine.now_s
-        next_s = [now_s + _POLL_S, self._engine.next_event_s()]
+        now_s = self._engines.stepped_s
+        next_s = [now_s + _POLL_S, self._engines.next_event_s()]
         if self._upcoming:
             next_s.append(self._upcoming[-1][0])
-        self._engine.now_s = max(now_s, min(next_s))
+        self._engines.wait_until(min(next_s))
 
     def _refill(self) -> None:
         while self._unfinished[self._be.name] < self._config.load.backlog:
             number, (row, request) = next(self._pile)
             if self._has_cache:  # what comes again says something else behind what it has in common with others
                 request = dataclasses.replace(request, prompt_token_ids=self._prompt(row))
-            self._add(self._engine.now_s, f"{self._be.name}-{number}", request)
+            self._add(self._engines.now_s, f"{self._be.name}-{number}", request)
 
     def _add(self, arrival_s: float, request_id: str, request: Request) -> None:
         name = request.service_class
@@ -257,7 +276,7 @@ class _Run:
             name, arrival_s, len(request.prompt_token_ids), request.sampling.max_tokens
         )
         try:
-            self._engine.add(request_id, request, arrival_s=arrival_s)
+            self._engines.add(request_id, request, arrival_s=arrival_s)
         except RequestRejected:
             result.rejected = True
         else:
@@ -286,7 +305,7 @@ class _Run:
 
     def _counters(self) -> tuple[SchedulerStats, float]:
         """Return the work that has been done, and the seconds that hosts have attended."""
-        return self._scheduler.stats(), self._engine.tier.busy_s if self._engine.tier is not None else 0.0
+        return self._engines.stats(), self._engines.host_busy_s
 
     def _result(
         self, end_of_load_s: float, warm: tuple[SchedulerStats, float], end: tuple[SchedulerStats, float], wall_s: float
@@ -308,15 +327,15 @@ class _Run:
             for name, spec in self._classes.items()
         }
         best_effort = classes[self._be.name].output_tokens_per_s * duration_s
-        num_hosts = len(self._config.machine.hosts)
-        stats = self._scheduler.stats()
+        num_hosts = len(self._config.machine.hosts) * self._config.num_engines
+        stats = self._engines.stats()
         host_tokens = after.host_output_tokens - before.host_output_tokens
         host_layers = max(1, host_tokens * self._config.machine.spec.num_layers)
         be_host_tokens = host_tokens - (after.ls_host_output_tokens - before.ls_host_output_tokens)
         return Result(
             duration_s=duration_s,
-            end_s=self._engine.now_s,
-            num_steps=self._engine.num_steps,
+            end_s=self._engines.end_s,
+            num_steps=self._engines.num_steps,
             classes=classes,
             host_share=be_host_tokens / best_effort if best_effort else 0.0,
             host_tier_busy=(busy_after_s - busy_before_s) / (duration_s * num_hosts) if num_hosts else 0.0,

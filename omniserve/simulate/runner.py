@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol
 
-from omniserve.core.plan import SampledToken, StepOutput, StepPlan, without_missed
+from omniserve.core.plan import DeviceChunk, SampledToken, StepOutput, StepPlan, without_missed
 from omniserve.core.work import (
     CancelPrefill,
     CancelTask,
@@ -251,7 +251,7 @@ class SimulatedRunner:
 
     def _take(self, plan: StepPlan, factor: float) -> tuple[float, dict[str, int]]:
         """Return the seconds of a step, and the layers that chunks left it before."""
-        if plan.preemptible or any(chunk.from_layer for chunk in plan.chunks):
+        if plan.stops or any(chunk.from_layer for chunk in plan.chunks):
             return self._layer_by_layer(plan, factor)
         return factor * self._machine.device.step_s(self.features), {}
 
@@ -263,7 +263,8 @@ class SimulatedRunner:
         halted: dict[str, int] = {}
         preemptible = plan.preemptible
         looked_s = time_s = self.now_s
-        num_layers, layer_s, present = self._machine.spec.num_layers, 0.0, -1
+        num_layers, layer_s = self._machine.spec.num_layers, 0.0
+        present: tuple[DeviceChunk, ...] = ()
         for layer in range(num_layers):
             is_safepoint = layer % self._safepoint_every == 0
             if self._must_leave is not None and layer and is_safepoint and preemptible - halted.keys():
@@ -273,9 +274,13 @@ class SimulatedRunner:
                         # A row that would have gone on at this layer or later stays where it is.
                         halted[chunk.request_id] = chunk.from_layer if chunk.from_layer >= layer else left
             looked_s = time_s if is_safepoint else looked_s
+            if layer:
+                halted |= {
+                    c.request_id: layer for c in plan.chunks if c.leaves_at == layer and c.request_id not in halted
+                }
             chunks = tuple(c for c in plan.chunks if c.from_layer <= layer and c.request_id not in halted)
-            if len(chunks) != present:
-                present = len(chunks)
+            if chunks != present or not layer:
+                present = chunks
                 part = dataclasses.replace(plan, chunks=chunks)
                 features = features_of(part, self._shape, host_works=self.host_works)
                 layer_s = factor * self._machine.device.step_s(features) / num_layers

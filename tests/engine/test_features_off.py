@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 FEATURES = {
     "safepoints": ("omniserve.runner.safepoint", "omniserve.engine.preemption"),
     "deferral": ("omniserve.sched.deferral",),
+    "planned deferral": ("omniserve.sched.planned_deferral",),
     "policies but the default one": (
         "omniserve.sched.apex",
         "omniserve.sched.baselines",

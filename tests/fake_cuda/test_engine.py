@@ -102,15 +102,19 @@ def test_steps_in_their_own_shapes(family: str, dtype: torch.dtype, attention: s
         assert not gpu.graphs
 
 
-def test_rows_that_leave_between_layers_and_go_on_later(gpu: FakeRuntime) -> None:
+@pytest.mark.parametrize("as_planned", [False, True])
+def test_rows_that_leave_between_layers_and_go_on_later(gpu: FakeRuntime, as_planned: bool) -> None:
     with engine_on(gpu, "llama", torch.bfloat16, step_graphs="off", scheduler="conserve") as fake:
         fake.sample("a")
         fake.sample("b")
-        must_leave = iter([{"b"}, set()])
+        must_leave = iter([] if as_planned else [{"b"}, set()])  # nobody is asked about rows that leave as planned
+        leaves: dict[str, Any] = {"leaves_at": 1} if as_planned else {"is_preemptible": True}
         (strategy,) = (each for each in fake.engine.runner.strategies if isinstance(each, LayerPreemption))
         strategy.must_leave = lambda: next(must_leave)
-        fake.may_wait = True  # for the layer before the last: a safepoint asked as layers are launched comes too early
-        output = fake.run(chunks=(chunk("a", 1), chunk("b", 4, is_preemptible=True)))
+        fake.may_wait = (
+            not as_planned
+        )  # for the layer before the last: a safepoint asked as layers are launched comes too early
+        output = fake.run(chunks=(chunk("a", 1), chunk("b", 4, **leaves)))
         assert output.halted == {"b": 1} and set(output.tokens) == {"a"}
         fake.may_wait = False
         output = fake.run(chunks=(chunk("a", 1, 1), chunk("b", 4, from_layer=1)))

@@ -73,6 +73,8 @@ class Tally:
     checkpoints: int = 0
     rejected: int = 0
     halted: int = 0
+    planned: int = 0
+    """Chunks that were planned to leave their step between two layers."""
     constant_decodes: int = 0
     constant_chunks: int = 0
     left_graphs: int = 0
@@ -294,6 +296,7 @@ def watch_plans(engine: Engine, tally: Tally) -> None:
         at_end = sum(len(join.draft_ids) for join in plan.joins if join.layer == last)
         tally.host_drafts += at_end
         tally.hybrid_rows += len(plan.hybrid)
+        tally.planned += sum(chunk.leaves_at > 0 for chunk in plan.chunks)
         tally.dropped_drafts += sum(len(entry.draft_ids) for entry in plan.entries) - at_end
 
     engine.on_step = watch
@@ -348,6 +351,9 @@ def run_history(
         watch_plans(engine, tally)
         deaths_left = engine.config.host_threads if deaths else 0
         arrivals = [rng.randrange(len(reference.prompts)) for _ in range(rng.randint(4, most_requests))]
+        tpots = [None, 0.002, 0.05]
+        if "defer_tokens" in config.scheduler_options:  # some have slack beside others
+            tpots += [0.05, 10.0, 10.0]
         burst = rng.choice([0.1, 0.5, 1.0])
         which: dict[str, tuple[int, int]] = {}
         got: dict[str, list[int]] = {}
@@ -363,7 +369,7 @@ def run_history(
                         max_tokens=max_tokens, ignore_eos=True, prompt_logprobs=asks.choice([None, 0, 3])
                     ),
                     service_class=rng.choice(classes),
-                    slo=SLO(ttft_s=rng.choice([None, 0.01, 10.0]), tpot_s=rng.choice([None, 0.002, 0.05])),
+                    slo=SLO(ttft_s=rng.choice([None, 0.01, 10.0]), tpot_s=rng.choice(tpots)),
                 )
                 if drafts:
                     request = with_prediction(request, reference.tokens[index], asks)

@@ -74,6 +74,8 @@ def main() -> int:
                     drawn |= dict(disk_kv=DiskKVConfig(gib=gib, dir=folder, keep=seed % 8 == 0))
             if policy == preemptible.DEFERRING:  # models with recurrent states refuse it
                 drawn |= dict(classes=preemptible.CLASSES, defer_classes=family not in WITH_STATE, has_profile=True)
+                if family not in WITH_STATE:
+                    drawn |= dict(defer_tokens=("off", "late", "always")[seed % 3], most_token_steps=2)
             try:
                 run_history(model, reference, seed, most_requests=16, tally=tally, **drawn)
             except AssertionError as error:

@@ -200,12 +200,15 @@ def test_rows_that_leave_a_step_between_layers(family: str, device: str) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("defer_tokens", slow_except(("always",), ["off", "late", "always"]))
 @pytest.mark.parametrize("family", slow_except(("llama",), ["llama", "gemma2", "opt"]))
-def test_rows_that_are_deferred_for_a_higher_class(family: str, device: str) -> None:
+def test_rows_that_are_deferred_for_a_higher_class(family: str, defer_tokens: str, device: str) -> None:
     model, reference = model_and_reference(family, device)
     run_histories(
-        model, reference, range(520, 522), reach=("halted", "preemptions", "host_tokens"),
+        model, reference, range(520, 522),
+        reach=("halted", "preemptions", "host_tokens", *(["planned"] if defer_tokens != "off" else [])),
         scheduler=preemptible.DEFERRING, has_profile=True, classes=preemptible.CLASSES, defer_classes=True,
+        defer_tokens=defer_tokens, most_token_steps=2,
         host_kv_bytes=1 << 20, max_host_requests=16, faults=lambda seed: seed % 3 == 0,
     )  # fmt: skip
 

@@ -82,8 +82,9 @@ def test_rows_do_not_leave_a_step_between_layers(device: str) -> None:
 
 def test_rows_cannot_be_deferred() -> None:
     model, reference = model_and_reference(STRUCTURES[0], "cpu")
-    with pytest.raises(ValueError, match="defer_classes is not for models with recurrent states"):
-        run_history(model, reference, 0, defer_classes=True)
+    for option in ({"defer_classes": True}, {"defer_tokens": "late"}):
+        with pytest.raises(ValueError, match=f"{next(iter(option))} is not for models with recurrent states"):
+            run_history(model, reference, 0, **option)
 
 
 @pytest.mark.parametrize("model_type", slow_except(("falcon_h1", "lfm2_moe"), STRUCTURES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -248,7 +249,8 @@ class Drafts(Checker):
         self.num_accepted = self.num_rejected = 0
 
     def after_plan(self, plan: StepPlan) -> None:
-        assert not any(chunk.num_drafts for chunk in plan.chunks if chunk.request_id in plan.preemptible)
+        leaving = (chunk for chunk in plan.chunks if chunk.is_preemptible or chunk.leaves_at)
+        assert not any(chunk.num_drafts for chunk in leaving)
 
     def after_results(self, step: int, outputs: Sequence[RequestOutput]) -> None:
         self.num_accepted += sum(output.num_accepted_drafts for output in outputs)
@@ -273,8 +275,8 @@ class Halts(Checker):
             self.reached["deferred"] += any(out.bound is Bound.DEFERRED for out in plan.decision.left_out)
 
     def at_end(self) -> None:
-        assert self.sched.stats().layer_preemptions == self.device.num_halts
-        self.reached["halts"] += self.device.num_halts
+        assert self.sched.stats().layer_preemptions == self.device.num_halts + self.device.num_planned
+        self.reached.update(halts=self.device.num_halts, planned=self.device.num_planned)
 
 
 class Admission(Checker):
@@ -294,6 +296,13 @@ class BoundedSteps(Checker):
     def applies(cls, history: History) -> bool:
         return history.oracle is not None and SCHEDULERS.get(history.scheduler).predicts
 
+    def _seconds(self, plan: StepPlan) -> list[float]:
+        """Return what a plan is predicted to take if the host tier was not at work before, and if it was."""
+        oracle = self.sched.policy.forecast
+        assert oracle is not None
+        features = [features_of(plan, oracle.shape, host_works=works) for works in (False, True)]
+        return [oracle.predictor.step_s(each) if not plan.is_empty else 0.0 for each in features]
+
     def after_plan(self, plan: StepPlan) -> None:
         decision, oracle = plan.decision, self.sched.policy.forecast
         assert decision is not None and oracle is not None
@@ -301,9 +310,14 @@ class BoundedSteps(Checker):
         kinds = {self.sched.requests.states[chunk.request_id].kind for chunk in plan.chunks}
         has_be = ServiceClass.BE in kinds or plan.entries or plan.joins
         # The prediction is of just this plan (what is unknown here is whether the tier was at work already).
-        features = [features_of(plan, oracle.shape, host_works=works) for works in (False, True)]
-        seconds = [oracle.predictor.step_s(each) if not plan.is_empty else 0.0 for each in features]
-        assert any(abs(decision.predicted_s - s) < 1e-9 for s in seconds), (decision.predicted_s, seconds)
+        at_least = seconds = self._seconds(plan)
+        if getattr(self.sched.policy.options, "defer_tokens", "off") != "off":
+            # Decodes that pass some layers count for a part of what they take.
+            chunks = plan.chunks
+            whole = tuple(c for c in chunks if len(c.token_ids) > 1 or not (c.leaves_at or c.from_layer))
+            at_least = self._seconds(dataclasses.replace(plan, chunks=whole))
+        found = decision.predicted_s
+        assert any(a - 1e-9 < found < b + 1e-9 for a, b in zip(at_least, seconds, strict=True)), (found, seconds)
         is_bounded = any(chunk.num_drafts for chunk in plan.chunks) or (ServiceClass.LS in kinds and has_be)
         if is_bounded and decision.bound_s is not None:
             assert decision.predicted_s <= decision.bound_s + 1e-9, "best-effort work or drafts beyond the bound"

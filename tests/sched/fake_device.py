@@ -53,7 +53,7 @@ class FakeDevice:
         """Request id -> layer, start and tokens of a chunk that left a step."""
         self.must_leave: Callable[[], Set[str]] | None = None
         """Asked then which requests' rows leave; None: those of all preemptible ones do."""
-        self.num_halts = 0
+        self.num_halts = self.num_planned = 0
         self.is_down = False
         self.kv: dict[tuple[str, int], int] = {}
         """(tier, token slot) -> token id."""
@@ -253,7 +253,16 @@ class FakeDevice:
             before = self.halted.pop(chunk.request_id, None)
             if chunk.from_layer:
                 assert before == (chunk.from_layer, chunk.start, chunk.token_ids), "it goes on with what did not leave"
-            if halt_at and chunk.request_id in leaving:
+            if chunk.leaves_at:
+                assert chunk.from_layer < chunk.leaves_at < self.num_layers and not chunk.num_drafts, "it leaves later"
+                assert not (plan.pipelined and plan.hybrid), "device rows of such a step stay"
+            is_asked = halt_at > 0 and chunk.request_id in leaving
+            if chunk.leaves_at and not (is_asked and halt_at < chunk.leaves_at):
+                self.num_planned += 1
+                halted[chunk.request_id] = chunk.leaves_at
+                self.halted[chunk.request_id] = (chunk.leaves_at, chunk.start, chunk.token_ids)
+                continue
+            if is_asked:
                 self.num_halts += 1
                 layer = max(halt_at, chunk.from_layer)
                 halted[chunk.request_id] = layer if keeps or chunk.from_layer else 0

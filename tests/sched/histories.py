@@ -243,6 +243,7 @@ class History:
         drawn |= _without_some(random.Random(f"{self.seed} mechanisms"))
         if self.defers:
             drawn |= {"defer_classes": True, "classes": preemptible.CLASSES, "max_num_batched_tokens": 64}
+            drawn |= {"defer_tokens": ("off", "late", "always")[num_blocks % 3], "most_token_steps": 2 + num_blocks % 5}
         return make_limits(self.scheduler, **drawn)
 
 

@@ -119,7 +119,7 @@ def goals(scheduler: str, kv: str, *, is_long: bool) -> Counter[str]:
     if scheduler in (preemptible.NAME, preemptible.DEFERRING, "conserve", "conserve-paper"):
         goals.append("halts")
     if scheduler == preemptible.DEFERRING:
-        goals.append("deferred")
+        goals += ["deferred", "planned"]
     goals += [beside(choice) for values in choices(scheduler, kv).values() for choice in values if choice is not PLAIN]
     counts = Counter(dict.fromkeys(goals, 1))
     if abilities.moves and scheduler in (("omniserve", "llumnix", "apex") if is_long else ("omniserve",)):

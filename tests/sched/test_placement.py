@@ -57,7 +57,8 @@ def test_batches_fill_engines_up_to_two_steps() -> None:
     assert _chosen("sooner", _prompt(BE, local_s=None), full) is None
 
 
+@pytest.mark.parametrize("name", ["always", "disaggregated"])
 @pytest.mark.parametrize("kind", [LS, BE])
-def test_always_takes_the_engine_with_least_to_do(kind: ServiceClass) -> None:
-    assert _chosen("always", _prompt(kind, local_s=0.0), _engine(1, be=9000), _engine(2, ls=8000)) == 2
-    assert _chosen("always", _prompt(kind)) is None
+def test_always_takes_the_engine_with_least_to_do(name: str, kind: ServiceClass) -> None:
+    assert _chosen(name, _prompt(kind, local_s=0.0), _engine(1, be=9000), _engine(2, ls=8000)) == 2
+    assert _chosen(name, _prompt(kind)) is None

@@ -14,6 +14,7 @@ from omniserve.core.work import (
     PrefillEngineLost,
     RemotePrefill,
 )
+from omniserve.sched.state import BE
 from tests.sched.benches import Bench
 from tests.sched.limits import BLOCK
 
@@ -21,10 +22,12 @@ from tests.sched.limits import BLOCK
 class _Bench(Bench):
     """Has a prefill engine, which computes any prompt in one step."""
 
-    def __init__(self, *, device_blocks: int, host_blocks: int) -> None:
-        prefill = PrefillConfig(prefill_engines=("there:1",), prefill_secret_file="file", prefill_placement="always")
+    def __init__(
+        self, *, device_blocks: int, host_blocks: int, placement: str = "always", scheduler: str = "omniserve"
+    ) -> None:
+        prefill = PrefillConfig(prefill_engines=("there:1",), prefill_secret_file="file", prefill_placement=placement)
         super().__init__(
-            "omniserve", device_blocks=device_blocks, host_blocks=host_blocks, num_protected=0, host_prefixes=True,
+            scheduler, device_blocks=device_blocks, host_blocks=host_blocks, num_protected=0, host_prefixes=True,
             prefill=prefill,
         )  # fmt: skip
         self.scheduler.notify([PrefillEngineJoined(1)])
@@ -109,3 +112,60 @@ def test_what_has_come_is_counted_once_until_the_request_is_admitted_or_ends() -
     assert loads.blocks_wanted() == 25
     bench.run(100)
     assert loads.blocks_wanted() == 0 and "be-long1" in bench.finished
+
+
+def _apart(*, host_blocks: int, device_blocks: int = 80) -> _Bench:
+    return _Bench(device_blocks=device_blocks, host_blocks=host_blocks, placement="disaggregated", scheduler="sarathi")
+
+
+def test_disaggregated_prompts_wait_for_room_on_the_host_and_are_not_computed_here() -> None:
+    # The host has room for the KV of two prompts of 25 blocks, of which the last token and less than a block stay here.
+    bench = _apart(host_blocks=50)
+    for number in range(12):
+        bench.add(f"be{number}", prompt=100, output=4)
+    bench.run(3, engine_answers=False)
+    assert len([*bench.requests.loads]) == 12 and len(bench.requests.waiting[BE]) == 0 and not bench.computed
+    bench.run(200)
+    bench.scheduler.check_integrity()
+    assert len(bench.finished) == 12 and bench.scheduler.stats().loaded_from("prefilled")["BE"] == 12 * 96
+    assert all(bench.computed[f"be{number}"] == 4 + 3 for number in range(12)), "4 of the prompt, 3 of the output"
+
+
+def test_disaggregated_kv_that_has_come_is_not_pushed_out_by_that_of_others() -> None:
+    # The device has room for one request, the host for three: their KV waits there, and the fourth prompt waits for it.
+    bench = _apart(host_blocks=78, device_blocks=30)
+    for number in range(6):
+        bench.add(f"be{number}", prompt=100, output=8)
+    bench.run(4)
+    loading = [state.request_id for state in bench.requests.loads]
+    assert loading and len(bench.requests.waiting[BE]) <= 3
+    bench.run(300)
+    assert len(bench.finished) == 6 and all(bench.computed[f"be{number}"] == 4 + 7 for number in range(6))
+
+
+def test_a_disaggregated_prompt_longer_than_the_host_is_computed_here() -> None:
+    bench = _apart(host_blocks=20)
+    bench.add("be", prompt=100, output=1)
+    bench.run(100)
+    assert "be" in bench.finished and bench.computed["be"] == 100
+
+
+def test_disaggregated_prompts_are_computed_here_once_the_engine_is_lost() -> None:
+    bench = _apart(host_blocks=50)
+    for number in range(6):
+        bench.add(f"be{number}", prompt=100, output=1)
+    bench.run(2, engine_answers=False)
+    bench.scheduler.abort("be5", bench.now_s)  # it waits for room
+    bench.scheduler.notify([PrefillEngineLost(1)])
+    bench.run(200)
+    bench.scheduler.check_integrity()
+    assert len(bench.finished) == 5
+
+
+def test_a_failed_step_lets_go_of_what_waits_for_room() -> None:
+    bench = _apart(host_blocks=50)
+    for number in range(6):
+        bench.add(f"be{number}", prompt=100, output=1)
+    bench.run(2, engine_answers=False)
+    bench.requests.loads.give_up()
+    assert not [*bench.requests.loads] and len(bench.requests.waiting[BE]) == 6

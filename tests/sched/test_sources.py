@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
 
 import pytest
 
@@ -36,7 +36,7 @@ class ShelfSource(KVSource):
     """Has waiting requests wait for what the shelf has of their prompts."""
 
     name = "shelf"
-    most_looked_up: ClassVar = {ServiceClass.LS: 4, ServiceClass.BE: 4}
+    most_looked_up = MappingProxyType({ServiceClass.LS: 4, ServiceClass.BE: 4})
 
     def __init__(self, context: SourceContext) -> None:
         super().__init__(context)

@@ -56,6 +56,14 @@ def test_stages_and_prefill_engines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "LS elsewhere" in heads and "94%" in row  # 480 of 512 tokens
 
 
+def test_several_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*QUICK, "--minutes", "0.2", "--no-plan", "--scheduler", "sarathi", "--engines", "2"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith("llama-2-13b on 2 x 1xA100-80GB, ")
+    with pytest.raises(SystemExit):
+        main([*arguments[:-1], "0"])
+
+
 def test_the_same_seed_gives_the_same_table(capsys: pytest.CaptureFixture[str]) -> None:
     def run(seed: str) -> str:
         assert main([*QUICK, "--no-plan", "--ls-rate", "5", "--noise", "0.1", "--seed", seed]) == 0

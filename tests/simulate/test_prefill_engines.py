@@ -84,8 +84,14 @@ def test_prompts_stay_here_if_the_engine_is_slower() -> None:
 @pytest.mark.parametrize(
     ("name", "placement"),
     slow_except(
-        {("sarathi", "in-time"), ("omniserve", "sooner"), ("llumnix", "always"), ("neo", "in-time")},
-        itertools.product(("sarathi", "omniserve", "llumnix", "neo"), ("in-time", "sooner", "always")),
+        {
+            ("sarathi", "in-time"),
+            ("omniserve", "sooner"),
+            ("llumnix", "always"),
+            ("neo", "in-time"),
+            ("sarathi", "disaggregated"),
+        },
+        itertools.product(("sarathi", "omniserve", "llumnix", "neo"), ("in-time", "sooner", "always", "disaggregated")),
     ),
 )
 def test_every_request_ends(name: str, placement: str) -> None:

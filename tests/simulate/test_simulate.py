@@ -381,6 +381,29 @@ def test_rows_of_a_lower_class_are_deferred_for_a_request_that_would_be_late(def
     everything_ended(result)
 
 
+@pytest.mark.parametrize("mode", ["off", "late", "always"])
+def test_decodes_of_a_lower_class_pass_some_layers_of_a_step(mode: str) -> None:
+    # A row takes 50 ms in each of two layers. SILVER's passes one of them in each step.
+    classes = (
+        ClassSpec(name="GOLD", kind="LS", slo=SLO(ttft_s=60.0, tpot_s=0.16)),
+        ClassSpec(name="SILVER", kind="LS", slo=SLO(ttft_s=60.0, tpot_s=10.0)),
+        ClassSpec(name="BE", kind="BE"),
+    )
+    load = Load(latency_sensitive=[TraceRequest(0.0, 4, 12, "GOLD"), TraceRequest(0.0, 4, 6, "SILVER")])
+    result = simulate(
+        SimulationConfig(
+            machine=machine(base=0.0, row=100.0, key=0.0, sample=0.0), load=load, drain_s=math.inf, check=True,
+            engine=engine(scheduler="omniserve", classes=classes, defer_tokens=mode, slack="step", admission=False),
+        )
+    )  # fmt: skip
+    times = sorted(request.tpot_s or 0.0 for request in result.requests)
+    if mode == "off":  # SILVER ends first; GOLD's last steps are alone
+        assert times == pytest.approx([(5 * 0.2 + 6 * 0.1) / 11, 0.2])
+    else:
+        assert times == pytest.approx([(10 * 0.15 + 0.1) / 11, 0.3])
+    everything_ended(result)
+
+
 def test_a_request_names_a_class_of_its_kind() -> None:
     for name, message in (("BE", "is of kind BE"), ("GOLD", "there is no class 'GOLD'")):
         load = Load(latency_sensitive=[TraceRequest(0.0, 4, 1, name)])

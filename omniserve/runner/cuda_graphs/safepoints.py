@@ -36,7 +36,7 @@ class LeavableGraphRunner(CudaGraphRunner):
         """Counter: steps in a constant shape that rows left before their end."""
 
     def _is_one_graph(self, plan: StepPlan) -> bool:
-        return not plan.preemptible and super()._is_one_graph(plan)
+        return not plan.stops and super()._is_one_graph(plan)
 
     def _run_pieces(
         self,

@@ -124,7 +124,7 @@ def _is_plain_decode(chunk: DeviceChunk, state: RequestState) -> bool:
         and chunk.token_ids[0] != PENDING_TOKEN
         and chunk.from_layer == 0
         and chunk.scores is None
-        and not chunk.is_preemptible
+        and not (chunk.is_preemptible or chunk.leaves_at)
     )
 
 

@@ -64,7 +64,7 @@ class HaltedChunks(StepFeature):
         return {"from_layer": from_layer, "is_preemptible": state.kind is self._preemptible_kind}
 
     def is_certain(self, plan: StepPlan) -> bool:
-        return not any(chunk.is_preemptible or chunk.from_layer for chunk in plan.chunks)
+        return not (plan.stops or any(chunk.from_layer for chunk in plan.chunks))
 
     def takes_outcome(self, state: RequestState, row: Row, output: StepOutput) -> bool:
         """Book a chunk that left the step."""

@@ -55,7 +55,7 @@ class KVSource:
 
     name: ClassVar[str]
     """Name of the source in statistics: ``disk`` is counted as ``disk_tokens``."""
-    most_looked_up: ClassVar[Mapping[ServiceClass, int]]
+    most_looked_up: Mapping[ServiceClass, int]
     """Most requests of a kind that are looked up for a step, from the first of its queue on."""
 
     def __init__(self, context: SourceContext) -> None:
@@ -65,6 +65,10 @@ class KVSource:
     def start(self, state: RequestState, outlook: Outlook) -> bool:
         """Begin to bring KV of a WAITING request, and have it wait for that; False: the source is of no use for it."""
         raise NotImplementedError
+
+    def held(self) -> Iterable[RequestState]:
+        """Return the requests that ``start`` has taken without beginning anything; they are looked up again."""
+        return ()
 
     def forget(self, state: RequestState) -> None:
         """Forget a request that has ended while it waited for this source."""
@@ -146,6 +150,7 @@ class KVLoads:
             reserve_blocks: Host blocks to leave free.
         """
         for source in self.sources:
+            self._end(source.held())
             num_ahead = sum(state.num_uncomputed_tokens for state in running_ls)
             for kind, most in source.most_looked_up.items():
                 for state in list(itertools.islice(self._waiting[kind], most)):

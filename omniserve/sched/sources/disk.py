@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple
 
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import DiskCopy, Done
@@ -59,7 +60,7 @@ class DiskSource(KVSource):
     """
 
     name = "disk"
-    most_looked_up: ClassVar = {ServiceClass.LS: 64, ServiceClass.BE: 8}
+    most_looked_up = MappingProxyType({ServiceClass.LS: 64, ServiceClass.BE: 8})
 
     def __init__(self, context: SourceContext) -> None:
         super().__init__(context)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from omniserve.core.registry import Registry
 from omniserve.core.request import ServiceClass
@@ -52,6 +53,9 @@ class Placement:
         max_step_tokens: Tokens of the largest step of an engine.
     """
 
+    waits_for_room: ClassVar[bool] = False
+    """A prompt for whose KV the host has no room waits until it has; False: it is computed here."""
+
     def __init__(self, max_step_tokens: int) -> None:
         self.max_step_tokens = max_step_tokens
 
@@ -68,10 +72,27 @@ PLACEMENTS: Registry[type[Placement]] = Registry("placement", package="omniserve
 
 @PLACEMENTS.register("always")
 class Always(Placement):
-    """Sends every prompt to the engine that has least to do."""
+    """Sends prompts to the engine that has least to do.
+
+    A few best-effort ones are asked for in a step, and as many as the host has room for: the next ones may be admitted
+    and computed here.
+    """
 
     def choose(self, prompt: Prompt, engines: Sequence[PrefillEngine]) -> PrefillEngine | None:
         return min(engines, key=lambda engine: engine.tokens, default=None)
+
+
+@PLACEMENTS.register("disaggregated")
+class Disaggregated(Always):
+    """Sends all prompts to the engine that has least to do; none is computed here while an engine can be asked.
+
+    So decodes and prompts are on machines of their own, as in DistServe. If the host is full of KV that requests wait
+    for, or that waits for the device, the next prompts wait for room: the decodes hold up the prefill engines.
+
+    Paper: conserve 6.1 (DistServe-P), 6.2.
+    """
+
+    waits_for_room = True
 
 
 @PLACEMENTS.register("sooner")

@@ -16,9 +16,10 @@ come is kept, and the rest is computed here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
 
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import CancelPrefill, Done, HostEvent, PrefillEngineJoined, PrefillEngineLost, RemotePrefill
@@ -69,7 +70,7 @@ class PrefillSource(KVSource):
     """Asks prefill engines for prompts, and books what comes of it."""
 
     name = "prefilled"
-    most_looked_up: ClassVar = {ServiceClass.LS: 64, ServiceClass.BE: 4}
+    most_looked_up = MappingProxyType({ServiceClass.LS: 64, ServiceClass.BE: 4})
 
     def __init__(self, context: SourceContext) -> None:
         super().__init__(context)
@@ -80,6 +81,12 @@ class PrefillSource(KVSource):
         self._block_size = kv.block_size
         self._max_step_tokens = config.max_num_batched_tokens
         self._placement = PLACEMENTS.get(config.prefill.prefill_placement)(self._max_step_tokens)
+        if self._placement.waits_for_room:  # what is not looked up would be computed here
+            self.most_looked_up = MappingProxyType(dict.fromkeys((LS, BE), sys.maxsize))
+        self._held: list[RequestState] = []
+        """Requests that wait for room on the host; each step they are looked up again."""
+        self._kept: list[tuple[RequestState, Sequence[int]]] = []
+        """With such a placement: requests whose KV has come, and the host blocks that stay until they are admitted."""
         self._token_s: dict[int, float | None] = {}
         """Recent seconds a token of each engine that can be asked; None: it has computed nothing yet."""
         self._rest_s: float | None = None
@@ -97,6 +104,8 @@ class PrefillSource(KVSource):
 
     def give_up(self) -> Iterable[RequestState]:
         waiting = [order.state for order in self._orders.values() if order.state is not None]
+        waiting += self.held()
+        self._let_go(lambda state: True)
         for order in self._orders.values():
             order.state = None
         self._is_on = False
@@ -136,7 +145,10 @@ class PrefillSource(KVSource):
             keys[num_on_device:first], keys[first:], reserve_blocks=outlook.reserve_blocks
         )
         if taken is None:
-            return False
+            waits = self._placement.waits_for_room and bool(self._orders or self._kept)
+            if waits:  # one of these will give its room back; else the prompt is too long for this host
+                self._held.append(state)
+            return waits
         move_id, blocks = taken
         ttft_s: float | None = None
         if state.slo.ttft_s is not None:
@@ -159,6 +171,21 @@ class PrefillSource(KVSource):
         asked.num_times += 1
         use.num_coming = num_on_host + len(blocks)
         return True
+
+    def held(self) -> list[RequestState]:
+        held, self._held = self._held, []
+        self._let_go(lambda state: state.phase is not Phase.WAITING or not state.fact(_Asked).has_come)
+        return held
+
+    def _let_go(self, is_over: Callable[[RequestState], bool]) -> None:
+        """Let the host drop what has come for some requests."""
+        kept: list[tuple[RequestState, Sequence[int]]] = []
+        for state, blocks in self._kept:
+            if is_over(state):
+                self._index.let_go(blocks)
+            else:
+                kept.append((state, blocks))
+        self._kept = kept
 
     def expected_s(self, state: RequestState) -> float | None:
         if not self.can_ask or state.prefix is None:
@@ -193,6 +220,8 @@ class PrefillSource(KVSource):
         return ahead_s + step.seconds_with(start, state.num_tokens - start, samples=1)
 
     def forget(self, state: RequestState) -> None:
+        if state in self._held:
+            self._held.remove(state)
         for move_id, order in self._orders.items():
             if order.state is state:
                 order.state = None
@@ -223,6 +252,9 @@ class PrefillSource(KVSource):
             asked.has_come, asked.came_s = True, prefilled.at_s
             order.state.prefix.was_computed_elsewhere, order.state.prefix.states = True, prefilled.states
             self._arrived = [*self._waiting(self._arrived), order.state]
+            if self._placement.waits_for_room:
+                keys, num_on_device, _ = self._prefixes.parts(order.state)
+                self._kept.append((order.state, self._index.keep(keys[num_on_device:])))
         self._context.end_loading([order.state])
 
     def blocks_wanted(self, waiting: Mapping[ServiceClass, RequestQueue]) -> int:
