@@ -86,14 +86,15 @@ class _Weight:
 def read_weights(model: PreTrainedModel, device: torch.device, *, traces_first: bool = False) -> None:
     """Give unread weights their values, on a device.
 
-    With ``traces_first`` the weights of layers may have the values of other layers, until ``read_rest``.
+    With ``traces_first`` the matrices of layers may have the values of other layers, until ``read_rest``.
     """
     first: dict[Any, Tensor] = {}
     later: list[_Weight] = []
     with torch.inference_mode(False), torch.no_grad():
         for weight in _progress(_unread_in(model)):
             form = (_generic(weight.path), weight.tensor.shape, weight.tensor.dtype)
-            if traces_first and form in first:
+            # Vectors are read at once: some become constants of a layer's attention, such as sinks.
+            if traces_first and weight.tensor.ndim > 1 and form in first:
                 weight.put(first[form].detach())
                 later.append(weight)
                 continue

@@ -28,6 +28,10 @@ Region = tuple[tuple[int, int], ...]
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 _BLOCK_BYTES = 1 << 23
 """The most bytes that are read before they are copied to their place."""
 _LEAST_RUN_BYTES = 1 << 16
@@ -46,6 +50,7 @@ class CheckpointFiles:
     """
 
     def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
         self.read_bytes = 0
         """Bytes that were taken from the files so far; of views the bytes that they show."""
 
@@ -59,9 +64,13 @@ class CheckpointFiles:
             header_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
             header = json.loads(os.pread(descriptor, header_bytes, 8))
             file = safe_open(path, framework="pt", device="cpu")
-            for name in file.keys():
-                start = 8 + header_bytes + header[name]["data_offsets"][0]
-                tensors[name] = UnreadTensor(_Stored(self, descriptor, start, file.get_slice(name)[...]))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                if entry["dtype"] not in _DTYPES:
+                    raise NotInParts(f"{name} has the dtype {entry['dtype']}, of which no part can be read")
+                form = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
+                begin = 8 + header_bytes + entry["data_offsets"][0]
+                tensors[name] = UnreadTensor(_Stored(form, self, descriptor, begin, file.get_slice(name)))
         return tensors
 
     def fill(self, out: Tensor, descriptor: int, start: int, stored: Tensor, region: Region) -> None:
@@ -71,7 +80,7 @@ class CheckpointFiles:
             out: A tensor of the region's shape.
             descriptor: The file's.
             start: The byte.
-            stored: A tensor of the same shape and dtype, of which no values are used.
+            stored: The tensor's form, on the device ``meta``.
             region: What is wanted of it.
         """
         if not out.numel():
@@ -96,17 +105,20 @@ class CheckpointFiles:
             rows = self._read(descriptor, start + first * row_bytes, stored[first:last])
             out[first - begin : last - begin].copy_(rows[(slice(None), *inner_slices)])
 
-    def _read(self, descriptor: int, start: int, like: Tensor) -> Tensor:
-        """Read a tensor that lies in a file from a byte on."""
-        data = torch.empty(like.numel() * like.dtype.itemsize, dtype=torch.uint8)
+    def _read(self, descriptor: int, start: int, form: Tensor) -> Tensor:
+        """Read a tensor that lies in a file from a byte on; the next call takes its memory."""
+        num_bytes = form.numel() * form.dtype.itemsize
+        if len(self._block) < num_bytes:
+            self._block = torch.empty(num_bytes, dtype=torch.uint8)
+        data = self._block[:num_bytes]
         left = data.numpy().data
         while len(left):
             count = os.preadv(descriptor, [left], start)
             if not count:
                 raise OSError("a safetensors file ends before its tensors do")
             start, left = start + count, left[count:]
-        self.read_bytes += len(data)
-        return data.view(like.dtype).view(like.shape)
+        self.read_bytes += num_bytes
+        return data.view(form.dtype).view(form.shape)
 
 
 def _run_length(shape: Sequence[int], region: Region) -> int:
@@ -141,18 +153,19 @@ class _Values:
 
 
 class _Stored(_Values):
-    """A tensor of a file, which begins at a byte; ``mapped`` is a view of it."""
+    """A tensor of a file, which begins at a byte; ``mapped[...]`` is a view of it."""
 
-    def __init__(self, files: CheckpointFiles, descriptor: int, start: int, mapped: Tensor) -> None:
-        super().__init__(torch.empty_like(mapped, device="meta"))
+    def __init__(self, form: Tensor, files: CheckpointFiles, descriptor: int, start: int, mapped: Any) -> None:
+        super().__init__(form)
         self._files, self._descriptor, self._start, self._mapped = files, descriptor, start, mapped
 
     def fill(self, out: Tensor, region: Region) -> None:
-        self._files.fill(out, self._descriptor, self._start, self._mapped, region)
+        self._files.fill(out, self._descriptor, self._start, self.form, region)
 
     def whole(self) -> Tensor:
-        self._files.read_bytes += self._mapped.nbytes
-        return self._mapped
+        view: Tensor = self._mapped[...]
+        self._files.read_bytes += view.nbytes
+        return view
 
 
 class _Held(_Values):
