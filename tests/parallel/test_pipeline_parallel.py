@@ -30,6 +30,11 @@ FAMILIES_OF_BOTH = (
 """Families that are tested in stages of two ranks."""
 _BLOCK = 8
 LATE = ("late_joins", "missed_joins")
+MOST_ON_HOST = {
+    "max_num_seqs": 32, "max_num_batched_tokens": 64, "max_piggyback_seats": 8, "max_piggyback_rows": None,
+    "prefix_cache": False, "checkpoint_kv": False, "swap_in_delay_s": 1.0, "most_requests": 24,
+}  # fmt: skip
+"""Settings with which most requests of a history come to the host tier."""
 OVERLAPPED = {"strategy": "overlapped", "min_host_per_device": 0}
 """Options with which the steps of `apex` do not wait for the host tier."""
 
@@ -61,12 +66,10 @@ def test_tokens_of_two_stages_equal_hugging_face(family: str) -> None:
 @pytest.mark.parametrize("scheduler", slow_except(("omniserve",), ("omniserve", "apex")))
 def test_results_join_late_in_every_stage(scheduler: str) -> None:
     """Most requests decode on the host tier, whose results often come too late."""
-    settings = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "max_piggyback_seats": 8, "max_piggyback_rows": None}
     with ranks_of("llama", 1, num_stages=2) as (model, group, parallel):
         tally = run_histories(
             model, reference_of("llama"), range(701, 705), reach=("in_stages", *LATE), scheduler=scheduler, kv="tiered",
-            has_profile=False, faults=True, group=group, parallel=parallel, async_steps=True, most_requests=24,
-            prefix_cache=False, checkpoint_kv=False, swap_in_delay_s=1.0, **settings,
+            has_profile=False, faults=True, group=group, parallel=parallel, async_steps=True, **MOST_ON_HOST,
             **(OVERLAPPED if scheduler == "apex" else {}), **_sizes(model),
         )  # fmt: skip
     assert tally.late_joins > 20 and tally.missed_joins > 5, tally
@@ -80,7 +83,8 @@ def test_stages_of_several_ranks(family: str, num_shards: int, num_stages: int) 
     with ranks_of(family, num_shards, num_stages=num_stages) as (model, group, parallel):
         run_histories(
             model, reference_of(family), range(1), reach=(*LATE, "host_tokens", "in_stages"), has_profile=False,
-            group=group, parallel=parallel, faults=lambda seed: seed % 2 == 0, async_steps=True, **_sizes(model),
+            group=group, parallel=parallel, faults=lambda seed: seed % 2 == 0, async_steps=True, kv="tiered",
+            **MOST_ON_HOST, **_sizes(model),
         )  # fmt: skip
 
 
