@@ -33,7 +33,7 @@ class _Part:
 
     first: int
     """The first of these layers."""
-    end: int
+    stop: int
     """The layer before which they leave; the number of layers: they do not."""
     num_rows: int
     num_tokens: int
@@ -85,7 +85,8 @@ class PlannedDeferral:
             self._leave(batch, state, ends[state.request_id])
         partial = [state for state in (*going_on, *lower) if self._is_partial(state, ends[state.request_id])]
         if partial and len(partial) == len(decodes):  # what they share in each layer is to be counted once
-            partial.remove(max(partial, key=lambda s: ends[s.request_id] - self._first_layer(s)))
+            longest = max(partial, key=lambda s: ends[s.request_id] - self._first_layer(s))
+            partial = [state for state in partial if state is not longest]
         if partial:
             away = {state.request_id for state in partial}
             whole = self._cost_of(state for state in decodes if state.request_id not in away)
@@ -174,12 +175,12 @@ class PlannedDeferral:
             contexts = [state.num_computed_tokens for state in states]
             keys = sum(shape.keys_seen(context, 1) for context in contexts)
             parts.append(_Part(first, end, len(states), sum(contexts), keys))
-        borders = sorted({0, self._num_layers, *(layer for part in parts for layer in (part.first, part.end))})
+        borders = sorted({0, self._num_layers, *(layer for part in parts for layer in (part.first, part.stop))})
         seconds = 0.0
         for begin, end in itertools.pairwise(borders):
             cost = whole.copy()
             for part in parts:
-                if part.first <= begin and end <= part.end:
+                if part.first <= begin and end <= part.stop:
                     cost.add_decodes(part.num_rows, part.num_tokens, part.keys_seen, samples=part.num_rows)
             seconds += cost.seconds() * (end - begin) / self._num_layers
         return seconds
