@@ -141,7 +141,7 @@ def plot(figure: PaperFigure, points: Sequence[Point], path: Path) -> None:
     """
     pyplot = require_matplotlib()
     count = len(figure.panels)
-    drawn, axes = pyplot.subplots(1, count, figsize=(4.4 * count, 3.9), squeeze=False, layout="constrained")
+    drawn, axes = pyplot.subplots(1, count, figsize=(max(6.8, 4.4 * count), 4.2), squeeze=False, layout="constrained")
     columns = list(dict.fromkeys(point["column"] for point in points))
     colours = {column: pyplot.get_cmap("tab10")(number % 10) for number, column in enumerate(columns)}
     for axis, panel in zip(axes[0], figure.panels, strict=True):
@@ -158,7 +158,9 @@ def plot(figure: PaperFigure, points: Sequence[Point], path: Path) -> None:
             axis.set_title(f"paper: {panel.says}", fontsize=8, wrap=True)
     drawn.suptitle(f"{figure.title} (simulated)", fontsize=10)
     handles = [pyplot.Line2D([], [], color=colours[column], marker="o", label=column) for column in columns]
-    drawn.legend(handles=handles, ncols=min(len(columns), 4), loc="outside lower center", frameon=False, fontsize=8)
+    drawn.legend(
+        handles=handles, ncols=min(len(columns), 2 + count), loc="outside lower center", frameon=False, fontsize=8
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn.savefig(path, dpi=110)
     pyplot.close(drawn)
