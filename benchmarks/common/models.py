@@ -11,16 +11,11 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from omniserve.layers.model_classes import import_model_classes
-
-import_model_classes()  # before others import them: without torchao, and without its warnings
-
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
-
-from benchmarks.common.record import ROOT  # noqa: E402
-from omniserve import EngineConfig  # noqa: E402
-from omniserve.launch.loading import EngineLoader, builtin_model_path  # noqa: E402
+from benchmarks.common.record import ROOT
+from omniserve import EngineConfig
+from omniserve.launch.loading import EngineLoader, builtin_model_path
 
 SMOLLM_135M: dict[str, Any] = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
