@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.common.client import RequestRecord, Wire
 from benchmarks.common.machine_speed import MachineSpeed, SpeedMeter
 from benchmarks.common.models import random_llama
-from benchmarks.common.record import ROOT, portable, read_row
+from benchmarks.common.record import ROOT, portable, read_rows
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import comparison, processes
 from benchmarks.peers.comparison import Comparison, interleaved
@@ -433,7 +433,7 @@ def test_omniserve_alone_goes_through_all_phases(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.peers", *arguments, "--", "--profile", "none"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    written = read_row(record)
+    (written,) = read_rows(record)
     assert written["config"] == portable(written["config"]) and written["config"]["instruction_set"]
     results = written["results"]
     assert {sample["phase"] for sample in results["samples"]} == set(PHASES)
