@@ -25,7 +25,6 @@ from benchmarks.common.engine_run import SteadyRun
 from benchmarks.common.host_tasks import host_tier_of, seconds_of_tasks
 from benchmarks.common.models import MODELS, SMOLLM_135M, saved_llama, token_bytes
 from benchmarks.common.network import cpu_host, paced_cpu_host, prefill_engine, secret_file, slow_link
-from benchmarks.common.rank_loading import loading_of
 from benchmarks.common.ranks import QWEN_HALF_B, engine_of, free_port, processes_of
 from benchmarks.common.timing import OtherLoad
 from omniserve import (
@@ -45,7 +44,6 @@ from omniserve.core.plan import StepPlan
 from omniserve.core.work import HOST_BLOCKS
 from omniserve.host.cores import available_cores
 from omniserve.parallel.group import RankGroup
-from omniserve.parallel.place import Place
 from omniserve.profiling.collectives import calls_of_layers, time_collectives
 from omniserve.remote.network_hosts import NetworkHosts
 from omniserve.simulate import Load, SimulationConfig, simulate
@@ -207,46 +205,6 @@ def _prompts_per_s(engine: Engine, count: int) -> float:
     began_s = time.perf_counter()
     _serve(engine)
     return count * _LONG_PROMPT / (time.perf_counter() - began_s)
-
-
-# -- loading --------------------------------------------------------------------------------------------------------
-
-_LLAMA_860M = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 12, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
-"""The layers of Llama-3.2-1B, but fewer of them and of the tokens."""
-
-
-@MACHINES.case(
-    places=(["1x1", "2x1", "4x1", "1x2", "2x2"], "ranks of a stage x stages"), repeats=1, uncounted=0,
-    dtype=("bfloat16", "of the model; the checkpoint is bfloat16"), small=(False, "a model of a few MB"),
-    tiny={"places": ["2x1"], "repeats": 1, "small": True},
-)  # fmt: skip
-def rank_loading(args: argparse.Namespace) -> Trials:
-    """Memory and bytes from the disk that loading a rank takes: its part alone, or the whole model that is cut then.
-
-    A random bf16 checkpoint of a Llama in one file, which is not in the page cache. Rank 0 of each place is loaded and
-    patched, without compiling, in a process of its own. ``peak_own_gib``: the most memory of the process that is no
-    page of a file, beyond what it had before; ``peak_mapped_gib`` counts mapped pages of files, too, which ranks of one
-    machine share. ``held_gib``: its own memory at the end. These do not vary, so that one repeat is enough; ``seconds``
-    do.
-    """
-    if args.small:
-        folder = saved_llama(
-            "llama-2m", {**_LLAMA_860M, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 99}
-        )
-    else:
-        folder = saved_llama("llama-860m", _LLAMA_860M)
-    size_gib = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / (1 << 30)
-    for each in args.places:
-        shards, stages = map(int, each.split("x"))
-        place = Place(0, shards, stages)
-        names = [f"tensor parallel {shards}"] * (shards > 1) + [f"pipeline parallel {stages}"] * (stages > 1)
-        arms = {how: functools.partial(loading_of, folder, args.dtype, place, how) for how in ("whole", "part")}
-        result = yield " x ".join(names) or "one process", arms
-        result["checkpoint_gib"] = size_gib
 
 
 # -- CPU hosts -----------------------------------------------------------------------------------------------------

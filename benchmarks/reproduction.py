@@ -132,9 +132,13 @@ class Unit:
 
 
 def _settings(value: Any) -> dict[str, Any]:
-    """Return the fields of a case, or of a part of it, that do not have their defaults."""
+    """Return the fields of a case, or of a part of it, that do not have their defaults; its settings by name."""
     return {
-        field.name: _settings(given) if dataclasses.is_dataclass(given := getattr(value, field.name)) else given
+        field.name: _settings(given)
+        if dataclasses.is_dataclass(given := getattr(value, field.name))
+        else dict(given)
+        if field.name == "settings"
+        else given
         for field in dataclasses.fields(value)
         if field.default is dataclasses.MISSING or getattr(value, field.name) != field.default
     }

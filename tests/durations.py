@@ -31,16 +31,6 @@ TOGETHER = {
     "tests/server/test_real.py": "a server with a model",
 }
 """Files or folders whose tests run in one process, however long they take, by what is made there once."""
-TOGETHER = {
-    "tests/parallel/": "ranks",  # forked from one process that has imported everything
-    "tests/prefill/test_prefill.py": "ranks",
-    "tests/latency/test_profiling.py": "a measured profile",
-    "tests/server/test_batch_owner.py": "PostgreSQL",
-    "tests/server/test_batches_take_over.py": "PostgreSQL",
-    "tests/server/test_page.py": "a browser",
-    "tests/server/test_real.py": "a server with a model",
-}
-"""Files or folders whose tests run in one process, however long they take, by what is made there once."""
 NOT_COUNTED = ("slow", "exhaustive", "real", "gpu")
 """Marks of tests which the budgets leave out."""
 

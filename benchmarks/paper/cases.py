@@ -113,8 +113,8 @@ COMMON: tuple[tuple[str, object], ...] = (
 
 
 def budget(system: str, fixed: int = FIXED_BUDGET, most: int = MOST_TOKENS) -> tuple[tuple[str, object], ...]:
-    """Return a system's token budget as settings; a control, ``package.module:Class``, has that of what it controls."""
-    return (("max_num_batched_tokens", most if system in BOUNDED or ":" in system else fixed),)
+    """Return a system's token budget as settings."""
+    return (("max_num_batched_tokens", most if system in BOUNDED else fixed),)
 
 
 def with_settings(case: Case, variant: str, **settings: object) -> Case:

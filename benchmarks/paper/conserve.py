@@ -9,11 +9,8 @@ from types import MappingProxyType
 from benchmarks.paper.cases import COMMON, Case, Experiment, MachineSpec, with_settings
 from benchmarks.paper.loads import LoadSpec
 from omniserve.core.config import PrefillConfig
-from omniserve.core.request import SLO, Request
-from omniserve.sched.conserve import ConServePolicy
 
 SYSTEMS = ("online-only", "conserve", "sarathi", "non-preemptive")
-NO_SAFEPOINTS = "benchmarks.paper.conserve:NoSafepoints"
 LLAMA_8B = MachineSpec(model="llama-3.1-8b", device="1xH100-80GB", hosts="1xXeon-8480")
 QWEN_14B = replace(LLAMA_8B, model="qwen-2.5-14b")
 LLAMA_70B = MachineSpec(
@@ -28,13 +25,6 @@ it is the only one for which a server of eight H100 has room."""
 NVLINK_GB_PER_S = 450.0
 SYNTHETIC = LoadSpec(ls_rate=2.0, ls_cv=0.5, ls_lengths="4096:256", be_lengths="multinews")
 BACKLOG = 64
-
-
-class NoSafepoints(ConServePolicy):
-    """``conserve`` without layer-wise preemption: an LS request waits for the end of the running step (6.5)."""
-
-    def to_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> frozenset[str]:
-        return frozenset()
 
 
 def _case(machine: MachineSpec, x: str, system: str, load: LoadSpec, slo_scale: float = 1.0) -> Case:
@@ -154,7 +144,7 @@ _OTHERS: tuple[Experiment, ...] = (
         slo_from="online-only",
         cases=(
             _ALONE, _SARATHI,
-            with_settings(replace(_RECOMPUTED, system=NO_SAFEPOINTS), "no checkpoints"),
+            with_settings(_RECOMPUTED, "no checkpoints, no layer preemption", layer_preemption=False),
             with_settings(_RECOMPUTED, "no checkpoints, halted rows begin anew", keep_halted=False),
             with_settings(_PARKED, "halted rows begin anew", keep_halted=False), _PARKED,
             replace(_FULL, variant="incremental"),  # plain ``conserve`` in the other figures

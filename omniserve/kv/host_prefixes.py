@@ -106,8 +106,8 @@ class HostPrefixes:
         """Number of a copy -> (keys of the host blocks before the KV that comes, keys of that KV)."""
         self._readers: Counter[bytes] = Counter()
         """Copies that read the block of a key; it stays meanwhile."""
-        self._kept: Counter[int] = Counter()
-        """Blocks that stay for a request that is to use them, by ``keep``."""
+        self.kept: Counter[int] = Counter()
+        """Blocks that have users for requests that are to use them, and how many (``HostPrefixIndex.keep``)."""
 
     @property
     def num_reclaimable(self) -> int:
@@ -147,23 +147,6 @@ class HostPrefixes:
         self.publish(keys, blocks)
         self._touch([*filter(self.blocks.__contains__, keys)])
         self._want_on_disk(keys)
-        self.pool.give_back(blocks)
-
-    def keep(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the first of these keys that are here, which stay until ``let_go``."""
-        found = [*itertools.takewhile(self.blocks.__contains__, keys)]
-        self._touch(found)
-        blocks = [self.blocks[key] for key in found]
-        self.pool.use(blocks)
-        self._kept.update(blocks)
-        return blocks
-
-    def let_go(self, blocks: Sequence[int]) -> None:
-        """Let blocks be reclaimed again that ``keep`` has returned."""
-        for block in blocks:
-            self._kept[block] -= 1
-            if not self._kept[block]:
-                del self._kept[block]
         self.pool.give_back(blocks)
 
     # -- copies that read blocks, or fill them -------------------------------------------------------------------
@@ -242,8 +225,8 @@ class HostPrefixes:
     # -- for checks ----------------------------------------------------------------------------------------------
 
     def owned_blocks(self) -> Iterator[int]:
-        """Yield the blocks that copies under way will bring, and those that ``keep`` has; for checks."""
-        return itertools.chain(*self.filling.values(), self._kept.elements())
+        """Yield the blocks that copies under way will bring, and those that are kept; for checks."""
+        return itertools.chain(*self.filling.values(), self.kept.elements())
 
     def check(self) -> None:
         """Verify the books of keys, readers and fills.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -258,8 +259,11 @@ class HostPrefixIndex:
 
     def keep(self, keys: Sequence[bytes]) -> list[int]:
         """Have the host blocks of these keys stay until ``let_go``, up to the first key without one; return them."""
-        return self._prefixes.keep(keys)
+        blocks = self._prefixes.share(keys)
+        self._prefixes.kept.update(blocks)
+        return blocks
 
     def let_go(self, blocks: Sequence[int]) -> None:
         """Let blocks be reclaimed again that ``keep`` has returned."""
-        self._prefixes.let_go(blocks)
+        self._prefixes.kept -= Counter(blocks)
+        self._prefixes.pool.give_back(blocks)

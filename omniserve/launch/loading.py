@@ -174,9 +174,9 @@ class EngineLoader:
         import torch
 
         import_model_classes()
+        from omniserve.layers.weights.checkpoint_files import NotInParts
         from omniserve.layers.weights.parts import read_weights, unread_weights
         from omniserve.layers.weights.sharding import shard
-        from omniserve.layers.weights.unread import NotInParts
 
         device = self._device_of_rank(place.rank)
         if device != "cpu":

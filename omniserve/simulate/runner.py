@@ -217,6 +217,8 @@ class SimulatedRunner:
 
     def _missed(self, plan: StepPlan) -> frozenset[str]:
         """Return the requests of joins whose results are not there when the step reaches their layer."""
+        if not plan.joins:
+            return frozenset()
         passage = self._passage(self.now_s)
         missed: set[str] = set()
         for layer, joins in itertools.groupby(sorted(plan.joins, key=_layer), key=_layer):

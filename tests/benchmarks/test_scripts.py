@@ -20,9 +20,10 @@ from benchmarks.features import FEATURES
 from benchmarks.machines import MACHINES
 from benchmarks.paper.measured import MEASURED
 from benchmarks.prefixes import PREFIXES
+from benchmarks.rank_loading import LOADING
 
 importlib.import_module("benchmarks.features.__main__")  # it has all cases
-BENCHMARKS = {each.name: each for each in (FEATURES, PREFIXES, MACHINES, COSTS, RATE, MEASURED)}
+BENCHMARKS = {each.name: each for each in (FEATURES, PREFIXES, MACHINES, COSTS, RATE, MEASURED, LOADING)}
 CASES = [(benchmark.name, case) for benchmark in BENCHMARKS.values() for case in benchmark.cases]
 QUICK = ("sampling", "host_rows")
 ENVIRONMENT = {"linears": {"GOMP_SPINCOUNT": "10000", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}}

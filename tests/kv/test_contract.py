@@ -13,7 +13,7 @@ import omniserve.kv
 from omniserve.kv import KV_MANAGERS, KVManager
 from omniserve.kv.disk_prefixes import DiskPrefixes
 
-MOST_METHODS = 16
+MOST_METHODS = 15
 
 
 def methods(cls: type) -> list[str]:

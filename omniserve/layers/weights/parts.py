@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from omniserve.layers.weights.unread import CheckpointFiles, NotInParts, UnreadTensor
+from omniserve.layers.weights.checkpoint_files import CheckpointFiles, NotInParts
+from omniserve.layers.weights.unread import UnreadTensor
 
 
 @contextmanager
@@ -49,7 +50,8 @@ def unread_weights() -> Iterator[CheckpointFiles]:
         if other := [file for file in checkpoint_files if not str(file).endswith(".safetensors")]:
             raise NotInParts(f"its weights are not in safetensors files, but in {other[0]}")
         is_loaded = True
-        loaded = original(model, files.open(checkpoint_files), list(checkpoint_files), load_config, **more)
+        unread = {name: UnreadTensor(stored) for name, stored in files.open(checkpoint_files).items()}
+        loaded = original(model, unread, list(checkpoint_files), load_config, **more)
         if errors := loaded[0].conversion_errors:
             raise NotInParts(f"it is converted in a way that needs the values: {next(iter(errors.values()))}")
         return loaded

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 from omniserve.core.config import EngineConfig
 from omniserve.launch.loading import EngineLoader
 from omniserve.layers.patching import PatchedModel, patched_model
+from omniserve.layers.weights.checkpoint_files import CheckpointFiles, NotInParts
 from omniserve.layers.weights.parts import read_weights, unread_weights
 from omniserve.layers.weights.sharding import shard
-from omniserve.layers.weights.unread import CheckpointFiles, NotInParts, UnreadTensor
+from omniserve.layers.weights.unread import UnreadTensor
 from omniserve.ops.collectives import alone
 from omniserve.parallel.place import Place
 from tests.parallel.ranks import checkpoint_of
@@ -121,8 +122,8 @@ def test_a_checkpoint_of_several_files(tmp_path: Path) -> None:
 def test_short_runs_are_read_with_what_lies_between_them(
     least_run: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omniserve.layers.weights.unread._LEAST_RUN_BYTES", least_run)
-    monkeypatch.setattr("omniserve.layers.weights.unread._BLOCK_BYTES", block)
+    monkeypatch.setattr("omniserve.layers.weights.checkpoint_files._LEAST_RUN_BYTES", least_run)
+    monkeypatch.setattr("omniserve.layers.weights.checkpoint_files._BLOCK_BYTES", block)
     _check_shards(checkpoint_of("llama_tied"), 2, most=1.0)
 
 
@@ -303,8 +304,8 @@ def _moved(rng: random.Random, tensors: list[Tensor]) -> Tensor:
 def test_what_is_read_is_what_the_operators_make_of_the_values(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("omniserve.layers.weights.unread._LEAST_RUN_BYTES", (1, 8, 1000)[seed % 3])
-    monkeypatch.setattr("omniserve.layers.weights.unread._BLOCK_BYTES", (10, 1000)[seed % 2])
+    monkeypatch.setattr("omniserve.layers.weights.checkpoint_files._LEAST_RUN_BYTES", (1, 8, 1000)[seed % 3])
+    monkeypatch.setattr("omniserve.layers.weights.checkpoint_files._BLOCK_BYTES", (10, 1000)[seed % 2])
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     shape = [rng.randrange(1, 6) for _ in range(rng.randrange(1, 4))]
     dtypes = [rng.choice([torch.float32, torch.bfloat16]) for _ in "ab"]
@@ -351,7 +352,7 @@ def test_an_unread_tensor_is_not_changed_in_place(tmp_path: Path) -> None:
 def test_a_part_of_a_tensor_takes_no_other_elements(tmp_path: Path) -> None:
     save_file({"a": torch.randn(8, 6), "b": torch.randn(8, 6)}, tmp_path / "some.safetensors")
     files = CheckpointFiles()
-    tensors = files.open([tmp_path / "some.safetensors"])
+    tensors = {name: UnreadTensor(stored) for name, stored in files.open([tmp_path / "some.safetensors"]).items()}
     joined = torch.stack([tensors["a"], tensors["b"]]).transpose(1, 2).to(torch.float16)
     part = joined.narrow(2, 0, 4).narrow(1, 3, 3)
     assert files.read_bytes == 0
@@ -363,4 +364,4 @@ def test_a_part_of_a_tensor_takes_no_other_elements(tmp_path: Path) -> None:
 def _exact(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs of any length be read one by one: those of tiny models are short."""
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr("omniserve.layers.weights.unread._LEAST_RUN_BYTES", 1)
+    monkeypatch.setattr("omniserve.layers.weights.checkpoint_files._LEAST_RUN_BYTES", 1)

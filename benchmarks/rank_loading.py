@@ -1,15 +1,23 @@
-"""What loading a rank's part of a model takes of memory and of the disk, in a process that has done nothing else."""
+"""What loading a rank's part of a model takes of memory and of the disk.
+
+python -m benchmarks.rank_loading --record benchmarks/results/rank_loading.json
+"""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import functools
 import gc
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from pathlib import Path
 
+from benchmarks.common.cases import Benchmark, Trials
+from benchmarks.common.models import saved_llama
 from omniserve import EngineConfig
 from omniserve.launch.loading import EngineLoader
 from omniserve.layers.model_classes import import_model_classes
@@ -17,7 +25,44 @@ from omniserve.layers.patching import patched_model
 from omniserve.layers.weights.sharding import shard
 from omniserve.parallel.place import Place
 
+LOADING = Benchmark("rank_loading")
 _LOOK_S = 0.002
+_LLAMA_860M = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 12, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+"""The layers of Llama-3.2-1B, but fewer of them and of the tokens."""
+
+
+@LOADING.case(
+    places=(["1x1", "2x1", "4x1", "1x2", "2x2"], "ranks of a stage x stages"), repeats=1, uncounted=0,
+    dtype=("bfloat16", "of the model; the checkpoint is bfloat16"), small=(False, "a model of a few MB"),
+    tiny={"places": ["2x1"], "repeats": 1, "small": True},
+)  # fmt: skip
+def rank_loading(args: argparse.Namespace) -> Trials:
+    """Memory and bytes from the disk that loading a rank takes: its part alone, or the whole model that is cut then.
+
+    A random bf16 checkpoint of a Llama in one file, which is not in the page cache. Rank 0 of each place is loaded and
+    patched, without compiling, in a process of its own. ``peak_own_gib``: the most memory of the process that is no
+    page of a file, beyond what it had before; ``peak_mapped_gib`` counts mapped pages of files, too, which ranks of one
+    machine share. ``held_gib``: its own memory at the end. These do not vary, so that one repeat is enough; ``seconds``
+    do.
+    """
+    if args.small:
+        folder = saved_llama(
+            "llama-2m", {**_LLAMA_860M, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 99}
+        )
+    else:
+        folder = saved_llama("llama-860m", _LLAMA_860M)
+    size_gib = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / (1 << 30)
+    for each in args.places:
+        shards, stages = map(int, each.split("x"))
+        place = Place(0, shards, stages)
+        names = [f"tensor parallel {shards}"] * (shards > 1) + [f"pipeline parallel {stages}"] * (stages > 1)
+        arms = {how: functools.partial(loading_of, folder, args.dtype, place, how) for how in ("whole", "part")}
+        result = yield " x ".join(names) or "one process", arms
+        result["checkpoint_gib"] = size_gib
 
 
 def loading_of(folder: Path, dtype: str, place: Place, how: str) -> dict[str, float]:
@@ -102,3 +147,7 @@ class _Peak:
         self._is_over.set()
         self._watcher.join()
         self.kib = max(self.kib, _status_kib()["RssAnon"])
+
+
+if __name__ == "__main__":
+    sys.exit(LOADING.main())
