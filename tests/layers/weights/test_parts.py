@@ -256,7 +256,11 @@ def test_another_way_of_loading_weights_is_not_taken_for_the_known_one(
 
 def _saved(tmp_path: Path, tensors: Mapping[str, Tensor]) -> dict[str, UnreadTensor]:
     save_file(dict(tensors), tmp_path / "some.safetensors")
-    return CheckpointFiles().open([tmp_path / "some.safetensors"])
+    return _unread(CheckpointFiles(), tmp_path)
+
+
+def _unread(files: CheckpointFiles, tmp_path: Path) -> dict[str, UnreadTensor]:
+    return {name: UnreadTensor(stored) for name, stored in files.open([tmp_path / "some.safetensors"]).items()}
 
 
 def _moved(rng: random.Random, tensors: list[Tensor]) -> Tensor:
@@ -352,7 +356,7 @@ def test_an_unread_tensor_is_not_changed_in_place(tmp_path: Path) -> None:
 def test_a_part_of_a_tensor_takes_no_other_elements(tmp_path: Path) -> None:
     save_file({"a": torch.randn(8, 6), "b": torch.randn(8, 6)}, tmp_path / "some.safetensors")
     files = CheckpointFiles()
-    tensors = {name: UnreadTensor(stored) for name, stored in files.open([tmp_path / "some.safetensors"]).items()}
+    tensors = _unread(files, tmp_path)
     joined = torch.stack([tensors["a"], tensors["b"]]).transpose(1, 2).to(torch.float16)
     part = joined.narrow(2, 0, 4).narrow(1, 3, 3)
     assert files.read_bytes == 0
