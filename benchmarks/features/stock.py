@@ -27,10 +27,10 @@ _CONTEXT = 2048
 @FEATURES.case(
     policies=(["sarathi", "omniserve", "omniserve-paper"], "the first is what the others are compared with"),
     light_s=(10.0, "of light LS load, before as much of heavy load"), ls_light=(0.5, "LS requests a second"),
-    ls_heavy=6.0, ls_prompt=(700, "tokens, the median"), ls_output=64, ttft=1.0, tpot=0.05,
+    ls_heavy=([3.0, 5.0], "LS requests a second, a table each"), ls_prompt=(700, "tokens, the median"), ls_output=64, ttft=1.0, tpot=0.05,
     be=(96, "BE requests that are unfinished"), be_prompt=128, be_output=512, device_kv_mib=4, host_kv_mib=512,
     seats=(64, "most piggyback rows of a layer"), repeats=3, seed=0, profile_s=60.0, uncounted=1,
-    tiny={"policies": ["sarathi", "omniserve"], "light_s": 0.5, "repeats": 1, "profile_s": 1.0},
+    tiny={"policies": ["sarathi", "omniserve"], "light_s": 0.5, "ls_heavy": [6.0], "repeats": 1, "profile_s": 1.0},
 )  # fmt: skip
 def warm_stock(args: argparse.Namespace) -> Trials:
     """BE output while LS load is heavy, after a time of light load in which BE decodes could gather on the host tier.
@@ -42,16 +42,18 @@ def warm_stock(args: argparse.Namespace) -> Trials:
     """
     model = builtin_model()
     profile = find_or_make_profile(model, config_of(args.policies[-1], args), time_limit_s=args.profile_s)
-    yield "stock", {policy: functools.partial(measure, model, profile, policy, args) for policy in args.policies}
+    for rate in args.ls_heavy:
+        served = functools.partial(measure, model, profile, rate=rate, args=args)
+        yield f"{rate:g} LS/s", {policy: functools.partial(served, policy) for policy in args.policies}
 
 
-def load_of(args: argparse.Namespace, seed: int) -> Load:
-    """Return LS requests at two rates, one window after the other, and a pile of BE requests."""
-    rng = random.Random(seed)
+def load_of(args: argparse.Namespace, rate: float) -> Load:
+    """Return LS requests at a light and a heavier rate, one window after the other, and a pile of BE requests."""
+    rng = random.Random(args.seed)
     ls_lengths = lognormal_lengths(args.ls_prompt, args.ls_output, sigma=0.3, max_input=1024, max_output=256)
     be_lengths = lognormal_lengths(args.be_prompt, args.be_output, sigma=0.3, max_input=512, max_output=1024)
     light = poisson(args.ls_light, args.light_s, rng)
-    heavy = [args.light_s + at_s for at_s in poisson(args.ls_heavy, args.light_s, rng)]
+    heavy = [args.light_s + at_s for at_s in poisson(rate, args.light_s, rng)]
     return Load(
         latency_sensitive=requests([*light, *heavy], ls_lengths, rng),
         best_effort=requests([0.0] * int(100 * args.light_s), be_lengths, rng),
@@ -84,9 +86,9 @@ class Windows(EngineRun):
             self.between = self.engine.stats().scheduler
 
 
-def measure(model: Any, profile: Profile, policy: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Serve both windows and return the figures of each."""
-    config, load, others = config_of(policy, args), load_of(args, args.seed), OtherLoad()
+def measure(model: Any, profile: Profile, policy: str, *, rate: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Serve both windows, the second at ``rate`` LS requests a second, and return the figures of each."""
+    config, load, others = config_of(policy, args), load_of(args, rate), OtherLoad()
     with Engine(model, config, profile=profile) as engine:
         run = Windows(engine, load, args)
         run.run()
