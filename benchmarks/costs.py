@@ -36,6 +36,7 @@ from benchmarks.common.timing import OtherLoad, median_ratio, seconds
 from omniserve import SLO, Engine, EngineConfig, Request, SamplingParams
 from omniserve.host.cores import available_cores
 from omniserve.layers.weights.packed import PackedLinear, pack
+from omniserve.layers.weights.quantized import QuantForm, QuantizedWeight, Scales, pack_quantized, packed_shape
 from omniserve.sampling.sampler import Sampler
 
 COSTS = Benchmark("costs")
@@ -122,6 +123,72 @@ def linears(args: argparse.Namespace) -> Trials:
                 if ONEDNN in weights:
                     times = [[sample["ms"] for sample in result["raw"][arm]] for arm in (OURS, ONEDNN)]
                     result["pairs"] = median_ratio(*times)
+
+
+BF16 = "bf16"
+FORMS = {
+    "Q8_0": QuantForm(8, Scales.F16, 32), "int8": QuantForm(8, Scales.F32, 2048),
+    "Q6_K": QuantForm(6, Scales.K_SIGNED, 16), "Q5_K": QuantForm(5, Scales.K, 32),
+    "Q5_0": QuantForm(5, Scales.F16, 32), "Q4_K": QuantForm(4, Scales.K, 32),
+    "int4": QuantForm(4, Scales.AFFINE32, 64), "Q4_0": QuantForm(4, Scales.F16, 32),
+}  # fmt: skip
+"""Forms of codes, by the names of GGUF and of ``--quantize``."""
+
+
+@COSTS.case(
+    shape="2048x5632", dtype="bfloat16", rows=[1, 4, 8, 32, 128, 512], repeats=9,
+    cold_mib=(512, "of the dense weights; codes have as many copies"),
+    environment={"GOMP_SPINCOUNT": "10000"}, tiny={"shape": "256x64", "rows": [1, 2], "repeats": 1, "cold_mib": 1},
+)  # fmt: skip
+def quantized_linears(args: argparse.Namespace) -> Trials:
+    """Products with weights of 4 to 8 bits on the CPU device tier, beside the dense weight in bf16.
+
+    A shape is inputs x outputs. A sample is the mean of some calls, each with a weight that no cache holds any more; in
+    brackets times that of bf16, below 1 is faster. Give the machine nothing else to do; OMNISERVE_ISA forces an
+    instruction set.
+    """
+    (num_in, num_out), dtype = map(int, args.shape.split("x")), getattr(torch, args.dtype)
+    dense = (torch.randn(num_out, num_in) / num_in**0.5).to(dtype)
+    linear = nn.Linear(num_in, num_out, bias=False, dtype=dtype)
+    linear.weight.data = dense
+    pack(linear)
+    count = -(-(args.cold_mib << 20) // dense.nbytes)
+    copies = {BF16: itertools.cycle(_copies(cast(PackedLinear, linear).group_weight, count))}
+    products: dict[str, Product] = {BF16: lambda x, weight: torch.ops.omniserve.packed_linear(x, weight, None, num_out)}
+    for name, form in FORMS.items():
+        if num_in % form.block and form.scales is not Scales.F32:
+            continue
+        form = form._replace(group=num_in) if form.scales is Scales.F32 else form
+        packed = torch.empty(packed_shape(form, num_out, num_in), dtype=torch.uint8)
+        pack_quantized(random_codes(form, num_out, num_in), packed)
+        copies[name] = itertools.cycle(_copies(packed, count))
+        products[name] = functools.partial(_quantized_product, form, num_out)
+    with torch.inference_mode():
+        for rows in args.rows:
+            x, load, arms = torch.randn(rows, num_in).to(dtype), OtherLoad(), {}
+            for name, weights in copies.items():
+                call = functools.partial(_next_product, products[name], x, weights)
+                call()
+                arms[name] = functools.partial(ms_of, call, max(1, round(_SAMPLE_S / seconds(call))))
+            result = yield f"{args.shape}, {rows} rows", arms
+            result["others_busy_cores"] = load.cores()
+
+
+def _quantized_product(form: QuantForm, num_out: int, x: torch.Tensor, weight: torch.Tensor) -> object:
+    return torch.ops.omniserve.quantized_linear(x, weight, None, num_out, *form.arguments)
+
+
+def random_codes(form: QuantForm, num_out: int, num_in: int) -> QuantizedWeight:
+    """Return a weight of random codes and scales."""
+    codes = torch.randint(2**form.bits, (num_out, num_in), dtype=torch.uint8)
+    blocks, groups = num_in // form.block, num_in // form.group
+    scale, halves = torch.rand(num_out, groups) / 100, torch.rand(2, num_out, blocks).half() / 1000
+    small = torch.randint(64, (2, num_out, groups), dtype=torch.uint8)
+    scales: dict[Scales, tuple[torch.Tensor, ...]] = {
+        Scales.F16: (scale.half(),), Scales.F32: (scale,), Scales.AFFINE32: (scale, -8 * scale),
+        Scales.K: (halves[0], halves[1], small[0], small[1]), Scales.K_SIGNED: (halves[0], small[0].view(torch.int8)),
+    }  # fmt: skip
+    return QuantizedWeight(form, codes, scales[form.scales])
 
 
 def weights_of(num_in: int, num_out: int, dtype: torch.dtype, cold_bytes: int) -> dict[str, list[torch.Tensor]]:

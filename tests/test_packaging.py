@@ -45,6 +45,7 @@ ALLOWED = {
 ENTRY_MODULES = {
     "batch": "server",
     "explain": "latency",
+    "perplexity": "launch",
     "host.__main__": "remote",
     "profile": "launch",
     "rank": "parallel",
@@ -221,7 +222,8 @@ def test_import_starts_no_thread_and_no_cuda_and_works_without_the_server_extra(
 def test_import_needs_no_dependency_that_is_not_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    names = [*project["dependencies"], *extras["server"], *extras["otel"], *extras["cuda"], *extras["ray"]]
+    names = [*project["dependencies"], *extras["server"], *extras["otel"], *extras["cuda"], *extras["ray"],
+             *extras["gguf"], *extras["quantize"]]  # fmt: skip
     declared = {"".join(c if c.isalnum() or c in "-_" else " " for c in name).split()[0] for name in names}
     declared = {IMPORTED_AS.get(name, name) for name in declared}
     # What these always bring along themselves and re-export: FastAPI its models, their core and base layer,

@@ -18,6 +18,7 @@ from omniserve.latency.profile import Fingerprint
 from omniserve.layers.kv_fingerprint import description_of
 from omniserve.layers.weights.loaded_model import forms_of_weights, language_model
 from omniserve.layers.weights.packed import holds_bfloat16
+from omniserve.layers.weights.quantized_modules import forms_of
 
 
 def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
@@ -32,7 +33,9 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
     return Fingerprint(
         model=hashlib.sha256(description_of(model)).hexdigest()[:16],
         dtype=str(model.dtype).removeprefix("torch."),
-        weights=" ".join([*(["bfloat16"] if holds_bfloat16(model) else []), *forms_of_weights(model)]),
+        weights=" ".join(
+            [*(["bfloat16"] if holds_bfloat16(model) else []), *forms_of_weights(model), *forms_of(model)]
+        ),
         device=_device_name(device),
         device_threads=cores.threads_alone,
         shared_threads=cores.threads_shared,

@@ -22,7 +22,7 @@ from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.kv import KV_MANAGERS
 from omniserve.latency import LATENCY_MODELS
 from omniserve.launch.dataclass_flags import add_field_flags, add_options_flag, flag_of, flag_value, number
-from omniserve.launch.loading import DTYPES, builtin_model_path, checked_model
+from omniserve.launch.loading import DTYPES, QUANTIZE, builtin_model_path, checked_model
 from omniserve.sched import SCHEDULERS, policy_of
 from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
 
@@ -85,17 +85,29 @@ def model_from(args: argparse.Namespace) -> str:
     Raises:
         ValueError: It is no folder with a model, and cannot be a hub id.
     """
-    return builtin_model_path() if args.model is None else checked_model(args.model)
+    if args.model is not None:
+        return checked_model(args.model, args.gguf_file)
+    if args.gguf_file is not None:
+        raise ValueError(f"--gguf-file {args.gguf_file}: give the folder or the repository that has it as --model, too")
+    return builtin_model_path()
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags; their defaults are EngineConfig's."""
-    parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="model folder or hub id (default: the built-in one)")
+    parser.add_argument(
+        "--model", metavar="PATH_OR_HUB_ID", help="model folder, GGUF file or hub id (default: the built-in one)"
+    )
+    parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file of the model's folder or repository")
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
         default="auto",
         help="auto takes the model's own, or float32 on a CPU that has no products of it",
+    )
+    parser.add_argument(
+        "--quantize",
+        choices=QUANTIZE,
+        help="quantise the weights when they are loaded, on a CPU; python -m omniserve.perplexity says what it costs",
     )
     parser.add_argument(
         "--device",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.logs import take_over_loggers
+from omniserve.launch.gguf_folder import file_in, folder_of, gguf_of, hub_file, one_reader
 from omniserve.layers.model_classes import import_model_classes, import_torchao_for
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BUILTIN_MODEL_NAME = "omniserve-builtin"
+QUANTIZE = ("int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Of Hugging Face's hub: letters, digits, and single dots and hyphens between them.
 _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
@@ -54,6 +56,7 @@ class EngineLoader:
         with_profile: False makes an engine without a latency model.
         serves: The engine's process does the engine's ``upkeep``: on a CPU nothing is compiled before it begins, and
             a coarse profile, measured in ``profile_start_s``, is refined later; with 0 s both are done before.
+        quantize: One of QUANTIZE: quantise the weights when they are loaded; None leaves them.
     """
 
     model: str
@@ -65,6 +68,7 @@ class EngineLoader:
     with_profile: bool = True
     serves: bool = False
     profile_start_s: float = 4.0
+    quantize: str | None = None
 
     def __call__(self, progress: Callable[[str], None]) -> Engine:
         """Load the model, find or make its latency profile, and make the engine; tell ``progress`` about it.
@@ -75,6 +79,8 @@ class EngineLoader:
             ValueError: The settings or the profile do not fit it or this machine.
         """
         if self.config.parallel.num_ranks > 1:
+            if self.quantize is not None:
+                raise ValueError(f"--quantize {self.quantize} does not work with several ranks; leave it out")
             return self._make_with_ranks(progress)
         model = self.load_model(progress)
         from omniserve.engine.engine import Engine
@@ -224,11 +230,20 @@ class EngineLoader:
             transformers_logging.disable_progress_bar()
         progress(f"loading {self.model}")
         dtype = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
-        import_torchao_for(self.model)
-        model = from_pretrained(
-            AutoModelForCausalLM, self.model, self.config.execution.trust_remote_code, dtype=dtype, device_map=device
-        )
+        if (file := gguf_of(self.model)) is not None:
+            if self.quantize is not None:
+                raise ValueError(f"--quantize {self.quantize}: {file.name} is quantised already; leave it out")
+            widened: torch.dtype = torch.bfloat16 if self.dtype == "auto" else getattr(torch, self.dtype)
+            model = _load_gguf(file, widened, device, progress)
+        else:
+            import_torchao_for(self.model)
+            model = from_pretrained(
+                AutoModelForCausalLM, self.model, self.config.execution.trust_remote_code, dtype=dtype,
+                device_map=device,
+            )  # fmt: skip
         model.eval()
+        if self.quantize is not None:
+            _quantize(model, self.quantize, progress)
         progress(f"{model.num_parameters() / 1e6:.1f}M parameters, {str(model.dtype).removeprefix('torch.')}, {device}")
         return model
 
@@ -277,6 +292,46 @@ def _end_process(why: str) -> None:
     os._exit(1)
 
 
+def _load_gguf(file: Path, dtype: torch.dtype, device: str, progress: Callable[[str], None]) -> PreTrainedModel:
+    """Load the model of a GGUF file, and note which of its weights can be served as the codes that the file has."""
+    from transformers import AutoModelForCausalLM
+
+    from omniserve.layers.weights.gguf import remember_file
+
+    with one_reader():
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            # The name alone could be that of a file in the working directory, which transformers would take.
+            file.parent,
+            gguf_file=str(file),
+            dtype=dtype,
+            device_map=device,
+        )
+        # transformers has widened all weights, but still takes the model for a quantised one.
+        model.config.__dict__.pop("quantization_config", None)
+        model.__dict__.pop("hf_quantizer", None)
+        if device != "cpu":
+            logger.warning("%s is widened to %s: its codes are served on a CPU alone", file.name, dtype)
+            return model
+        progress("finding the codes of the weights")
+        found = remember_file(model, file)
+    if found.dense:
+        kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(found.dense.items()))
+        logger.warning("%s: tensors that are served widened to %s: %s", file.name, dtype, kinds)
+    return model
+
+
+def _quantize(model: PreTrainedModel, how: str, progress: Callable[[str], None]) -> None:
+    try:
+        from omniserve.layers.weights.quantizing import quantize_weights
+
+        progress(f"quantising the weights to {how}")
+        done = quantize_weights(model, how)  # type: ignore[arg-type]
+    except ImportError as error:
+        raise ValueError(f"--quantize {how} needs torchao: pip install 'omniserve[quantize]' ({error})") from error
+    if done.left:
+        logger.warning("--quantize %s leaves %d weights as they are, such as %s", how, len(done.left), done.left[0])
+
+
 def from_pretrained(auto: Any, model: str | Path, trusts_code: bool, **options: Any) -> Any:
     """Call ``from_pretrained`` of a class of transformers, which never asks at a terminal whether code may be run.
 
@@ -323,22 +378,35 @@ def _select_gpu(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def checked_model(name: str) -> str:
-    """Return a model's folder or hub id, with ``~`` as the home folder.
+def checked_model(name: str, gguf_file: str | None = None) -> str:
+    """Return a model's folder or hub id, with ``~`` as the home folder; of a GGUF file the folder that stands for it.
+
+    Args:
+        name: Folder, GGUF file or hub id.
+        gguf_file: The GGUF file's name in the folder or repository.
 
     Raises:
-        ValueError: It is neither; the message says what is missing.
+        ValueError: It is none of these, or cannot be fetched; the message says what is missing.
     """
     path = Path(name).expanduser()
     if path.is_dir():
+        has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+        if gguf_file is not None or (not has_weights and any(path.glob("*.gguf"))):
+            return str(folder_of(file_in(path, gguf_file)))
         if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise ValueError(f"--model {name}: this folder has no config.json; give the one with the model's files")
         return str(path)
+    if path.is_file() and path.suffix == ".gguf":
+        if gguf_file is not None:
+            raise ValueError(f"--gguf-file {gguf_file}: --model {name} is a GGUF file itself; leave one out")
+        return str(folder_of(path))
     if path.exists():
-        raise ValueError(f"--model {name} is a file; give the folder that holds config.json, weights and tokenizer")
+        raise ValueError(
+            f"--model {name} is a file; give the folder that holds config.json, weights and tokenizer, or a .gguf file"
+        )
     if not _HUB_ID.fullmatch(name):
-        raise ValueError(f"--model {name}: there is no such folder, and a hub id is NAME or OWNER/NAME")
-    return name
+        raise ValueError(f"--model {name}: there is no such folder or file, and a hub id is NAME or OWNER/NAME")
+    return name if gguf_file is None else str(folder_of(hub_file(name, gguf_file)))
 
 
 def builtin_model_path() -> str:

@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.output is not None and args.output.is_dir():
             raise ValueError(f"--output {args.output} is a folder; give a file")
         model = model_from(args)
-        loader = EngineLoader(model=model, dtype=args.dtype, device=args.device, config=config_from(args))
+        loader = EngineLoader(
+            model=model, dtype=args.dtype, device=args.device, config=config_from(args), quantize=args.quantize
+        )
         profile = _measure(loader, args.time_limit, in_grid=args.steps == "grid")
         path = path_in(folder, profile.fingerprint) if args.output is None else args.output
         if is_kept := args.output is not None or not profile.disturbances:

@@ -25,6 +25,15 @@ from omniserve.layers.weights.loaded_model import IdleHooks, check_loaded, free_
 from omniserve.layers.weights.merged import merge, mergeable, unmerge
 from omniserve.layers.weights.packed import pack, pack_tied, packable, tied_embedding, unpack
 from omniserve.layers.weights.parts import read_rest
+from omniserve.layers.weights.quantized_modules import (
+    form_of,
+    hold,
+    hold_embedding,
+    hold_tied,
+    quantizable,
+    release,
+    release_embedding,
+)
 from omniserve.ops.collectives import alone
 
 logger = logging.getLogger(__name__)
@@ -44,7 +53,11 @@ BetweenHook = Callable[[int, Tensor], Tensor]
 output, which becomes logits."""
 
 _WARM_UP_ROWS = {"cuda": USUAL_TOKENS}
-_FORMS = (HeldForm("packed", packable, pack, unpack), HeldForm("merged", mergeable, merge, unmerge, takes_single=False))
+_FORMS = (
+    HeldForm("quantized", quantizable, hold, release, alike=form_of),
+    HeldForm("packed", packable, pack, unpack),
+    HeldForm("merged", mergeable, merge, unmerge, takes_single=False),
+)
 
 
 class PatchedModel:
@@ -319,7 +332,7 @@ class _Patch:
         self.options = options
         self._model = model
         self._held: list[tuple[HeldForm, list[tuple[nn.Linear, ...]]]] = []  # each form's groups
-        self._tied: tuple[nn.Linear, nn.Embedding] | None = None  # packed together
+        self._undo_embedding: Callable[[], None] | None = None
         self._hooks = IdleHooks(model)
         try:
             with alone():  # halves of a rank's part are found and compiled without the other ranks
@@ -343,15 +356,11 @@ class _Patch:
         candidates = [module for module in modules if id(module) not in adapted | freed]
         of_one_input = [group for layer in family.layers for group in family.linear_groups(layer)]
         for form in _FORMS:
-            groups = groups_of(form.suitable(self._model, candidates), of_one_input)
+            groups = groups_of(form.suitable(self._model, candidates), of_one_input, form.alike)
             groups = [group for group in groups if form.takes_single or len(group) > 1]
-            for group in groups:
-                form.hold(*group)
-            self._held.append((form, groups))
-        head: Any = family.embedding_and_head.lm_head
-        if head in candidates and (embedding := tied_embedding(self._model, head, self._model.get_input_embeddings())):
-            self._tied = (head, embedding) if pack_tied(head, embedding) else None
-        if self._tied or any(groups for _, groups in self._held):
+            self._held.append((form, [group for group in groups if form.hold(*group) is not False]))
+        self._undo_embedding = self._hold_embedding(family.embedding_and_head.lm_head, candidates)
+        if self._undo_embedding or any(groups for _, groups in self._held):
             # Each such linear refuses a conversion, but only when half of the model has been converted.
             self._model.__dict__["_apply"] = _refuse_conversion
             if torch.cuda.is_initialized():
@@ -364,6 +373,15 @@ class _Patch:
         for form, groups in ((form, groups) for form, groups in self._held if groups):
             logger.info("%s %d linears as %d weights", form.name, sum(map(len, groups)), len(groups))
 
+    def _hold_embedding(self, head: Any, candidates: list[nn.Module]) -> Callable[[], None] | None:
+        """Hold the embedding, with the head if they share their weight; return what undoes it, None if nothing was."""
+        embedding: Any = self._model.get_input_embeddings()
+        if head not in candidates or not (tied := tied_embedding(self._model, head, embedding)):
+            return functools.partial(release_embedding, embedding) if hold_embedding(embedding) else None
+        if hold_tied(head, tied):
+            return functools.partial(release, head, embedding=tied)
+        return functools.partial(unpack, head, embedding=tied) if pack_tied(head, tied) else None
+
     def remove(self) -> None:
         """Undo everything, last change first."""
         del self._model.__dict__["omniserve"]
@@ -372,8 +390,8 @@ class _Patch:
         for form, groups in self._held:
             for group in groups:
                 form.release(*group)
-        if self._tied is not None:
-            unpack(self._tied[0], embedding=self._tied[1])
+        if self._undo_embedding is not None:
+            self._undo_embedding()
         self._hooks.put_back()
         logger.info("restored %d linears", sum(map(len, linears)))
 

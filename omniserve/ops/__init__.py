@@ -81,3 +81,13 @@ def _packed_linear(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_feature
 @torch.library.register_fake("omniserve::packed_rows")
 def _packed_rows(ids: Tensor, packed: Tensor, in_features: int, out_features: int) -> Tensor:
     return packed.new_empty((*ids.shape, in_features))
+
+
+@torch.library.register_fake("omniserve::quantized_linear")
+def _quantized_linear(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int, *_: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+@torch.library.register_fake("omniserve::quantized_rows")
+def _quantized_rows(ids: Tensor, packed: Tensor, in_features: int, *_: int) -> Tensor:
+    return packed.new_empty((*ids.shape, in_features), dtype=torch.float32)

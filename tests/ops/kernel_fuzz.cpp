@@ -311,7 +311,30 @@ void check_prefill(const Case& c, Rng& rng) {
   }
 }
 
-// A linear with memory to the byte; its panels are divided among two threads.
+// Memory to the byte, aligned to 64.
+std::unique_ptr<void, void (*)(void*)> aligned(int64_t size) {
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 64, static_cast<size_t>(size)) != 0) std::abort();
+  return std::unique_ptr<void, void (*)(void*)>(memory, std::free);
+}
+
+// All features of all rows; the panels are divided among two threads.
+void run_linear(const LinearArgs& args, Rng& rng) {
+  const auto run = [&](int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    const int64_t room = (args.num_rows + kTileOfRows - 1) / kTileOfRows * kTileOfRows;
+    const auto copy = aligned(linear_rows_bytes(args, room));
+    const auto sums = aligned(room * (end - begin + kPanel - 1) / kPanel * kPanel * 4);
+    linear_pack_rows(args, copy.get(), 0, args.num_rows);
+    linear_features(args, copy.get(), static_cast<float*>(sums.get()), begin, end, 0, args.num_rows);
+  };
+  const int64_t middle = between(rng, 0, num_panels(args.num_out) - 1) * kPanel;
+  std::thread other(run, 0, middle);
+  run(middle, args.num_out);
+  other.join();
+}
+
+// A linear with memory to the byte.
 void check_linear(Rng& rng) {
   const DType weight_dtype = one_of(rng, {DType::f32, DType::bf16, DType::f16});
   const DType dtype = weight_dtype == DType::bf16 && rng() % 2 ? DType::f32 : weight_dtype;
@@ -329,28 +352,12 @@ void check_linear(Rng& rng) {
   for (int64_t t = 0; t < rows; ++t)
     for (int64_t i = 0; i < num_in; ++i)
       put(laid.data() + (t * x_stride + i) * bytes, dtype, x[size_t(t * num_in + i)] = draw(rng));
-  const auto aligned = [](int64_t size) {
-    void* memory = nullptr;
-    if (posix_memalign(&memory, 64, static_cast<size_t>(size)) != 0) std::abort();
-    return std::unique_ptr<void, void (*)(void*)>(memory, std::free);
-  };
   const auto packed = aligned(num_panels(num_out) * panel_size(num_in, weight_dtype) * weight_bytes);
   pack_panels(dense.data(), packed.get(), num_in, num_out, weight_dtype, 0, num_panels(num_out));
   const bool has_bias = rng() % 2;
   const LinearArgs args{laid.data(), packed.get(), has_bias ? packed_bias.data() : nullptr, out.data(),
                         x_stride,    rows,         num_in,  num_out, dtype, weight_dtype};
-  const auto run = [&](int64_t begin, int64_t end) {
-    if (begin >= end) return;
-    const int64_t room = (rows + kTileOfRows - 1) / kTileOfRows * kTileOfRows;
-    const auto copy = aligned(linear_rows_bytes(args, room));
-    const auto sums = aligned(room * (end - begin + kPanel - 1) / kPanel * kPanel * 4);
-    linear_pack_rows(args, copy.get(), 0, rows);
-    linear_features(args, copy.get(), static_cast<float*>(sums.get()), begin, end, 0, rows);
-  };
-  const int64_t middle = between(rng, 0, num_panels(num_out) - 1) * kPanel;
-  std::thread other(run, 0, middle);
-  run(middle, num_out);
-  other.join();
+  run_linear(args, rng);
   std::vector<char> row(static_cast<size_t>(num_in * weight_bytes));
   for (int64_t o = 0; o < num_out; ++o) {
     unpack_feature(packed.get(), row.data(), num_in, weight_dtype, o);
@@ -369,6 +376,58 @@ void check_linear(Rng& rng) {
   }
 }
 
+// A linear of codes with memory to the byte. The codes behind the last feature and the last input are random like the
+// others, and must not count.
+void check_quantized(Rng& rng) {
+  const QuantForm forms[] = {
+      {4, Scales::f16, 32},       {5, Scales::f16, 32},  {8, Scales::f16, 32},
+      {4, Scales::affine16, 32},  {4, Scales::k, 32},    {5, Scales::k, 32},
+      {6, Scales::k_signed, 16},  {4, Scales::f32, 8 * between(rng, 1, 40)},
+      {8, Scales::f32, 8 * between(rng, 1, 40)},         {5, Scales::affine16, 32 * between(rng, 1, 5)},
+      {4, Scales::affine32, 8 * between(rng, 1, 40)},    {8, Scales::affine32, 8 * between(rng, 1, 40)},
+  };
+  const QuantForm form = forms[rng() % (sizeof(forms) / sizeof(forms[0]))];
+  const DType dtype = one_of(rng, {DType::f32, DType::bf16, DType::f16});
+  const int64_t rows = between(rng, 1, one_of<int64_t>(rng, {3, 13, 50}));
+  const int64_t num_in = between(rng, 0, one_of<int64_t>(rng, {5, 100, 1000}));
+  const int64_t num_out = between(rng, 1, one_of<int64_t>(rng, {5, 33, 100})), bytes = dtype_bytes(dtype);
+  std::vector<float> x(static_cast<size_t>(rows * num_in)), weight(static_cast<size_t>(num_in));
+  std::vector<char> laid(x.size() * size_t(bytes)), out(static_cast<size_t>(rows * num_out * bytes));
+  for (size_t i = 0; i < x.size(); ++i) put(&laid[i * size_t(bytes)], dtype, x[i] = draw(rng));
+  const int64_t size = num_panels(num_out) * panel_bytes(num_in, form);
+  const auto packed = aligned(size);
+  char* const begin = static_cast<char*>(packed.get());
+  for (int64_t i = 0; i < size; ++i) begin[i] = static_cast<char>(rng());
+  // Numbers that are no random bits: scales and offsets, but for the bytes of the groups of k.
+  const bool single = form.scales == Scales::f32 || form.scales == Scales::affine32;
+  const int64_t numbers = kPanel * (form.has_offset() ? 2 : 1), width = single ? 4 : 2;
+  for (char* record = begin; record < begin + size; record += form.record_bytes())
+    for (int64_t i = 0; i < numbers; ++i) put(record + i * width, single ? DType::f32 : DType::f16, draw(rng) / 64);
+  const LinearArgs args{laid.data(), begin,  nullptr, out.data(), num_in, rows,
+                        num_in,      num_out, dtype,  dtype,      &form};
+  run_linear(args, rng);
+  for (int64_t o = 0; o < num_out; ++o) {
+    expand_feature(begin, weight.data(), num_in, form, o);
+    for (int64_t t = 0; t < rows; ++t) {
+      double exact = 0, products = 0;
+      for (int64_t i = 0; i < num_in; ++i) {
+        const double product = double(x[size_t(t * num_in + i)]) * weight[size_t(i)];
+        exact += product;
+        products += std::abs(product);
+      }
+      const double got = get(out.data() + (t * num_out + o) * bytes, dtype);
+      // Beside the result's rounding that of weights to bf16. An offset of k is up to 8, 10 times most weights.
+      const double rounding = dtype == DType::f32 ? 1e-5 : dtype == DType::f16 ? 1e-3 : 4e-3;
+      const double allowed = 2e-3 + std::abs(exact) * rounding + products * (dtype == DType::bf16 ? 4e-3 : 1e-6);
+      if (std::abs(got - exact) <= allowed) continue;
+      std::fprintf(stderr, "%s: codes of %ld bits, scales %d, groups of %ld, [%ld, %ld] x [%ld, %ld], dtype %d: row %ld, "
+                   "feature %ld is %g, not %g\n", isa_name(), long(form.bits), int(form.scales), long(form.group),
+                   long(rows), long(num_in), long(num_out), long(num_in), int(dtype), long(t), long(o), got, exact);
+      std::exit(1);
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -382,6 +441,7 @@ int main(int argc, char** argv) {
     check_decode(c, rng);
     if (!c.host) check_prefill(c, rng);
     check_linear(rng);
+    check_quantized(rng);
   }
   std::printf("%s: %ld cases agree\n", isa_name(), long(count));
 }

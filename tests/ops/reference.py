@@ -196,3 +196,127 @@ def packed_linear(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features
     weight_OI = packed_rows(torch.arange(out_features), packed, x.shape[-1], out_features)
     product = x.double() @ weight_OI.double().T
     return (product if bias_O is None else product + bias_O.double()).to(x.dtype)
+
+
+F16, F32, AFFINE16, AFFINE32, K_SCALES, K_SIGNED = range(6)
+"""Kinds of scales, in the order of ``Scales`` in ``ops/csrc/linear.h``."""
+WITH_OFFSET = (AFFINE16, AFFINE32, K_SCALES)
+
+
+def block_of(scales: int, group: int) -> int:
+    """Return the inputs of a record of a weight of codes."""
+    return 256 if scales in (K_SCALES, K_SIGNED) else group
+
+
+def _record_parts(bits: int, scales: int, group: int) -> list[tuple[torch.dtype, int]]:
+    """Return what a record holds, in order: each part's dtype, and how many rows of 32 features it has."""
+    half, single, byte = torch.float16, torch.float32, torch.uint8
+    numbers = {
+        F16: [(half, 1)],
+        F32: [(single, 1)],
+        AFFINE16: [(half, 1), (half, 1)],
+        AFFINE32: [(single, 1), (single, 1)],
+        K_SCALES: [(half, 1), (half, 1), (byte, 8), (byte, 8)],
+        K_SIGNED: [(half, 1), (torch.int8, 16)],
+    }[scales]
+    block = block_of(scales, group)
+    if bits == 8:
+        return [*numbers, (byte if scales in WITH_OFFSET else torch.int8, block)]
+    upper = [(torch.int32, block * (bits - 4) // 32)] if bits > 4 else []
+    return [*numbers, (torch.int32, block // 8), *upper]
+
+
+def _places(bits: int) -> list[int]:
+    """Return where in a word of 32 bits its codes begin: the even inputs in the lower half, the odd in the upper."""
+    return [i // 2 * bits + i % 2 * 16 for i in range(32 // bits)]
+
+
+def _laid_out(values: Tensor) -> Tensor:
+    # Tensor.contiguous leaves the strides of what is empty.
+    return values.clone(memory_format=torch.contiguous_format)
+
+
+def pack_codes(codes_OI: Tensor, numbers: tuple[Tensor, ...], bits: int, scales: int, group: int) -> Tensor:
+    """Return the bytes of a weight of codes, ``[panels, bytes of a panel]``.
+
+    Args:
+        codes_OI: uint8, from 0 to ``2 ** bits - 1``.
+        numbers: What a record holds beside the codes, in its order: ``[O, records]`` or ``[O, groups]``.
+    """
+    num_out, num_in = codes_OI.shape
+    num_panels, num_records = -(-num_out // PANEL), -(-num_in // block_of(scales, group))
+
+    def by_record(values: Tensor, rows: int) -> Tensor:
+        """Return ``[O, any]`` as ``[panels, records, rows, 32]``. Features and inputs that are not there are zero."""
+        whole = values.new_zeros(num_panels * PANEL, num_records * rows)
+        whole[:num_out, : values.shape[1]] = values
+        return whole.view(num_panels, PANEL, num_records, rows).permute(0, 2, 3, 1)
+
+    def as_words(codes: Tensor, size: int) -> Tensor:
+        placed = torch.tensor(_places(size), dtype=torch.int32).unsqueeze(1)
+        return (codes.unflatten(2, (-1, 32 // size)) << placed).sum(3, dtype=torch.int32)  # no bit is in two
+
+    layout = _record_parts(bits, scales, group)
+    parts = [by_record(number, rows) for number, (_, rows) in zip(numbers, layout, strict=False)]
+    if bits == 8:
+        values = codes_OI if scales in WITH_OFFSET else (codes_OI.short() - 128).to(torch.int8)
+        parts.append(by_record(values, block_of(scales, group)))
+    else:
+        codes = by_record(codes_OI, block_of(scales, group)).int()
+        parts.append(as_words(codes & 15, 4))
+        if bits > 4:
+            parts.append(as_words(codes >> 4, bits - 4))
+    assert [(part.dtype, part.shape[2]) for part in parts] == layout
+    return torch.cat([_laid_out(part).view(torch.uint8).flatten(2) for part in parts], 2).flatten(1)
+
+
+def quantized_rows(
+    ids: Tensor, packed: Tensor, in_features: int, out_features: int, bits: int, scales: int, group: int
+) -> Tensor:
+    """Return the rows of a weight of codes, ``[*ids, I]`` fp32, that belong to some features."""
+    block = block_of(scales, group)
+    num_panels, num_records = packed.shape[0], -(-in_features // block)
+    layout = _record_parts(bits, scales, group)
+    sizes = [dtype.itemsize * rows * PANEL for dtype, rows in layout]
+    pieces = packed.view(num_panels, num_records, sum(sizes)).split(sizes, 2)
+    parts = [
+        _laid_out(piece).view(dtype).view(num_panels, num_records, rows, PANEL)
+        for piece, (dtype, rows) in zip(pieces, layout, strict=True)
+    ]
+
+    def by_word(words: Tensor, size: int) -> Tensor:
+        """Return the codes of words, ``[panels, records, inputs, 32]``."""
+        return torch.stack([words >> place & (1 << size) - 1 for place in _places(size)], 3).flatten(2, 3)
+
+    def by_input(number: Tensor) -> Tensor:
+        return number.float().repeat_interleave(block // number.shape[2], 2)
+
+    zero = 0 if scales in WITH_OFFSET else 1 << (bits - 1)
+    if bits == 8:
+        *numbers, values = parts  # signed bytes are codes less their zero
+    else:
+        numbers, words = parts[: -1 if bits == 4 else -2], parts[-1 if bits == 4 else -2 :]
+        values = by_word(words[0], 4) - zero
+        if bits > 4:
+            values += by_word(words[1], bits - 4) << 4
+    scale, offset = by_input(numbers[0]), None
+    if scales == K_SIGNED:
+        scale = scale * by_input(numbers[1])
+    elif scales == K_SCALES:
+        scale, offset = scale * by_input(numbers[2]), -by_input(numbers[1]) * by_input(numbers[3])
+    elif scales in WITH_OFFSET:
+        offset = by_input(numbers[1])
+    weight = scale * values.float()
+    weight = weight if offset is None else weight + offset
+    whole = weight.permute(0, 3, 1, 2).reshape(num_panels * PANEL, num_records * block)
+    return whole[:out_features, :in_features][ids]
+
+
+def quantized_linear(
+    x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int, bits: int, scales: int, group: int
+) -> Tensor:
+    """Return ``x @ weight.T + bias``, ``[*, O]``, with the weight as the codes have it: rounded to fp32 alone."""
+    ids = torch.arange(out_features)
+    weight_OI = quantized_rows(ids, packed, x.shape[-1], out_features, bits, scales, group)
+    product = x.double() @ weight_OI.double().T
+    return (product if bias_O is None else product + bias_O.double()).to(x.dtype)

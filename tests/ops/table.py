@@ -391,6 +391,124 @@ def _packed_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator
     yield Sample(label="one row of rows", args=(x_TI[3], packed, None, 70))
 
 
+@dataclass(frozen=True)
+class CodeForm:
+    """A form of codes: the last arguments of ``quantized_linear``."""
+
+    bits: int
+    scales: int
+    group: int
+
+    @property
+    def arguments(self) -> tuple[int, int, int]:
+        """What the operators take."""
+        return self.bits, self.scales, self.group
+
+
+CODE_FORMS = (
+    CodeForm(4, references.F16, 32),
+    CodeForm(5, references.F16, 32),
+    CodeForm(8, references.F16, 32),
+    CodeForm(4, references.F32, 8),
+    CodeForm(8, references.F32, 520),
+    CodeForm(4, references.AFFINE16, 32),
+    CodeForm(5, references.AFFINE16, 32),
+    CodeForm(4, references.AFFINE32, 64),
+    CodeForm(8, references.AFFINE32, 128),
+    CodeForm(4, references.K_SCALES, 32),
+    CodeForm(5, references.K_SCALES, 32),
+    CodeForm(6, references.K_SIGNED, 16),
+    CodeForm(4, references.F32, 128),
+    CodeForm(8, references.F32, 24),
+    CodeForm(5, references.AFFINE16, 96),
+    CodeForm(4, references.AFFINE32, 40),
+)
+"""Every pair of bits and scales that the kernels know, and some with other groups."""
+
+
+def random_codes(form: CodeForm, num_out: int, num_in: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return codes ``[O, I]`` and what a record holds beside them, seeded random; results are of about 1."""
+    generator = torch.Generator().manual_seed(0)
+    block = references.block_of(form.scales, form.group)
+    num_records = -(-num_in // block)
+    num_groups = num_records * (block // form.group)
+    zero = 2 ** (form.bits - 1)
+    size = 1.7 / zero / max(1, num_in) ** 0.5  # the deviation of codes is 0.58 times their zero
+
+    def numbers(count: int, factor: float) -> Tensor:
+        return (torch.rand(num_out, count, generator=generator) + 0.5) * factor
+
+    def signed(values: Tensor) -> Tensor:
+        return torch.where(torch.rand(values.shape, generator=generator) < 0.5, -values, values)
+
+    def small(low: int, high: int, dtype: torch.dtype) -> Tensor:
+        return torch.randint(low, high, (num_out, num_groups), generator=generator).to(dtype)
+
+    codes = torch.randint(0, 2**form.bits, (num_out, num_in), generator=generator).to(torch.uint8)
+    if form.scales == references.K_SCALES:
+        d, e = numbers(num_records, size / 320), numbers(num_records, size * zero / 320)
+        return codes, (signed(d).half(), e.half(), small(0, 256, torch.uint8), small(0, 256, torch.uint8))
+    if form.scales == references.K_SIGNED:
+        return codes, (numbers(num_records, size / 64).half(), small(-128, 128, torch.int8))
+    scale = signed(numbers(num_groups, size))
+    dtype = torch.float16 if form.scales in (references.F16, references.AFFINE16) else torch.float32
+    if form.scales not in references.WITH_OFFSET:
+        return codes, (scale.to(dtype),)
+    return codes, (scale.to(dtype), (-scale * zero * numbers(num_groups, 1)).to(dtype))
+
+
+def packed_codes(form: CodeForm, num_out: int, num_in: int) -> Tensor:
+    """Return a weight of random codes, packed by the reference."""
+    return references.pack_codes(*random_codes(form, num_out, num_in), *form.arguments)
+
+
+_QUANTIZED_SIZES = (
+    ("no row", 0, 64, 8),
+    ("no output feature", 2, 64, 0),
+    ("no input feature", 3, 0, 5),
+    ("one of each", 1, 1, 1),
+    ("one row, several threads", 1, 1100, 203),
+    ("four rows", 4, 256, 64),
+    ("five rows", 5, 264, 65),
+    ("eight rows, an odd row", 8, 45, 33),
+    ("nine rows, less than a group", 9, 7, 31),
+    ("many rows", 33, 520, 50),
+    ("several pieces of the inputs", 14, 2120, 40),
+    ("several parts of the rows", 270, 72, 70),
+)
+
+
+def _quantized_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for number, form in enumerate(CODE_FORMS):
+        # A size of each kind: empty, few rows, some rows, many rows.
+        for label, num_rows, num_in, num_out in _QUANTIZED_SIZES[number % 3 :: 3]:
+            x_TI, _, bias_O = linear_args(num_rows, num_in, num_out, device, dtype, dtype)
+            packed = packed_codes(form, num_out, num_in).to(device)
+            args = (x_TI, packed, bias_O if num_rows % 2 else None, num_out, *form.arguments)
+            yield Sample(label=f"{label}, {form.arguments}", args=args)
+    form = CODE_FORMS[0]
+    x_TI, _, _ = linear_args(12, 40, 70, device, dtype, dtype)
+    packed = packed_codes(form, 70, 40).to(device)
+    yield Sample(label="rows that lie apart", args=(x_TI.reshape(3, 4, 40).transpose(0, 1), packed, None, 70, 4, 0, 32))
+    yield Sample(label="inputs that lie apart", args=(x_TI.T.contiguous().T, packed, None, 70, *form.arguments))
+    yield Sample(label="one row of rows", args=(x_TI[3], packed, None, 70, *form.arguments))
+
+
+def _quantized_rows_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    for form in CODE_FORMS:
+        for label, num_ids, num_in, num_out in (
+            ("no row", 0, 32, 8),
+            ("no input feature", 3, 0, 5),
+            ("one of each", 1, 1, 1),
+            ("odd rows", 50, 301, 70),
+        ):
+            ids = torch.randint(num_out, (num_ids,), generator=generator).to(device)
+            args = (ids, packed_codes(form, num_out, num_in).to(device), num_in, num_out, *form.arguments)
+            yield Sample(label=f"{label}, {form.arguments}", args=args)
+    yield Sample(label="rows of rows, several threads", args=(ids.view(5, 10).repeat(1, 2), *args[1:]))
+
+
 OPS: dict[str, OpSpec] = {
     reference.__name__: OpSpec(name=reference.__name__, reference=reference, samples=samples)
     for reference, samples in (
@@ -406,5 +524,7 @@ OPS: dict[str, OpSpec] = {
         (references.pack_linear, _pack_linear_samples),
         (references.packed_linear, _packed_linear_samples),
         (references.packed_rows, _packed_rows_samples),
+        (references.quantized_linear, _quantized_linear_samples),
+        (references.quantized_rows, _quantized_rows_samples),
     )
 }

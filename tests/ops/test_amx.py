@@ -328,6 +328,9 @@ def emulated_linear() -> Kernels:
 
 @pytest.fixture(scope="session")
 def real_linear() -> Kernels:
+    from omniserve.ops.isa import instruction_sets  # here, for the program runs without torch
+
+    instruction_sets()  # asks the operating system for the tiles, which it lends to a process once asked
     return linear_driver()
 
 
@@ -481,28 +484,52 @@ def test_linear_on_the_machines_tiles(
     check_linear(real_linear, rows, num_in, num_out, has_bias)
 
 
+def aligned(values: np.ndarray) -> np.ndarray:
+    """Return a flat copy that is aligned to 64 bytes."""
+    memory = np.empty(values.nbytes + 64, np.uint8)
+    copy = memory[-memory.ctypes.data % 64 :][: values.nbytes].view(values.dtype)
+    copy[:] = values.reshape(-1)
+    return copy
+
+
+def packed_bf16(weight: np.ndarray) -> np.ndarray:
+    num_out, num_in = weight.shape
+    panels, steps = -(-num_out // 32), -(-num_in // 2)
+    whole = np.zeros((panels * 32, steps * 2), np.uint16)
+    whole[:num_out, :num_in] = weight
+    return aligned(whole.reshape(panels, 32, steps, 2).transpose(0, 2, 1, 3))
+
+
+def run_linear(
+    kernels: Kernels,
+    x: np.ndarray,
+    packed: np.ndarray,
+    bias: np.ndarray | None,
+    num_in: int,
+    num_out: int,
+    group: int = 0,
+) -> np.ndarray:
+    """Return all features of some rows, in two calls; `group` inputs share a scale of 8-bit codes."""
+    out = np.full((len(x), num_out), NAN)
+    middle = -(-num_out // 32) // 2 * 32
+    sizes = np.array([len(x), num_in, num_out, num_in + 3, group])
+    for begin, end in ((0, middle), (middle, num_out)):
+        if begin < end:
+            kernels("amx_linear", x, packed, bias, out, sizes, begin, end)
+    return out
+
+
 def check_linear(kernels: Kernels, rows: int, num_in: int, num_out: int, has_bias: bool) -> None:
     rng = np.random.default_rng((rows, num_in, num_out))
     x = np.full((rows, num_in + 3), NAN)
     x[:, :num_in] = to_bf16(rng.standard_normal((rows, num_in)))
     weight = to_bf16(rng.standard_normal((num_out, num_in)) / max(1, num_in) ** 0.5)
     bias = to_bf16(rng.standard_normal(num_out)) if has_bias else None
-    panels, steps = -(-num_out // 32), -(-num_in // 2)
-    whole = np.zeros((panels * 32, steps * 2), np.uint16)
-    whole[:num_out, :num_in] = weight
-    packed = np.zeros(panels * steps * 64 + 32, np.uint16)
-    packed = packed[-packed.ctypes.data % 64 // 2 :][: panels * steps * 64]  # aligned to 64 bytes
-    packed[:] = whole.reshape(panels, 32, steps, 2).transpose(0, 2, 1, 3).reshape(-1)
     before = kernels.products() if kernels.emulated else 0
+    packed = packed_bf16(weight)
 
     def run(first: int, last: int) -> np.ndarray:
-        out = np.full((last - first, num_out), NAN)
-        middle = panels // 2 * 32
-        sizes = np.array([last - first, num_in, num_out, num_in + 3])
-        for begin, end in ((0, middle), (middle, num_out)):
-            if begin < end:
-                kernels("amx_linear", x[first:], packed, bias, out, sizes, begin, end)
-        return out
+        return run_linear(kernels, x[first:last], packed, bias, num_in, num_out)
 
     out = run(0, rows)
     exact = to_float(x[:, :num_in]) @ to_float(weight).T + (0 if bias is None else to_float(bias))
@@ -510,6 +537,50 @@ def check_linear(kernels: Kernels, rows: int, num_in: int, num_out: int, has_bia
     assert np.array_equal(run(rows // 2, rows), out[rows // 2 :]), "a row depends on those beside it"
     if kernels.emulated and num_in:
         assert kernels.products() > before
+
+
+@needs_vectors
+@pytest.mark.parametrize(
+    ("rows", "num_in", "num_out", "group"),
+    [
+        (1, 70, 33, 32),
+        (4, 300, 64, 8),
+        (5, 0, 5, 32),
+        (5, 31, 33, 8),
+        (16, 128, 64, 128),
+        (17, 130, 32, 40),
+        (33, 1000, 70, 520),
+        (70, 333, 40, 32),
+    ],
+)
+def test_linear_of_codes_on_emulated_tiles(
+    emulated_linear: Kernels, rows: int, num_in: int, num_out: int, group: int
+) -> None:
+    check_codes(emulated_linear, rows, num_in, num_out, group)
+
+
+def check_codes(kernels: Kernels, rows: int, num_in: int, num_out: int, group: int) -> None:
+    rng = np.random.default_rng((rows, num_in, num_out, group))
+    x = np.full((rows, num_in + 3), NAN)
+    x[:, :num_in] = to_bf16(rng.standard_normal((rows, num_in)))
+    panels, records = -(-num_out // 32), -(-num_in // group)
+    codes = np.zeros((panels * 32, records * group), np.int8)
+    codes[:num_out, :num_in] = rng.integers(-128, 128, (num_out, num_in))
+    scales = (rng.random((panels * 32, records)) / 64).astype(np.float32)
+    weight = (codes * np.repeat(scales, group, 1))[:num_out, :num_in]
+    of_scales = np.ascontiguousarray(scales.reshape(panels, 32, records).transpose(0, 2, 1)).view(np.uint8)
+    of_codes = codes.reshape(panels, 32, records, group).transpose(0, 2, 3, 1).reshape(panels, records, group * 32)
+    packed = aligned(np.concatenate([of_scales, of_codes.view(np.uint8)], 2))
+    before = kernels.products()
+    out = run_linear(kernels, x, packed, None, num_in, num_out, group)
+    if rows > 4:  # the codes become a weight in bf16
+        dense = run_linear(kernels, x, packed_bf16(to_bf16(weight)), None, num_in, num_out)
+        assert np.array_equal(out, dense)
+        assert kernels.products() > before or not num_in
+    else:
+        exact = to_float(x[:, :num_in]) @ weight.astype(np.float64).T
+        np.testing.assert_allclose(to_float(out), exact, rtol=2**-8, atol=2e-5)
+        assert kernels.products() == before
 
 
 if __name__ == "__main__":

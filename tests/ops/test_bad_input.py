@@ -38,11 +38,17 @@ def good(name: str) -> list[Any]:
         "pack_linear": [torch.zeros(5, 8), torch.zeros(1, 8, 32)],
         "packed_linear": [torch.zeros(3, 8), torch.zeros(1, 8, 32), torch.zeros(5), 5],
         "packed_rows": [torch.tensor([4, 0]), torch.zeros(1, 8, 32), 8, 5],
+        "quantized_linear": [torch.zeros(3, 40), octets(1, 2 * 576), torch.zeros(5), 5, 4, 0, 32],
+        "quantized_rows": [torch.tensor([4, 0]), octets(1, 2 * 576), 40, 5, 4, 0, 32],
     }[name]  # fmt: skip
 
 
 def ints(*values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def octets(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
 
 
 def misaligned(*shape: int) -> torch.Tensor:
@@ -149,6 +155,44 @@ CASES = [
     ("packed_rows", 0, torch.tensor([-1]), "ids must be from 0 to 4, got -1"),
     ("packed_rows", 0, ints(0), "ids must be Long, got Int"),
     ("packed_rows", 2, 9, r"packed must be \[1, 9, 32\]"),
+    ("quantized_linear", 0, torch.tensor(1.0), "x must have a last dimension"),
+    ("quantized_linear", 0, torch.zeros(3, 65), r"packed must be \[1, 1728\] for 65 inputs and 5 outputs"),
+    ("quantized_linear", 0, torch.zeros(3, 32), r"packed must be \[1, 576\] for 32 inputs"),
+    ("quantized_linear", 0, torch.zeros(3, 40).double(), "x must be float32, bfloat16 or float16, got Double"),
+    ("quantized_linear", 1, torch.zeros(1, 2 * 576), "packed must be Byte, got Float"),
+    ("quantized_linear", 1, torch.zeros(1, 2 * 576).to(torch.int8), "packed must be Byte, got Char"),
+    ("quantized_linear", 1, octets(2, 576), r"packed must be \[1, 1152\] .*, got \[2, 576\]"),
+    ("quantized_linear", 1, octets(1, 2, 576), "packed must have 2 dimensions"),
+    ("quantized_linear", 1, octets(1, 2 * 1152)[:, ::2], "packed must be contiguous"),
+    ("quantized_linear", 1, octets(1153)[1:].view(1, 1152), "packed must be aligned to 4 bytes"),
+    ("quantized_linear", 2, torch.zeros(6), r"bias must have 5 elements, got \[6\]"),
+    ("quantized_linear", 2, torch.zeros(5).half(), "bias must be Float, got Half"),
+    ("quantized_linear", 2, torch.zeros(10)[::2], "bias must be contiguous"),
+    ("quantized_linear", 3, 33, r"packed must be \[2, 1152\]"),
+    ("quantized_linear", 3, -1, "out_features must not be negative"),
+    ("quantized_linear", 4, 3, "no weight of 3 bits with scales of the kind 0 and groups of 32"),
+    ("quantized_linear", 4, 6, "no weight of 6 bits with scales of the kind 0 and groups of 32"),
+    ("quantized_linear", 4, 5, r"packed must be \[1, 1408\]"),
+    ("quantized_linear", 5, 4, r"packed must be \[1, 4736\]"),
+    ("quantized_linear", 5, 5, "no weight of 4 bits with scales of the kind 5 and groups of 32"),
+    ("quantized_linear", 5, -1, "no weight of 4 bits with scales of the kind -1"),
+    ("quantized_linear", 5, 2**32, "no weight of 4 bits with scales of the kind 4294967296"),
+    ("quantized_linear", 6, 0, "no weight of 4 bits .* and groups of 0"),
+    ("quantized_linear", 6, -32, "no weight of 4 bits .* and groups of -32"),
+    ("quantized_linear", 6, 2**59, "no weight of 4 bits .* and groups of 576460752303423488"),
+    ("quantized_linear", 6, 20, "no weight of 4 bits .* and groups of 20"),
+    ("quantized_linear", 6, 64, r"packed must be \[1, 1088\]"),
+    ("quantized_rows", 0, torch.tensor([0, 5]), "ids must be from 0 to 4, got 5"),
+    ("quantized_rows", 0, torch.tensor([-1]), "ids must be from 0 to 4, got -1"),
+    ("quantized_rows", 0, ints(0), "ids must be Long, got Int"),
+    ("quantized_rows", 0, torch.tensor([0, 1, 2])[::2], "ids must be contiguous"),
+    ("quantized_rows", 1, torch.zeros(1, 2 * 576), "packed must be Byte, got Float"),
+    ("quantized_rows", 1, octets(1153)[1:].view(1, 1152), "packed must be aligned to 4 bytes"),
+    ("quantized_rows", 2, 65, r"packed must be \[1, 1728\]"),
+    ("quantized_rows", 3, 33, r"packed must be \[2, 1152\]"),
+    ("quantized_rows", 4, 7, "no weight of 7 bits"),
+    ("quantized_rows", 5, 6, "scales of the kind 6"),
+    ("quantized_rows", 6, 36, "groups of 36"),
 ]  # fmt: skip
 
 
@@ -186,3 +230,15 @@ def test_an_error_leaves_the_cache_untouched() -> None:
     with pytest.raises(RuntimeError):
         op_named("store_kv")(*args)
     assert not args[2].any()
+
+
+@pytest.mark.parametrize(
+    "form", [(5, 0, 40), (4, 4, 64), (5, 4, 16), (6, 5, 32), (8, 2, 32), (8, 4, 32), (5, 1, 32), (5, 3, 32)], ids=str
+)
+def test_there_are_no_other_forms_of_codes(form: tuple[int, int, int]) -> None:
+    bits, scales, group = form
+    message = f"no weight of {bits} bits with scales of the kind {scales} and groups of {group}"
+    with pytest.raises(RuntimeError, match=message):
+        op_named("quantized_linear")(torch.zeros(3, 0), octets(1, 0), None, 5, *form)
+    with pytest.raises(RuntimeError, match=message):
+        op_named("quantized_rows")(torch.tensor([0]), octets(1, 0), 0, 5, *form)

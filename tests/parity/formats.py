@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
+from omniserve.layers.weights.quantized import QuantForm, QuantizedWeight, Scales, dense_of, remember
 from tests.parity.models import VOCAB_SIZE
 
 Form = Callable[[PreTrainedModel], Any]
@@ -44,6 +45,70 @@ def quantised(model: PreTrainedModel, config: str, *, is_headless: bool = False,
         return type(module) is nn.Linear and not (is_headless and name == "lm_head")
 
     quantization.quantize_(model, getattr(quantization, config)(**options), filter_fn=is_wanted)
+    return model
+
+
+CODES: Mapping[str, QuantForm] = {
+    "Q4_0": QuantForm(4, Scales.F16, 32),
+    "Q4_1": QuantForm(4, Scales.AFFINE16, 32),
+    "Q5_0": QuantForm(5, Scales.F16, 32),
+    "Q5_1": QuantForm(5, Scales.AFFINE16, 32),
+    "Q8_0": QuantForm(8, Scales.F16, 32),
+    "Q4_K": QuantForm(4, Scales.K, 32),
+    "Q5_K": QuantForm(5, Scales.K, 32),
+    "Q6_K": QuantForm(6, Scales.K_SIGNED, 16),
+    "4 bits": QuantForm(4, Scales.F32, 16),
+    "4 bits affine": QuantForm(4, Scales.AFFINE32, 24),
+    "8 bits": QuantForm(8, Scales.F32, 1024),
+    "8 bits affine": QuantForm(8, Scales.AFFINE32, 128),
+}
+
+
+def random_codes(form: QuantForm, num_out: int, num_in: int, *, std: float = 0.2, seed: int = 0) -> QuantizedWeight:
+    """Draw a weight of codes whose values have some standard deviation, about."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(count: int, size: float) -> Tensor:
+        return size * (0.5 + torch.rand(num_out, count, generator=generator))
+
+    def integers(count: int, first: int, end: int, dtype: torch.dtype) -> Tensor:
+        return torch.randint(first, end, (num_out, count), dtype=dtype, generator=generator)
+
+    codes = integers(num_in, 0, 2**form.bits, torch.uint8)
+    step, middle = std * 12**0.5 / 2**form.bits, (2**form.bits - 1) / 2
+    blocks = -(-num_in // form.block)
+    groups = blocks * (form.block // form.group)
+    scales: tuple[Tensor, ...]
+    if form.scales is Scales.K:
+        minima, factors = integers(groups, 0, 64, torch.uint8), integers(groups, 0, 64, torch.uint8)
+        scales = drawn(blocks, step / 36).half(), drawn(blocks, step * middle / 36).half(), factors, minima
+    elif form.scales is Scales.K_SIGNED:
+        scales = drawn(blocks, step / 74).half(), integers(groups, -128, 128, torch.int8)
+    else:
+        is_half = form.scales in (Scales.F16, Scales.AFFINE16)
+        scales = (drawn(groups, step),)
+        if form.scales in (Scales.AFFINE16, Scales.AFFINE32):
+            scales += (-middle * scales[0],)
+        scales = tuple(each.half() if is_half else each for each in scales)
+    return QuantizedWeight(form, codes, scales)
+
+
+def give_codes(module: nn.Linear | nn.Embedding, form: QuantForm, *, std: float = 0.2, seed: int = 0) -> None:
+    """Replace a weight by one of random codes, as if a loader had made it of them."""
+    codes = random_codes(form, *module.weight.shape, std=std, seed=seed)
+    with torch.no_grad():
+        module.weight.copy_(dense_of(codes))
+    remember(module.weight, form, lambda: codes)
+
+
+def of_codes(model: PreTrainedModel) -> PreTrainedModel:
+    """Replace the weights of linears and embeddings by codes of every form in turn, so that some groups are mixed."""
+    done: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and id(module.weight) not in done:
+            form = list(CODES.values())[(5 * len(done)) % len(CODES)]
+            give_codes(module, form, std=float(module.weight.detach().std()), seed=len(done))
+            done.add(id(module.weight))
     return model
 
 

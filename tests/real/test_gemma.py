@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from benchmarks.common.server import ServerProcess
 from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams, patch
+from omniserve.layers.weights.gguf import remember_file
+from omniserve.layers.weights.loaded_model import held_tensors
 from tests.parity.engine_histories import Reference, run_histories
-from tests.real.checkpoint import END_OF_TURN, CannotBeHad, model_folder
+from tests.real.checkpoint import END_OF_TURN, GGUF, CannotBeHad, model_folder
 from tests.real.llama_cpp import Answers, answers
 from tests.real.readable import LARGEST_PERPLEXITY, faults, perplexity
 
@@ -96,8 +98,21 @@ def engine(patched: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iter
         yield engine
 
 
-def test_random_histories_equal_hugging_face(patched: PreTrainedModel, reference: Reference) -> None:
+@pytest.fixture(scope="module")
+def of_codes(folder: Path) -> PreTrainedModel:
+    """The model of the GGUF file, whose codes are read as they are."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert not remember_file(model, GGUF).dense
+    patch(model, compile=False)
+    held = {id(each): each.nbytes for module in model.modules() for each in held_tensors(module).values()}
+    assert sum(held.values()) <= 1.1 * GGUF.stat().st_size
+    return model
+
+
+@pytest.mark.parametrize("held", ["patched", "of_codes"])
+def test_random_histories_equal_hugging_face(held: str, reference: Reference, request: pytest.FixtureRequest) -> None:
     """Mixed with each other, in chunks, preempted, and piggybacked."""
+    patched: PreTrainedModel = request.getfixturevalue(held)
     assert max(map(len, reference.prompts)) > WINDOW, "the long prompt has a near tie: take another length"
     block_bytes = patched.omniserve.spec.kv_block_bytes(8)
     run_histories(

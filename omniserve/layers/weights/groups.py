@@ -15,6 +15,10 @@ import torch
 from torch import Tensor, nn
 
 
+def any_kind(module: nn.Module) -> None:
+    """Members of a group need nothing in common."""
+
+
 class HeldForm(NamedTuple):
     """A form in which the weights of linears are held."""
 
@@ -22,12 +26,14 @@ class HeldForm(NamedTuple):
     """The participle for the log."""
     suitable: Callable[[nn.Module, Iterable[nn.Module]], list[nn.Linear]]
     """Returns the candidates of a model for which the form is better."""
-    hold: Callable[..., None]
-    """Brings a group, as ``groups_of`` returns it, into the form."""
+    hold: Callable[..., bool | None]
+    """Brings a group, as ``groups_of`` returns it, into the form; returns False if it left it as it was."""
     release: Callable[..., None]
     """Undoes it for the same linears: same class, same Parameter objects, same bits."""
     takes_single: bool = True
     """The form is better for a linear without a group, too."""
+    alike: Callable[[nn.Module], Any] = any_kind
+    """Returns what the members of a group must have in common."""
 
 
 class _LastProduct:
@@ -204,11 +210,16 @@ def is_group(linears: Sequence[Any]) -> bool:
     return rows == first.group_rows
 
 
-def groups_of(linears: Sequence[nn.Linear], groups: Iterable[Sequence[nn.Module]]) -> list[tuple[nn.Linear, ...]]:
+def groups_of(
+    linears: Sequence[nn.Linear], groups: Iterable[Sequence[nn.Module]], alike: Callable[[nn.Module], Any] = any_kind
+) -> list[tuple[nn.Linear, ...]]:
     """Sort linears into groups: those of ``groups`` whose members are all there and alike, and the others singly.
 
-    ``groups`` are disjoint sets of modules that have the same input.
+    ``groups`` are disjoint sets of modules that have the same input; one whose members differ in ``alike`` is several.
     """
+    groups = [
+        [each for each in group if alike(each) == kind] for group in groups for kind in dict.fromkeys(map(alike, group))
+    ]
     left = {id(linear): linear for linear in linears}
     sorted_groups: list[tuple[nn.Linear, ...]] = []
     for group in groups:

@@ -96,7 +96,7 @@ def free_weights(model: nn.Module, modules: Set[int]) -> None:
         id(tensor)
         for module in model.modules()
         if id(module) not in modules
-        for tensor in (*module._parameters.values(), *module._buffers.values(), *_held(module).values())
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *held_tensors(module).values())
     }
     for module in model.modules():
         if id(module) not in modules:
@@ -104,12 +104,12 @@ def free_weights(model: nn.Module, modules: Set[int]) -> None:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in kept:
                 tensor.data = tensor.data.new_empty(0)
-        for name, tensor in _held(module).items():
+        for name, tensor in held_tensors(module).items():
             if id(tensor) not in kept:
                 module.__dict__[name] = tensor.new_empty(0)
 
 
-def _held(module: nn.Module) -> dict[str, Tensor]:
+def held_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a module that are neither parameters nor buffers, such as prepacked weights."""
     return {name: value for name, value in module.__dict__.items() if isinstance(value, Tensor)}
 

@@ -68,10 +68,16 @@ class PackedEmbedding(nn.Embedding):
     group_weight: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = torch.ops.omniserve.packed_rows(
-            input.contiguous(), self.group_weight, self.embedding_dim, self.num_embeddings
-        )
-        return rows.to(self.weight.dtype)
+        return self.held_rows(input.contiguous()).to(self.weight.dtype)
+
+    def held_rows(self, ids: Tensor) -> Tensor:
+        """Return the dense rows of some ids, in any dtype that has their values."""
+        rows: Tensor = torch.ops.omniserve.packed_rows(ids, self.group_weight, self.embedding_dim, self.num_embeddings)
+        return rows
+
+    def dense(self) -> Tensor:
+        """Return a dense copy of the weight, bit for bit the original."""
+        return _dense(self.group_weight, self.embedding_dim, self.num_embeddings, self.weight.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self._refuse("be copied")
@@ -84,9 +90,7 @@ class PackedEmbedding(nn.Embedding):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            destination[prefix + "weight"] = _dense(
-                self.group_weight, self.embedding_dim, self.num_embeddings, self.weight.dtype
-            )
+            destination[prefix + "weight"] = self.dense()
 
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(f"an embedding tied to a prepacked head cannot {what}; call omniserve.unpatch(model) first")
@@ -107,22 +111,34 @@ def pack(*linears: nn.Linear, embedding: nn.Embedding | None = None) -> None:
             hide(weight)
         join_group(linears, PackedLinear, packed)
         if embedding is not None:
-            embedding.__dict__["group_weight"] = packed
-            embedding.__class__ = _packed_class(type(embedding))
+            hold_rows(embedding, PackedEmbedding, packed)
 
 
 def unpack(*linears: nn.Linear, embedding: nn.Embedding | None = None) -> None:
     """Undo ``pack`` of the same modules: same class, same Parameter objects, same bits; see ``split_group``."""
     split_group(linears, PackedLinear, lambda: cast(PackedLinear, linears[0]).dense_group())
     if embedding is not None:
-        del embedding.__dict__["group_weight"]
-        embedding.__class__ = next(
-            each for each in type(embedding).__mro__ if issubclass(each, nn.Embedding) and not _is_packed_class(each)
-        )
+        release_rows(embedding)
 
 
-def pack_tied(head: nn.Linear, embedding: nn.Embedding) -> bool:
-    """Pack a head with the embedding that ``tied_embedding`` found; return whether they stay packed.
+def hold_rows(embedding: nn.Embedding, kind: type[PackedEmbedding], held: Tensor, **others: Any) -> None:
+    """Let an embedding look its rows up in a held weight. The caller changes its Parameter."""
+    embedding.__dict__.update(group_weight=held, **others)
+    embedding.__class__ = _packed_class(type(embedding), kind)
+
+
+def release_rows(embedding: nn.Embedding) -> None:
+    """Undo ``hold_rows``: the class of before."""
+    for name in ("group_weight", "group_form"):
+        embedding.__dict__.pop(name, None)
+    embedding.__class__ = next(
+        each for each in type(embedding).__mro__
+        if issubclass(each, nn.Embedding) and not issubclass(each, PackedEmbedding)
+    )  # fmt: skip
+
+
+def keeps_rows(embedding: nn.Embedding, hold: Callable[[], None], release: Callable[[], None]) -> bool:
+    """Hold an embedding's weight in another form; return whether it stays so.
 
     An embedding of another class may do more than look up rows. If it does not do that by ``nn.Embedding.forward``, it
     gives other rows, and all is undone.
@@ -130,11 +146,16 @@ def pack_tied(head: nn.Linear, embedding: nn.Embedding) -> bool:
     ids = torch.tensor([[0, embedding.num_embeddings - 1]])
     with torch.inference_mode():
         before = embedding(ids)
-        pack(head, embedding=embedding)
+        hold()
         if torch.equal(embedding(ids), before):
             return True
-    unpack(head, embedding=embedding)
+    release()
     return False
+
+
+def pack_tied(head: nn.Linear, embedding: nn.Embedding) -> bool:
+    """Pack a head with the embedding that ``tied_embedding`` found; return whether they stay packed."""
+    return keeps_rows(embedding, lambda: pack(head, embedding=embedding), lambda: unpack(head, embedding=embedding))
 
 
 def packable(model: nn.Module, candidates: Iterable[nn.Module]) -> list[nn.Linear]:
@@ -168,25 +189,23 @@ def holds_bfloat16(model: nn.Module) -> bool:
     return any(_is_exact_in_bf16(linear.weight.detach()) for linear in packable(model, linears))
 
 
-_packed_classes: dict[type[nn.Embedding], type[PackedEmbedding]] = {nn.Embedding: PackedEmbedding}
+_classes: dict[tuple[type[nn.Embedding], type[PackedEmbedding]], type[PackedEmbedding]] = {}
 
 
-def _packed_class(own: type[nn.Embedding]) -> type[PackedEmbedding]:
-    """Return the class in which ``nn.Embedding``'s part of ``own`` is PackedEmbedding's."""
-    if own not in _packed_classes:
-        _packed_classes[own] = type(f"Packed{own.__name__}", (own, PackedEmbedding), {})
-    return _packed_classes[own]
-
-
-def _is_packed_class(kind: type) -> bool:
-    return issubclass(kind, PackedEmbedding)
+def _packed_class(own: type[nn.Embedding], kind: type[PackedEmbedding]) -> type[PackedEmbedding]:
+    """Return the class in which ``nn.Embedding``'s part of ``own`` is that of ``kind``."""
+    if own is nn.Embedding:
+        return kind
+    if (own, kind) not in _classes:
+        _classes[own, kind] = type(f"{kind.__name__.removesuffix('Embedding')}{own.__name__}", (own, kind), {})
+    return _classes[own, kind]
 
 
 def _packed(dense: Tensor) -> Tensor:
     num_out, num_in = dense.shape
     at_once = 2 if dense.dtype is torch.bfloat16 else 1  # inputs
     shape = (-(-num_out // PANEL), -(-num_in // at_once), PANEL * at_once)
-    packed = _memory(shape[0] * shape[1] * shape[2], dense.dtype).view(shape)
+    packed = huge_pages(shape[0] * shape[1] * shape[2], dense.dtype).view(shape)
     torch.ops.omniserve.pack_linear(dense.contiguous(), packed)
     return packed
 
@@ -195,7 +214,7 @@ _slab = torch.empty(0, dtype=torch.uint8)
 """Memory that packed weights share, for small ones would get no huge pages alone: what is left of it."""
 
 
-def _memory(numel: int, dtype: torch.dtype) -> Tensor:
+def huge_pages(numel: int, dtype: torch.dtype) -> Tensor:
     """Return uninitialised memory in huge pages, aligned to cache lines."""
     global _slab
     nbytes = -(-numel * dtype.itemsize // 64) * 64

@@ -2,6 +2,7 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -100,6 +101,74 @@ void unpack_feature(const void* packed, void* dense, int64_t num_in, DType dtype
   char* const to = static_cast<char*>(dense);
   if (dtype == DType::f16) return unpack_row(static_cast<const uint16_t*>(packed), to, num_in * 2, feature);
   unpack_row(static_cast<const uint32_t*>(packed), to, num_in * dtype_bytes(dtype), feature);
+}
+
+namespace {
+
+float half_value(const uint8_t* at) {
+  uint16_t bits;
+  std::memcpy(&bits, at, sizeof(bits));
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16, exponent = bits >> 10 & 31u, fraction = bits & 1023u;
+  if (exponent == 0) return (sign ? -1.0f : 1.0f) * std::ldexp(static_cast<float>(fraction), -24);
+  const uint32_t whole = sign | (exponent == 31 ? 255u : exponent + 112u) << 23 | fraction << 13;
+  float value;
+  std::memcpy(&value, &whole, sizeof(value));
+  return value;
+}
+
+template <typename T>
+T value_at(const uint8_t* at) {
+  T value;
+  std::memcpy(&value, at, sizeof(value));
+  return value;
+}
+
+}  // namespace
+
+void expand_feature(const void* packed, float* dense, int64_t num_in, const QuantForm& form, int64_t feature) {
+  const int64_t block = form.block(), f = feature % kPanel;
+  const uint8_t* const panel =
+      static_cast<const uint8_t*>(packed) + feature / kPanel * panel_bytes(num_in, form);
+  for (int64_t input = 0; input < num_in; ++input) {
+    const uint8_t* const record = panel + input / block * form.record_bytes();
+    const uint8_t* const codes = record + form.scale_bytes();
+    const int64_t i = input % block, group = i / form.group;
+    int32_t code = 0;
+    if (form.bits == 8) {
+      const uint8_t byte = codes[i * kPanel + f];
+      code = form.has_offset() ? byte : static_cast<int8_t>(byte);
+    } else {
+      const auto word = [&](int64_t row) { return value_at<uint32_t>(codes + (row * kPanel + f) * 4); };
+      const auto bits = [&](int64_t row, int64_t place, int64_t width) {  // of input `place` of a word
+        return word(row) >> (place / 2 * width + place % 2 * 16) & ((1u << width) - 1);
+      };
+      const uint32_t lower = bits(i / 8, i % 8, 4);
+      uint32_t upper = 0;
+      if (form.bits == 5) upper = bits(block / 8 + i / 32, i % 32, 1);
+      if (form.bits == 6) upper = bits(block / 8 + i / 16, i % 16, 2);
+      code = static_cast<int32_t>(lower | upper << 4) - (form.has_offset() ? 0 : 1 << (form.bits - 1));
+    }
+    const float value = static_cast<float>(code);
+    switch (form.scales) {
+      case Scales::f16: dense[input] = half_value(record + f * 2) * value; break;
+      case Scales::f32: dense[input] = value_at<float>(record + f * 4) * value; break;
+      case Scales::affine16:
+        dense[input] = value * half_value(record + f * 2) + half_value(record + (kPanel + f) * 2);
+        break;
+      case Scales::affine32:
+        dense[input] = value * value_at<float>(record + f * 4) + value_at<float>(record + (kPanel + f) * 4);
+        break;
+      case Scales::k: {
+        const uint8_t* const bytes = record + kPanel * 4 + group * kPanel + f;
+        const float scale = half_value(record + f * 2) * static_cast<float>(bytes[0]);
+        dense[input] = scale * value - half_value(record + (kPanel + f) * 2) * static_cast<float>(bytes[8 * kPanel]);
+        break;
+      }
+      default:
+        dense[input] = half_value(record + f * 2) *
+                       static_cast<float>(static_cast<int8_t>(record[kPanel * 2 + group * kPanel + f])) * value;
+    }
+  }
 }
 
 }  // namespace omniserve

@@ -4,7 +4,8 @@
 // A packed weight is a row of panels of 32 features. A panel of bf16 is [ceil(I / 2), 32, 2]: of two neighbouring inputs
 // the 32 features' weights. Such a row of pairs is two vectors for VDPBF16PS, two rows of a tile for AMX, and a shift and
 // a mask away from vectors of fp32. A panel of fp32 or fp16 is [I, 32]. Behind the last feature and the last input are
-// zeros.
+// zeros. A panel of codes of few bits is a row of records (QuantForm below), which are expanded, some inputs at a
+// time, to what a dense panel would be there.
 //
 // Few rows are bound by reading the weight, which is read once, in the order in which it lies; many rows by arithmetic.
 //
@@ -21,6 +22,35 @@ namespace omniserve {
 constexpr int64_t kPanel = 32;       // features; split work at multiples of it
 constexpr int64_t kTileOfRows = 16;
 
+// How the scales of codes of few bits are held; s and m are a scale and an offset of a feature and a group of inputs,
+// and the zero of a code of b bits is 2^(b - 1), or 0 beside an offset.
+enum class Scales : int32_t {
+  f16,       // s, in a record of each group: GGUF's Q4_0, Q5_0 and Q8_0
+  f32,       // the same in fp32
+  affine16,  // s and m: GGUF's Q4_1 and Q5_1
+  affine32,  // the same in fp32: also zero points, of which m is -s * zero
+  k,         // GGUF's Q4_K, Q5_K: of a record of 256 inputs d, e in fp16; of its 8 groups bytes u, v: s = d u, m = -e v
+  k_signed,  // GGUF's Q6_K: of a record of 256 inputs d in fp16; of its 16 groups a signed byte u: s = d u
+};
+
+// A weight of codes: w = s * (code - zero) + m, computed in fp32. A panel is a row of records of `block` inputs:
+// scales, each [32] and those of the groups [block / group, 32]; then the codes. 8 bits are [block, 32] bytes, signed
+// unless there is an offset. Fewer are [block / 8, 32] words of the lower four bits, and then of 5 bits the fifth as
+// [block / 32, 32] words, of 6 the upper two as [block / 16, 32] words. In a word the lower half has the even inputs, the
+// first in the lowest place, and the upper half the odd ones: two neighbours are a shift away from the two bf16 of a
+// pair.
+struct QuantForm {
+  int64_t bits;   // 4, 5, 6 or 8
+  Scales scales;
+  int64_t group;  // inputs that share a scale: 32 for k, 16 for k_signed, else a multiple of 8, of 32 with 5 bits
+
+  bool is_k() const { return scales == Scales::k || scales == Scales::k_signed; }
+  int64_t block() const { return is_k() ? 256 : group; }
+  bool has_offset() const { return scales == Scales::affine16 || scales == Scales::affine32 || scales == Scales::k; }
+  int64_t scale_bytes() const;   // of a record
+  int64_t record_bytes() const;
+};
+
 struct LinearArgs {
   const void* x;       // [T, I], distance of rows x_stride elements
   const void* weight;  // packed, aligned to 64 bytes
@@ -31,14 +61,33 @@ struct LinearArgs {
   int64_t num_in;      // I
   int64_t num_out;     // O
   DType dtype;         // of x, bias and out; sums are in fp32
-  DType weight_dtype;  // the same, or bf16 beside fp32
+  DType weight_dtype;  // the same, or bf16 beside fp32; without meaning for codes
+  const QuantForm* form = nullptr;  // of codes
 };
+
+inline int64_t QuantForm::scale_bytes() const {
+  switch (scales) {
+    case Scales::f16: return kPanel * 2;
+    case Scales::f32:
+    case Scales::affine16: return kPanel * 4;
+    case Scales::affine32: return kPanel * 8;
+    case Scales::k: return kPanel * (2 * 2 + 2 * 8);
+    default: return kPanel * (2 + 16);
+  }
+}
+
+inline int64_t QuantForm::record_bytes() const { return scale_bytes() + kPanel * block() * bits / 8; }
 
 inline int64_t num_panels(int64_t num_out) { return (num_out + kPanel - 1) / kPanel; }
 
 // Elements of a panel, in the weight's dtype.
 inline int64_t panel_size(int64_t num_in, DType weight_dtype) {
   return kPanel * (weight_dtype == DType::bf16 ? (num_in + 1) / 2 * 2 : num_in);
+}
+
+// Bytes of a panel of codes.
+inline int64_t panel_bytes(int64_t num_in, const QuantForm& form) {
+  return (num_in + form.block() - 1) / form.block() * form.record_bytes();
 }
 
 // How a kernel wants many rows to be split.
@@ -56,7 +105,8 @@ int64_t linear_rows_bytes(const LinearArgs& args, int64_t num_rows);
 void linear_pack_rows(const LinearArgs& args, void* packed_x, int64_t begin, int64_t end);
 
 // Output features [begin, end) of rows [first_row, last_row), of which packed_x is the copy; begin is a multiple of
-// kPanel. An output depends on its row of x, its row of the weight and its bias alone, to the bit. What
+// kPanel. An output depends on its row of x, its row of the weight and its bias alone, to the bit; only bf16 rows with
+// codes have, where bf16 is multiplied, other bits when there are few (linear_quantized.inl). What
 // follows these panels is prefetched: the thread most likely goes on there. `sums` has one float for each row and each
 // feature of these panels, 64-byte aligned. It and packed_x have room for rows up to the next multiple of kTileOfRows.
 void linear_features(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
@@ -68,6 +118,9 @@ void pack_panels(const void* dense, void* packed, int64_t num_in, int64_t num_ou
 
 // Write the I weights of one feature of a packed weight.
 void unpack_feature(const void* packed, void* dense, int64_t num_in, DType dtype, int64_t feature);
+
+// Write the I weights of one feature of a weight of codes, in fp32.
+void expand_feature(const void* packed, float* dense, int64_t num_in, const QuantForm& form, int64_t feature);
 
 // Name of the linear kernels that an instruction set of attention.h selects; std::invalid_argument if it has none.
 const char* linear_kernels_name(const char* isa);

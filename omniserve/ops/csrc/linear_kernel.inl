@@ -212,6 +212,14 @@ OMNI_INLINE void write_rows(const LinearArgs& args, const float* sums, int64_t f
   }
 }
 
+static void write_sums(const LinearArgs& args, const float* sums, int64_t feature, int64_t row, int64_t num_rows) {
+  switch (args.dtype) {
+    case DType::f32: return write_rows<float>(args, sums, feature, row, num_rows);
+    case DType::f16: return write_rows<F16>(args, sums, feature, row, num_rows);
+    default: write_rows<BF16>(args, sums, feature, row, num_rows);
+  }
+}
+
 // Have a line that will be written. Not __builtin_prefetch(.., 1, ..), which GCC makes a read without -mprfchw.
 OMNI_INLINE void claim(const void* line) {
 #if OMNI_LANES >= 8
@@ -257,11 +265,7 @@ static void rows_of(const LinearArgs& args, const Panel<P>& panel) {
     if (panel.is_last) claim_rows(args, panel.feature, panel.first_row + row, rows);
     blocks_of<P>(rows, piece);
     if (!panel.is_last) continue;
-    switch (args.dtype) {
-      case DType::f32: write_rows<float>(args, piece.sums, panel.feature, panel.first_row + row, rows); break;
-      case DType::f16: write_rows<F16>(args, piece.sums, panel.feature, panel.first_row + row, rows); break;
-      default: write_rows<BF16>(args, piece.sums, panel.feature, panel.first_row + row, rows);
-    }
+    write_sums(args, piece.sums, panel.feature, panel.first_row + row, rows);
   }
 }
 
@@ -300,6 +304,7 @@ static void features_of(const LinearArgs& args, const void* packed_x, float* sum
 #if OMNI_TILES
 #include "linear_amx.inl"
 #endif
+#include "linear_quantized.inl"
 
 template <typename T>
 OMNI_INLINE void pack_row(const T* x, int64_t num_in, float* packed) {
@@ -352,6 +357,16 @@ void features(const LinearArgs& args, const void* packed_x, float* sums, int64_t
   const auto typed = [&](auto product) {
     features_of<decltype(product)>(args, packed_x, sums, begin, end, first_row, last_row);
   };
+  if (args.form != nullptr) {
+#if OMNI_TILES
+    if (args.dtype == DType::bf16)
+      return tile_quantized_features(args, packed_x, sums, begin, end, first_row, last_row);
+#elif OMNI_DPBF16
+    if (args.dtype == DType::bf16)
+      return quantized_features<Products, ToPairs>(args, packed_x, sums, begin, end, first_row, last_row);
+#endif
+    return quantized_features<Product<float>, ToFloats>(args, packed_x, sums, begin, end, first_row, last_row);
+  }
   if (args.weight_dtype == DType::f32) return typed(Product<float>());
   if (args.weight_dtype == DType::f16) return typed(Product<F16>());
 #if OMNI_TILES

@@ -1,4 +1,4 @@
-// pack_linear, packed_linear and packed_rows: checks, and the division of work among threads.
+// pack_linear, packed_linear, quantized_linear and their rows: checks, and the division of work among threads.
 #include "linear.h"
 
 #include <omp.h>
@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <iterator>
 #include <memory>
 #include <new>
 #include <optional>
@@ -135,22 +136,54 @@ void check_packed(const Tensor& packed, int64_t num_in, int64_t num_out) {
                   num_out, " outputs, got ", shape_of(packed));
 }
 
-}  // namespace
+void check_ids(const int64_t* ids, int64_t count, int64_t num_out) {
+  for (int64_t i = 0; i < count; ++i)
+    STD_TORCH_CHECK(ids[i] >= 0 && ids[i] < num_out, "ids must be from 0 to ", num_out - 1, ", got ", ids[i]);
+}
 
-Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out) {
-  STD_TORCH_CHECK(x.dim() > 0, "x must have a last dimension, got shape []");
+constexpr int64_t kMostInputs = int64_t{1} << 40;  // bytes of a record do not overflow
+
+// The forms that linear_quantized.inl expands.
+constexpr struct { int64_t bits; Scales scales; } kForms[] = {
+    {4, Scales::f16}, {5, Scales::f16}, {8, Scales::f16}, {4, Scales::f32}, {8, Scales::f32}, {4, Scales::affine16},
+    {5, Scales::affine16}, {4, Scales::affine32}, {8, Scales::affine32}, {4, Scales::k}, {5, Scales::k},
+    {6, Scales::k_signed},
+};
+
+QuantForm checked_form(int64_t bits, int64_t scales, int64_t group) {
+  const QuantForm form{bits, static_cast<Scales>(scales), group};
+  const bool known = std::any_of(std::begin(kForms), std::end(kForms), [&](const auto& each) {
+    return each.bits == bits && static_cast<int64_t>(each.scales) == scales;
+  });
+  const int64_t unit = bits == 5 ? 32 : 8;
+  STD_TORCH_CHECK(known && (form.is_k() ? group == (bits == 6 ? 16 : 32) : group > 0 && group < kMostInputs && group % unit == 0),
+                  "there is no weight of ", bits, " bits with scales of the kind ", scales, " and groups of ", group);
+  return form;
+}
+
+void check_quantized(const Tensor& packed, int64_t num_in, int64_t num_out, const QuantForm& form) {
+  check_type(packed, ScalarType::Byte, "packed");
+  check_dim(packed, 2, "packed");
+  check_contiguous(packed, "packed");
+  const int64_t panels = num_panels(num_out), bytes = panel_bytes(num_in, form);
+  STD_TORCH_CHECK(packed.size(0) == panels && packed.size(1) == bytes, "packed must be [", panels, ", ", bytes,
+                  "] for ", num_in, " inputs and ", num_out, " outputs, got ", shape_of(packed));
+  const auto address = reinterpret_cast<uintptr_t>(packed.const_data_ptr());
+  STD_TORCH_CHECK(address % 4 == 0, "packed must be aligned to 4 bytes, but begins at ", address);
+}
+
+void check_bias(const std::optional<Tensor>& bias, const Tensor& x, int64_t num_out) {
+  if (!bias.has_value()) return;
+  check_dim(*bias, 1, "bias");
+  check_contiguous(*bias, "bias");
+  check_type(*bias, x.scalar_type(), "bias");
+  STD_TORCH_CHECK(bias->size(0) == num_out, "bias must have ", num_out, " elements, got ", shape_of(*bias));
+}
+
+// The product with a packed weight that has been checked.
+Tensor product(Tensor x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t num_out, DType weight_dtype,
+               const QuantForm* form) {
   const int64_t num_in = x.size(-1);
-  const DType dtype = dtype_of(x, "x");
-  STD_TORCH_CHECK(num_out >= 0, "out_features must not be negative, got ", num_out);
-  check_packed(packed, num_in, num_out);
-  const bool mixed = dtype == DType::f32 && packed.scalar_type() == ScalarType::BFloat16;
-  if (!mixed) check_type(packed, x.scalar_type(), "packed");
-  if (bias.has_value()) {
-    check_dim(*bias, 1, "bias");
-    check_contiguous(*bias, "bias");
-    check_type(*bias, x.scalar_type(), "bias");
-    STD_TORCH_CHECK(bias->size(0) == num_out, "bias must have ", num_out, " elements, got ", shape_of(*bias));
-  }
   isa_name();  // a wrong OMNISERVE_ISA is reported here, not inside a parallel region
 
   const std::optional<int64_t> distance = distance_of_rows(x);
@@ -164,8 +197,9 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
                         num_out > 0 ? out.numel() / num_out : 0,
                         num_in,
                         num_out,
-                        dtype,
-                        mixed ? DType::bf16 : dtype};
+                        dtype_of(x, "x"),
+                        weight_dtype,
+                        form};
   if (out.numel() == 0) return out;
   // A team of all threads or of one: libgomp ends and starts threads whenever the size of a team changes.
   const int64_t num_threads = omp_get_max_threads();
@@ -202,6 +236,30 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
   return out;
 }
 
+}  // namespace
+
+Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out) {
+  STD_TORCH_CHECK(x.dim() > 0, "x must have a last dimension, got shape []");
+  const DType dtype = dtype_of(x, "x");
+  STD_TORCH_CHECK(num_out >= 0, "out_features must not be negative, got ", num_out);
+  check_packed(packed, x.size(-1), num_out);
+  const bool mixed = dtype == DType::f32 && packed.scalar_type() == ScalarType::BFloat16;
+  if (!mixed) check_type(packed, x.scalar_type(), "packed");
+  check_bias(bias, x, num_out);
+  return product(x, packed, bias, num_out, mixed ? DType::bf16 : dtype, nullptr);
+}
+
+Tensor quantized_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits, int64_t scales,
+                   int64_t group) {
+  STD_TORCH_CHECK(x.dim() > 0, "x must have a last dimension, got shape []");
+  const DType dtype = dtype_of(x, "x");
+  STD_TORCH_CHECK(num_out >= 0, "out_features must not be negative, got ", num_out);
+  const QuantForm form = checked_form(bits, scales, group);
+  check_quantized(packed, x.size(-1), num_out, form);
+  check_bias(bias, x, num_out);
+  return product(x, packed, bias, num_out, dtype, &form);
+}
+
 void pack_linear(Tensor weight, Tensor packed) {
   check_dim(weight, 2, "weight");
   check_contiguous(weight, "weight");
@@ -221,8 +279,7 @@ Tensor packed_rows(Tensor ids, Tensor packed, int64_t num_in, int64_t num_out) {
   check_packed(packed, num_in, num_out);
   const auto* const wanted = static_cast<const int64_t*>(ids.const_data_ptr());
   const int64_t count = ids.numel();
-  for (int64_t i = 0; i < count; ++i)
-    STD_TORCH_CHECK(wanted[i] >= 0 && wanted[i] < num_out, "ids must be from 0 to ", num_out - 1, ", got ", wanted[i]);
+  check_ids(wanted, count, num_out);
   Tensor out = empty_like_rows(ids, ids.dim(), num_in, packed);
   const DType dtype = dtype_of(packed, "packed");
   const void* const from = packed.const_data_ptr();
@@ -230,6 +287,26 @@ Tensor packed_rows(Tensor ids, Tensor packed, int64_t num_in, int64_t num_out) {
   const int64_t row_bytes = num_in * dtype_bytes(dtype);
 #pragma omp parallel for schedule(dynamic, 1) if (count * row_bytes > kParallelBytes)
   for (int64_t i = 0; i < count; ++i) unpack_feature(from, to + i * row_bytes, num_in, dtype, wanted[i]);
+  return out;
+}
+
+Tensor quantized_rows(Tensor ids, Tensor packed, int64_t num_in, int64_t num_out, int64_t bits, int64_t scales,
+                 int64_t group) {
+  check_type(ids, ScalarType::Long, "ids");
+  check_contiguous(ids, "ids");
+  const QuantForm form = checked_form(bits, scales, group);
+  check_quantized(packed, num_in, num_out, form);
+  const auto* const wanted = static_cast<const int64_t*>(ids.const_data_ptr());
+  const int64_t count = ids.numel();
+  check_ids(wanted, count, num_out);
+  std::vector<int64_t> sizes;
+  for (int64_t d = 0; d < ids.dim(); ++d) sizes.push_back(ids.size(d));
+  sizes.push_back(num_in);
+  Tensor out = torch::stable::new_empty(packed, sizes, ScalarType::Float);
+  const void* const from = packed.const_data_ptr();
+  float* const to = static_cast<float*>(out.mutable_data_ptr());
+#pragma omp parallel for schedule(dynamic, 1) if (count * num_in > kParallelBytes / 4)
+  for (int64_t i = 0; i < count; ++i) expand_feature(from, to + i * num_in, num_in, form, wanted[i]);
   return out;
 }
 

@@ -140,5 +140,9 @@ void store_host_kv(Tensor k, Tensor v, Tensor pool, std::optional<Tensor> scales
 Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out);
 void pack_linear(Tensor weight, Tensor packed);
 Tensor packed_rows(Tensor ids, Tensor packed, int64_t num_in, int64_t num_out);
+Tensor quantized_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits, int64_t scales,
+                   int64_t group);
+Tensor quantized_rows(Tensor ids, Tensor packed, int64_t num_in, int64_t num_out, int64_t bits, int64_t scales,
+                 int64_t group);
 
 }  // namespace omniserve

@@ -286,6 +286,12 @@ STABLE_TORCH_LIBRARY(omniserve, m) {
   m.def("pack_linear(Tensor weight_OI, Tensor(a!) packed) -> ()");
   m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias_O, SymInt out_features) -> Tensor");
   m.def("packed_rows(Tensor ids, Tensor packed, SymInt in_features, SymInt out_features) -> Tensor");
+  m.def(
+      "quantized_linear(Tensor x, Tensor packed, Tensor? bias_O, SymInt out_features, int bits, int scales, int group) -> "
+      "Tensor");
+  m.def(
+      "quantized_rows(Tensor ids, Tensor packed, SymInt in_features, SymInt out_features, int bits, int scales, int group) "
+      "-> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(omniserve, CPU, m) {
@@ -301,4 +307,6 @@ STABLE_TORCH_LIBRARY_IMPL(omniserve, CPU, m) {
   m.impl("packed_linear", TORCH_BOX(&omniserve::packed_linear));
   m.impl("pack_linear", TORCH_BOX(&omniserve::pack_linear));
   m.impl("packed_rows", TORCH_BOX(&omniserve::packed_rows));
+  m.impl("quantized_linear", TORCH_BOX(&omniserve::quantized_linear));
+  m.impl("quantized_rows", TORCH_BOX(&omniserve::quantized_rows));
 }

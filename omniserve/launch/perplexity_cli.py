@@ -1,0 +1,81 @@
+"""What quantising costs: the perplexity of a text and the bytes of the weights, as loaded and quantised.
+
+    python -m omniserve.perplexity --model PATH_OR_HUB_ID --text FILE [--quantize int8 int4] [--tokens 8192]
+
+The text is cut into windows; a token's probability is that behind all tokens before it in its window (but the first
+half of a window, which has little before it, is not counted). Transformers' own forward computes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_AS_LOADED = "as loaded"
+
+
+def perplexity(model: PreTrainedModel, ids: Sequence[int], window: int) -> float:
+    """Return the perplexity of the tokens in the second half of each window, with half a window before them.
+
+    Raises:
+        ValueError: The text is shorter than a window.
+    """
+    import torch
+    from tqdm import tqdm
+
+    if len(ids) < window:
+        raise ValueError(f"the text has {len(ids)} tokens, fewer than a window of {window}; give a longer one")
+    total, count, half = 0.0, 0, window // 2
+    with torch.inference_mode():
+        for first in tqdm(range(0, len(ids) - window + 1, half), unit="window", disable=None, leave=False):
+            tokens = torch.tensor([ids[first : first + window]])
+            logits = model(input_ids=tokens, use_cache=False).logits[0, half - 1 : -1].float()
+            total += float(torch.nn.functional.cross_entropy(logits, tokens[0, half:], reduction="sum"))
+            count += window - half
+    return math.exp(total / count)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    from omniserve.core.config import EngineConfig
+    from omniserve.launch.loading import EngineLoader, builtin_model_path, checked_model
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="default: the built-in one")
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8")
+    parser.add_argument("--quantize", nargs="*", default=["int8", "int4"], choices=("int8", "int4"))
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the text, from its beginning")
+    parser.add_argument("--window", type=int, default=512)
+    args = parser.parse_args(arguments)
+    rows = []
+    try:
+        model_name = builtin_model_path() if args.model is None else checked_model(args.model)
+        text = args.text.read_text(encoding="utf-8")
+        for how in (None, *args.quantize):
+            loader = EngineLoader(model=model_name, dtype=args.dtype, device="cpu", config=EngineConfig(), quantize=how)
+            model = loader.load_model(lambda what: print(what, file=sys.stderr, flush=True))
+            ids = loader.load_tokenizer()(text)["input_ids"][: args.tokens]
+            rows.append((how or _AS_LOADED, perplexity(model, ids, args.window), _weight_bytes(model)))
+    except (OSError, ValueError, ImportError) as error:
+        parser.error(str(error))
+    print(f"{'weights':<12}{'perplexity':>12}{'MB':>10}")
+    for name, found, size in rows:
+        print(f"{name:<12}{found:>12.3f}{size / 1e6:>10,.1f}")
+    return 0
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of the weights of a model as they are held once it is patched."""
+    from omniserve.layers.patching import patch
+    from omniserve.layers.weights.loaded_model import held_tensors
+
+    patch(model, compile=False)
+    held = {id(each): each.nbytes for module in model.modules() for each in held_tensors(module).values()}
+    return sum(held.values()) + sum(weight.untyped_storage().nbytes() for weight in model.parameters())

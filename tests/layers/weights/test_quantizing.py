@@ -1,0 +1,65 @@
+"""Weights that are quantised when a model is loaded: their codes, what stays dense, and what cannot be."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import omniserve
+from omniserve.layers.weights.quantized import Scales, dense_of, remembered, still_quantized
+from omniserve.layers.weights.quantized_modules import QuantizedLinear
+from omniserve.layers.weights.quantizing import quantize_weights
+from tests.parity.models import tiny_model
+
+pytest.importorskip("torchao")
+
+
+@pytest.mark.parametrize("how", ["int8", "int4"])
+def test_a_model_computes_with_its_codes_before_and_after_it_is_patched(how: str) -> None:
+    model = tiny_model("llama")
+    original = copy.deepcopy(model)
+    ids = torch.randint(model.config.vocab_size, (2, 9))
+    done = quantize_weights(model, how)  # type: ignore[arg-type]
+    assert done.num_weights and not done.left
+    with torch.inference_mode():
+        widened, unquantised = model(ids).logits, original(ids).logits
+        omniserve.patch(model, compile=False)
+        held = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+        assert len(held) == sum(isinstance(module, nn.Linear) for module in original.modules())
+        torch.testing.assert_close(model(ids).logits, widened, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(widened, unquantised)
+
+
+def test_int8_is_within_half_a_code_of_the_weight() -> None:
+    model = nn.Sequential(nn.Linear(64, 33, bias=False))
+    before = model[0].weight.detach().clone()
+    quantize_weights(model, "int8")
+    weight = model[0].weight.detach()
+    step = before.abs().amax(1, keepdim=True) / 127
+    assert ((weight - before).abs() <= 0.501 * step).all() and not torch.equal(weight, before)
+
+
+def test_int4_has_a_scale_for_a_group_and_the_head_has_8_bits() -> None:
+    model = tiny_model("llama")
+    quantize_weights(model, "int4")
+    noted = {name: remembered(weight) for name, weight in model.named_parameters() if remembered(weight) is not None}
+    forms = {name: each.form for name, each in noted.items() if each is not None}
+    assert forms.pop("lm_head.weight").bits == forms.pop("model.embed_tokens.weight").bits == 8
+    assert forms and all(form.bits == 4 and form.scales is Scales.AFFINE32 for form in forms.values())
+    read = still_quantized(model.model.layers[0].mlp.up_proj.weight)
+    assert read is not None and torch.equal(dense_of(read), model.model.layers[0].mlp.up_proj.weight)
+
+
+def test_inputs_that_no_group_divides_are_left_and_named() -> None:
+    model = nn.Sequential(nn.Linear(64, 8), nn.Linear(12, 8))
+    before = model[1].weight.detach().clone()
+    assert quantize_weights(model, "int8").left == ["1"]
+    assert torch.equal(model[1].weight, before)
+
+
+def test_a_model_without_linears_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing of the model can be quantised"):
+        quantize_weights(nn.Sequential(nn.LayerNorm(8)), "int8")
