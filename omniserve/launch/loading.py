@@ -189,6 +189,8 @@ class EngineLoader:
             _select_gpu(torch.device(device))
         on_cpu = dataclasses.replace(self, device="cpu")
         try:
+            if gguf_of(self.model) is not None or quantization_of(self.model) is not None:
+                raise NotInParts("its weights are codes, which are widened first")
             with unread_weights():
                 model = on_cpu.load_model(progress)
         except NotInParts as why:
@@ -235,6 +237,10 @@ class EngineLoader:
                 raise ValueError(f"--quantize {self.quantize}: {file.name} is quantised already; leave it out")
             widened: torch.dtype = torch.bfloat16 if self.dtype == "auto" else getattr(torch, self.dtype)
             model = _load_gguf(file, widened, device, progress)
+        elif device == "cpu" and (how := quantization_of(self.model)) is not None:
+            if self.quantize is not None:
+                raise ValueError(f"--quantize {self.quantize}: {self.model} is quantised already; leave it out")
+            model = _load_quantized(self.model, how, self.dtype, progress)
         else:
             import_torchao_for(self.model)
             model = from_pretrained(
@@ -317,6 +323,53 @@ def _load_gguf(file: Path, dtype: torch.dtype, device: str, progress: Callable[[
     if found.dense:
         kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(found.dense.items()))
         logger.warning("%s: tensors that are served widened to %s: %s", file.name, dtype, kinds)
+    return model
+
+
+def quantization_of(model: str) -> dict[str, Any] | None:
+    """Return the ``quantization_config`` of a model whose codes are read here; None if transformers is to load it."""
+    from transformers import PreTrainedConfig
+
+    from omniserve.layers.weights.quantized_checkpoints import METHODS, NotRead, method_of
+
+    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+        return None  # adapters
+    config, _ = PreTrainedConfig.get_config_dict(model)
+    how: dict[str, Any] | None = config.get("quantization_config")
+    if how is None or how.get("quant_method") not in METHODS:
+        return None
+    try:
+        method_of(how)
+    except NotRead as why:
+        logger.warning("%s: transformers' own modules compute with its weights: %s", model, why)
+        return None
+    return how
+
+
+def _load_quantized(
+    name: str, how: dict[str, Any], dtype_name: str, progress: Callable[[str], None]
+) -> PreTrainedModel:
+    """Load a model with dense weights that are made of a checkpoint's codes, which are noted."""
+    import torch
+    from huggingface_hub import snapshot_download
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from omniserve.layers.weights.quantized_checkpoints import QuantizedCheckpoint
+
+    folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=["*.safetensors"]))
+    config = AutoConfig.from_pretrained(name)
+    del config.quantization_config
+    dtype: torch.dtype = (config.dtype or torch.bfloat16) if dtype_name == "auto" else getattr(torch, dtype_name)
+    progress(f"reading the codes of {how['quant_method']}")
+    checkpoint = QuantizedCheckpoint(folder, how)
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    # A dict of tensors is loaded as a checkpoint is: with the renaming and fusing of weights that the type asks for.
+    model: PreTrainedModel = kind.from_pretrained(
+        None, config=config, state_dict=checkpoint.state_dict(dtype), dtype=dtype
+    )
+    model.name_or_path = name
+    if dense := checkpoint.remember(model):
+        logger.warning("%s: %d weights are served widened to %s, such as %s", name, len(dense), dtype, dense[0])
     return model
 
 

@@ -122,6 +122,7 @@ def gpus(monkeypatch):
         return SimpleNamespace(num_parameters=lambda: 1, dtype=torch.float32, eval=lambda: None)
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM", SimpleNamespace(from_pretrained=from_pretrained))
+    monkeypatch.setattr("omniserve.launch.loading.quantization_of", lambda model: None)
     return seen
 
 

@@ -1,0 +1,206 @@
+"""Quantised checkpoints of the hub: GPTQ, AWQ and compressed-tensors, whose codes are served as they are on a CPU.
+
+transformers reads these with the modules of packages that want a GPU. Here the dense weights are made of the codes, the
+model is loaded with them, and the codes are noted for ``patch``. What a checkpoint has in no form that is read here is
+refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from omniserve.layers.weights.quantized import QuantForm, QuantizedWeight, Scales, dense_of, remember
+
+Read = Callable[[str], Tensor]
+"""Returns a tensor of a checkpoint by its name."""
+
+
+class NotRead(ValueError):
+    """A quantised checkpoint has a form that is not read here; the message says which."""
+
+
+class QuantizedCheckpoint:
+    """A folder of safetensors whose config says how it is quantised.
+
+    Raises:
+        NotRead: It is quantised in a way that is not read here.
+        OSError: It has no safetensors.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self._files: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt", device="cpu") as file:
+                self._files |= dict.fromkeys(file.keys(), path)
+        if not self._files:
+            raise OSError(f"{folder} has no safetensors")
+        self._method: _Method = method_of(config)
+        marker = self._method.marker
+        self.weights = {name.removesuffix(marker) + ".weight" for name in self._files if name.endswith(marker)}
+        """Names of the dense weights that are made of codes."""
+
+    def state_dict(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return all tensors under the names of an unquantised checkpoint, those of codes dense in ``dtype``."""
+        of_codes = tuple(name.removesuffix("weight") for name in self.weights)
+        plain = {
+            name: self._read(name)
+            for name in self._files
+            if not (name.startswith(of_codes) and name.rpartition(".")[2] in self._method.tensors)
+        }
+        return plain | {name: dense_of(self.weight(name)).to(dtype) for name in sorted(self.weights)}
+
+    def weight(self, name: str) -> QuantizedWeight:
+        """Return the codes of a dense weight.
+
+        Raises:
+            NotRead: They are in an order of inputs, or have a type, that is not read here.
+        """
+        stem = name.removesuffix("weight")
+        return self._method.weight(stem, self._read, self._files.keys())
+
+    def remember(self, model: nn.Module) -> list[str]:
+        """Note the codes of the weights of a model that was loaded from ``state_dict``; return those it has not."""
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name in self.weights & parameters.keys():
+            remember(parameters[name], self.weight(name).form, lambda name=name: self.weight(name))  # type: ignore[misc]
+        return sorted(self.weights - parameters.keys())
+
+    def _read(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt", device="cpu") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+
+class _Method:
+    """How codes are stored.
+
+    Args:
+        config: The checkpoint's ``quantization_config``.
+    """
+
+    marker: str
+    """The end of the name of the tensor that has a weight's codes, behind the name of its module."""
+    tensors: tuple[str, ...]
+    """Last parts of the names of all tensors that a weight of codes has."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+
+    def weight(self, stem: str, read: Read, names: Any) -> QuantizedWeight:
+        """Return the codes of the module whose tensors begin with ``stem``."""
+        raise NotImplementedError
+
+
+class _GPTQ(_Method):
+    """GPTQ: ``qweight [I / n, O]`` int32, n codes along the inputs in each; zero points less one in version 1."""
+
+    marker, tensors = ".qweight", ("qweight", "qzeros", "scales", "g_idx")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self._bits = int(config["bits"])
+        if self._bits not in (4, 8):
+            raise NotRead(f"GPTQ with {self._bits} bits: 4 and 8 are read")
+        self._first = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+
+    def weight(self, stem: str, read: Read, names: Any) -> QuantizedWeight:
+        codes = _unpacked(read(stem + "qweight"), self._bits, 0).T.contiguous()
+        scale = read(stem + "scales").T.contiguous()
+        zeros = _unpacked(read(stem + "qzeros"), self._bits, 1).T + self._first
+        group = codes.shape[1] // scale.shape[1]
+        if stem + "g_idx" in names:
+            order = read(stem + "g_idx")
+            if not torch.equal(order.long(), torch.arange(codes.shape[1]) // group):
+                raise NotRead(f"{stem}g_idx: its inputs are in the order of activations (desc_act), which is not read")
+        return _affine(self._bits, group, codes, scale, zeros)
+
+
+class _AWQ(_Method):
+    """AWQ's ``gemm``: ``qweight [I, O / 8]`` int32, 8 codes along the outputs in each, in an order of their own."""
+
+    marker, tensors = ".qweight", ("qweight", "qzeros", "scales")
+    _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        if config.get("bits", 4) != 4 or str(config.get("version", "gemm")).lower() != "gemm":
+            raise NotRead(f"AWQ with {config.get('bits')} bits, version {config.get('version')}: 4 bits, gemm are read")
+
+    def weight(self, stem: str, read: Read, names: Any) -> QuantizedWeight:
+        codes, zeros = (self._in_order(read(stem + name)).T.contiguous() for name in ("qweight", "qzeros"))
+        scale = read(stem + "scales").T.contiguous()
+        return _affine(4, codes.shape[1] // scale.shape[1], codes, scale, zeros)
+
+    def _in_order(self, packed: Tensor) -> Tensor:
+        return _unpacked(packed, 4, 1).unflatten(1, (-1, 8))[:, :, list(self._ORDER)].flatten(1)
+
+
+class _CompressedTensors(_Method):
+    """compressed-tensors' ``pack-quantized``: ``weight_packed [O, I / n]`` int32, n codes along the inputs in each."""
+
+    marker, tensors = ".weight_packed", ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        if config.get("format") != "pack-quantized":
+            raise NotRead(f"compressed-tensors in the format {config.get('format')}: pack-quantized is read")
+        bits = {int(group["weights"]["num_bits"]) for group in config["config_groups"].values()}
+        inputs = [group.get("input_activations") for group in config["config_groups"].values()]
+        if len(bits) != 1 or not bits <= {4, 8} or any(inputs):
+            raise NotRead("compressed-tensors with quantised activations, or other than 4 or 8 bits, is not read")
+        self._bits = bits.pop()
+
+    def weight(self, stem: str, read: Read, names: Any) -> QuantizedWeight:
+        num_out, num_in = read(stem + "weight_shape").tolist()
+        codes = _unpacked(read(stem + "weight_packed"), self._bits, 1)[:, :num_in].contiguous()
+        scale = read(stem + "weight_scale").reshape(num_out, -1)
+        if stem + "weight_g_idx" in names:
+            raise NotRead(f"{stem}weight_g_idx: inputs in the order of activations are not read")
+        group = num_in // scale.shape[1]
+        if stem + "weight_zero_point" in names:
+            zeros = _unpacked(read(stem + "weight_zero_point"), self._bits, 0)[:num_out]
+            return _affine(self._bits, group, codes, scale, zeros)
+        return _symmetric(self._bits, group, codes, scale)
+
+
+METHODS: dict[str, type[_Method]] = {"gptq": _GPTQ, "awq": _AWQ, "compressed-tensors": _CompressedTensors}
+"""Methods of which some forms are read here, by the names in a config."""
+
+
+def method_of(config: Mapping[str, Any]) -> _Method:
+    """Return how a checkpoint with this ``quantization_config`` stores its codes.
+
+    Raises:
+        NotRead: It is not read here.
+    """
+    name = str(config.get("quant_method"))
+    if name not in METHODS:
+        raise NotRead(f"the quantisation {name} is not read; {', '.join(METHODS)} are")
+    return METHODS[name](config)
+
+
+def _unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
+    """Return the codes in words of 32 bits, the first in the lowest bits, along a dimension; uint8."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    codes = (words.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (words.dim() - dim - 1))) & (2**bits - 1)
+    return codes.flatten(dim, dim + 1).to(torch.uint8)
+
+
+def _affine(bits: int, group: int, codes: Tensor, scale: Tensor, zeros: Tensor) -> QuantizedWeight:
+    """Return codes with a zero point for each scale; one that all share and that is in the middle needs no offset."""
+    if bool((zeros == 2 ** (bits - 1)).all()):
+        return _symmetric(bits, group, codes, scale)
+    wide = scale.float().contiguous()
+    return QuantizedWeight(QuantForm(bits, Scales.AFFINE32, group), codes, (wide, -(wide * zeros.float())))
+
+
+def _symmetric(bits: int, group: int, codes: Tensor, scale: Tensor) -> QuantizedWeight:
+    is_half = scale.dtype is torch.float16
+    form = QuantForm(bits, Scales.F16 if is_half else Scales.F32, group)
+    return QuantizedWeight(form, codes, ((scale if is_half else scale.float()).contiguous(),))

@@ -1,0 +1,172 @@
+"""Quantised checkpoints of the hub: written here by their published layouts, code by code, and read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from omniserve.core.config import EngineConfig
+from omniserve.launch.loading import EngineLoader
+from omniserve.layers.patching import patch
+from omniserve.layers.weights.quantized_checkpoints import NotRead, method_of
+from omniserve.layers.weights.quantized_modules import QuantizedLinear
+from tests.parity.models import tiny_model
+
+GROUP = 16
+
+
+def packed_along(codes: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Write codes into words of 32 bits, one after the other in ``order``, by loops."""
+    at_once = 32 // bits
+    order = order or tuple(range(at_once))
+    codes = codes.long() if dim == 1 else codes.long().T
+    words = torch.zeros(codes.shape[0], -(-codes.shape[1] // at_once), dtype=torch.int64)
+    for word in range(words.shape[1]):
+        for place in range(at_once):
+            if (at := word * at_once + order[place]) < codes.shape[1]:
+                words[:, word] |= codes[:, at] << (bits * place)
+    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    return words if dim == 1 else words.T.contiguous()
+
+
+Write = Callable[[str, Tensor, Tensor, Tensor], dict[str, Tensor]]
+"""(module, codes ``[O, I]``, scales and zeros ``[O, groups]``) -> the tensors of a checkpoint."""
+
+
+def gptq(bits: int, first: int) -> Write:
+    def write(name: str, codes: Tensor, scale: Tensor, zeros: Tensor) -> dict[str, Tensor]:
+        return {
+            f"{name}.qweight": packed_along(codes.T, bits, 0),
+            f"{name}.qzeros": packed_along(zeros.T - first, bits, 1),
+            f"{name}.scales": scale.T.contiguous(),
+            f"{name}.g_idx": torch.arange(codes.shape[1], dtype=torch.int32) // GROUP,
+        }
+
+    return write
+
+
+def awq(name: str, codes: Tensor, scale: Tensor, zeros: Tensor) -> dict[str, Tensor]:
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        f"{name}.qweight": packed_along(codes.T, 4, 1, order),
+        f"{name}.qzeros": packed_along(zeros.T, 4, 1, order),
+        f"{name}.scales": scale.T.contiguous(),
+    }
+
+
+def compressed(bits: int, *, has_zeros: bool) -> Write:
+    def write(name: str, codes: Tensor, scale: Tensor, zeros: Tensor) -> dict[str, Tensor]:
+        tensors = {
+            f"{name}.weight_packed": packed_along(codes, bits, 1),
+            f"{name}.weight_scale": scale,
+            f"{name}.weight_shape": torch.tensor(codes.shape),
+        }
+        if has_zeros:
+            tensors[f"{name}.weight_zero_point"] = packed_along(zeros, bits, 0)
+        return tensors
+
+    return write
+
+
+def _groups(bits: int, **more: Any) -> dict[str, Any]:
+    groups = {"group_0": {"weights": {"num_bits": bits}, "input_activations": None, **more}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
+KINDS: dict[str, tuple[dict[str, Any], Write, int, bool]] = {
+    "gptq": ({"quant_method": "gptq", "bits": 4}, gptq(4, 1), 4, True),
+    "gptq, version 2": ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, gptq(4, 0), 4, True),
+    "gptq, 8 bits": ({"quant_method": "gptq", "bits": 8}, gptq(8, 1), 8, True),
+    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq, 4, True),
+    "W4A16": (_groups(4), compressed(4, has_zeros=False), 4, False),
+    "W4A16, zero points": (_groups(4), compressed(4, has_zeros=True), 4, True),
+    "W8A16": (_groups(8), compressed(8, has_zeros=False), 8, False),
+}
+"""name: (quantization_config, how tensors are written, bits, whether zero points differ)."""
+
+
+def quantised_folder(folder: Path, kind: str, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
+    """Write a tiny Llama with random codes; return its dense weights."""
+    config, write, bits, has_zeros = KINDS[kind]
+    generator = torch.Generator().manual_seed(0)
+    model = tiny_model("llama")
+    tensors, dense = {}, {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or name == "lm_head":
+            continue
+        shape, groups = module.weight.shape, module.in_features // GROUP
+        codes = torch.randint(2**bits, shape, generator=generator)
+        scale = (torch.rand(shape[0], groups, generator=generator) * 2**-bits).to(dtype)
+        zeros = torch.full((shape[0], groups), 2 ** (bits - 1))
+        if has_zeros:
+            zeros = torch.randint(1, 2**bits, zeros.shape, generator=generator)
+        tensors |= write(name, codes, scale, zeros)
+        by_input = [each.repeat_interleave(GROUP, 1) for each in (scale.float(), zeros)]
+        dense[f"{name}.weight"] = (codes - by_input[1]) * by_input[0]
+    own = {name: weight.detach().clone() for name, weight in model.state_dict().items() if name not in dense}
+    model.config.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config, "dtype": "float32"}))
+    save_file({name: each.contiguous() for name, each in (tensors | own).items()}, folder / "model.safetensors")
+    return dense | own
+
+
+def loaded(folder: Path) -> Any:
+    return EngineLoader(model=str(folder), dtype="auto", device="cpu", config=EngineConfig()).load_model(
+        lambda what: None
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_codes_of_a_checkpoint_are_read_and_served(kind: str, tmp_path: Path) -> None:
+    dense = quantised_folder(tmp_path, kind)
+    model = loaded(tmp_path)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, dense[name]), name
+    ids = torch.randint(model.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        before = model(ids).logits
+        patch(model, compile=False)
+        torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-4)
+    held = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    assert len(held) == sum(name.endswith("proj.weight") for name in dense)
+    assert {module.group_form.bits for module in held} == {KINDS[kind][2]}
+
+
+def test_scales_in_bf16_are_kept_exactly(tmp_path: Path) -> None:
+    dense = quantised_folder(tmp_path, "W4A16", torch.bfloat16)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(loaded(tmp_path).state_dict()[name], dense[name])
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ with 3 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "version marlin"),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "float-quantized"),
+        (_groups(4, input_activations={"num_bits": 8}), "quantised activations"),
+        ({"quant_method": "hqq"}, "the quantisation hqq is not read; gptq, awq, compressed-tensors are"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(config: dict[str, Any], why: str) -> None:
+    with pytest.raises(NotRead, match=why):
+        method_of(config)
+
+
+def test_inputs_in_the_order_of_activations_are_refused(tmp_path: Path) -> None:
+    quantised_folder(tmp_path, "gptq")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = next(each for each in tensors if each.endswith("g_idx"))
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, path)
+    with pytest.raises(NotRead, match=f"{name}: its inputs are in the order of activations"):
+        loaded(tmp_path)
