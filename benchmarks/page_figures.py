@@ -91,14 +91,19 @@ def by_trial(
     return table_of(lines)
 
 
-def by_rows(row: Any, figure: str, factor: float = 1.0) -> str:
-    """Return a table of one figure of a case whose trials are ``WHAT, N rows``: a line for each WHAT and arm."""
+def by_rows(row: Any, figure: str, factor: float = 1.0, unit: str = "rows", digits: int = 0) -> str:
+    """Return a table of one figure of a case whose trials are ``WHAT, N rows``: a line for each WHAT and arm.
+
+    Trials that count in another ``unit`` are left out; where there is no WHAT, or one arm, a line is named without it.
+    """
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for trial, found in row.results.items():
         what, _, count = trial.rpartition(", ")
-        for arm, values in found["medians"].items():
-            line = lines.setdefault((what, arm), {"": f"{what}, {arm}"})
-            line[count.removesuffix(" rows")] = f"{factor * values[figure]:,.0f}"
+        number, _, counted = count.partition(" ")
+        for arm, values in found["medians"].items() if counted == unit else ():
+            name = ", ".join(filter(None, (what, arm if len(found["medians"]) > 1 or not what else "")))
+            line = lines.setdefault((what, arm), {"": name})
+            line[number] = f"{factor * values[figure]:,.{digits}f}"
     return table_of(list(lines.values()))
 
 
