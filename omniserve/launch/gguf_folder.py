@@ -13,15 +13,17 @@ import argparse
 import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from omniserve.core.version import __version__
 
 _POINTER = "gguf.json"
 """A file of the folder that names the GGUF file."""
@@ -128,7 +130,9 @@ def import_gguf():  # type: ignore[no-untyped-def]  # it has no types
 
 def _place_of(file: Path) -> Path:
     status = file.stat()
-    key = hashlib.sha256(f"{file}\0{status.st_size}\0{status.st_mtime_ns}".encode()).hexdigest()[:16]
+    versions = f"{__version__} {importlib.metadata.version('transformers')}"
+    parts = f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0{versions}"
+    key = hashlib.sha256(parts.encode()).hexdigest()[:16]
     return Path.home() / ".cache" / "omniserve" / "gguf" / key / file.stem
 
 
@@ -156,9 +160,12 @@ def _make(file: Path) -> Path:
         generation.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         (Path(unfinished) / _POINTER).write_text(json.dumps({"file": str(file)}))
-        shutil.rmtree(made, ignore_errors=True)
-        os.rename(unfinished, made)
-        os.mkdir(unfinished)  # for the context to delete
+        try:
+            os.rename(unfinished, made)
+        except OSError:  # another process was first
+            if not (made / _POINTER).is_file():
+                raise
+        Path(unfinished).mkdir(exist_ok=True)  # for the context to delete
     return made
 
 

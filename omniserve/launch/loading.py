@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.resources
 import logging
@@ -70,6 +71,10 @@ class EngineLoader:
     profile_start_s: float = 4.0
     quantize: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.quantize is not None and self.config.parallel.num_ranks > 1:
+            raise ValueError(f"--quantize {self.quantize} does not work with several ranks; leave it out")
+
     def __call__(self, progress: Callable[[str], None]) -> Engine:
         """Load the model, find or make its latency profile, and make the engine; tell ``progress`` about it.
 
@@ -79,8 +84,6 @@ class EngineLoader:
             ValueError: The settings or the profile do not fit it or this machine.
         """
         if self.config.parallel.num_ranks > 1:
-            if self.quantize is not None:
-                raise ValueError(f"--quantize {self.quantize} does not work with several ranks; leave it out")
             return self._make_with_ranks(progress)
         model = self.load_model(progress)
         from omniserve.engine.engine import Engine
@@ -237,10 +240,12 @@ class EngineLoader:
                 raise ValueError(f"--quantize {self.quantize}: {file.name} is quantised already; leave it out")
             widened: torch.dtype = torch.bfloat16 if self.dtype == "auto" else getattr(torch, self.dtype)
             model = _load_gguf(file, widened, device, progress)
+            _take_generation_config(model, self.model)
         elif device == "cpu" and (how := quantization_of(self.model)) is not None:
             if self.quantize is not None:
                 raise ValueError(f"--quantize {self.quantize}: {self.model} is quantised already; leave it out")
-            model = _load_quantized(self.model, how, self.dtype, progress)
+            model = _load_quantized(self.model, how, self.dtype, self.config.execution.trust_remote_code, progress)
+            _take_generation_config(model, self.model)
         else:
             import_torchao_for(self.model)
             model = from_pretrained(
@@ -329,11 +334,12 @@ def _load_gguf(file: Path, dtype: torch.dtype, device: str, progress: Callable[[
 def quantization_of(model: str) -> dict[str, Any] | None:
     """Return the ``quantization_config`` of a model whose codes are read here; None if transformers is to load it."""
     from transformers import PreTrainedConfig
+    from transformers.utils import find_adapter_config_file
 
     from omniserve.layers.weights.quantized_checkpoints import METHODS, NotRead, method_of
 
-    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
-        return None  # adapters
+    if find_adapter_config_file(model) is not None:
+        return None
     config, _ = PreTrainedConfig.get_config_dict(model)
     how: dict[str, Any] | None = config.get("quantization_config")
     if how is None or how.get("quant_method") not in METHODS:
@@ -346,8 +352,16 @@ def quantization_of(model: str) -> dict[str, Any] | None:
     return how
 
 
+def _take_generation_config(model: PreTrainedModel, name: str) -> None:
+    """Give a model the generation config that stands beside it, if one does: it has the tokens that end an answer."""
+    from transformers import GenerationConfig
+
+    with contextlib.suppress(OSError):  # there is none
+        model.generation_config = GenerationConfig.from_pretrained(name)
+
+
 def _load_quantized(
-    name: str, how: dict[str, Any], dtype_name: str, progress: Callable[[str], None]
+    name: str, how: dict[str, Any], dtype_name: str, trusts_code: bool, progress: Callable[[str], None]
 ) -> PreTrainedModel:
     """Load a model with dense weights that are made of a checkpoint's codes, which are noted."""
     import torch
@@ -357,7 +371,9 @@ def _load_quantized(
     from omniserve.layers.weights.quantized_checkpoints import QuantizedCheckpoint
 
     folder = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=["*.safetensors"]))
-    config = AutoConfig.from_pretrained(name)
+    config = from_pretrained(AutoConfig, name, trusts_code)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"{name}: transformers has no causal language model of its type, {config.model_type}")
     del config.quantization_config
     dtype: torch.dtype = (config.dtype or torch.bfloat16) if dtype_name == "auto" else getattr(torch, dtype_name)
     progress(f"reading the codes of {how['quant_method']}")

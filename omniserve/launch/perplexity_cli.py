@@ -44,21 +44,32 @@ def perplexity(model: PreTrainedModel, ids: Sequence[int], window: int) -> float
 
 def main(arguments: Sequence[str] | None = None) -> int:
     from omniserve.core.config import EngineConfig
-    from omniserve.launch.loading import EngineLoader, builtin_model_path, checked_model
+    from omniserve.launch.flags import model_from
+    from omniserve.launch.gguf_folder import gguf_of
+    from omniserve.launch.loading import DTYPES, QUANTIZE, EngineLoader, quantization_of
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="default: the built-in one")
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8")
-    parser.add_argument("--quantize", nargs="*", default=["int8", "int4"], choices=("int8", "int4"))
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file of the model's folder or repository")
+    parser.add_argument(
+        "--quantize", nargs="*", choices=QUANTIZE, help="default: all, of a model that is not quantised"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="auto")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text, from its beginning")
     parser.add_argument("--window", type=int, default=512)
     args = parser.parse_args(arguments)
+    if args.window < 2:
+        parser.error("--window must be 2 or more")
     rows = []
     try:
-        model_name = builtin_model_path() if args.model is None else checked_model(args.model)
+        model_name = model_from(args)
+        is_quantized = gguf_of(model_name) is not None or quantization_of(model_name) is not None
+        if is_quantized and args.quantize:
+            parser.error(f"--quantize: {model_name} is quantised already; leave it out")
+        ways = (() if is_quantized else QUANTIZE) if args.quantize is None else args.quantize
         text = args.text.read_text(encoding="utf-8")
-        for how in (None, *args.quantize):
+        for how in (None, *ways):
             loader = EngineLoader(model=model_name, dtype=args.dtype, device="cpu", config=EngineConfig(), quantize=how)
             model = loader.load_model(lambda what: print(what, file=sys.stderr, flush=True))
             ids = loader.load_tokenizer()(text)["input_ids"][: args.tokens]

@@ -358,7 +358,11 @@ class _Patch:
         for form in _FORMS:
             groups = groups_of(form.suitable(self._model, candidates), of_one_input, form.alike)
             groups = [group for group in groups if form.takes_single or len(group) > 1]
-            self._held.append((form, [group for group in groups if form.hold(*group) is not False]))
+            held = [group for group in groups if form.hold(*group) is not False]
+            if len(held) < len(groups):
+                logger.warning("%d of %d weights were changed since they were loaded, and are not held %s",
+                               len(groups) - len(held), len(groups), form.name)  # fmt: skip
+            self._held.append((form, held))
         self._undo_embedding = self._hold_embedding(family.embedding_and_head.lm_head, candidates)
         if self._undo_embedding or any(groups for _, groups in self._held):
             # Each such linear refuses a conversion, but only when half of the model has been converted.
@@ -377,7 +381,7 @@ class _Patch:
         """Hold the embedding, with the head if they share their weight; return what undoes it, None if nothing was."""
         embedding: Any = self._model.get_input_embeddings()
         if head not in candidates or not (tied := tied_embedding(self._model, head, embedding)):
-            return functools.partial(release_embedding, embedding) if hold_embedding(embedding) else None
+            return functools.partial(release_embedding, embedding) if hold_embedding(self._model, embedding) else None
         if hold_tied(head, tied):
             return functools.partial(release, head, embedding=tied)
         return functools.partial(unpack, head, embedding=tied) if pack_tied(head, tied) else None

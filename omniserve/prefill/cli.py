@@ -102,6 +102,7 @@ def run(
         config=config,
         profile=profile,
         with_profile=with_profile,
+        quantize=args.quantize,
         profile_time_limit_s=args.profile_time_limit,
     )
     engine = loader(lambda message: logging.getLogger("omniserve.prefill").info("%s", message))

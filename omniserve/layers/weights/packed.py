@@ -93,7 +93,7 @@ class PackedEmbedding(nn.Embedding):
             destination[prefix + "weight"] = self.dense()
 
     def _refuse(self, what: str) -> NoReturn:
-        raise RuntimeError(f"an embedding tied to a prepacked head cannot {what}; call omniserve.unpatch(model) first")
+        raise RuntimeError(f"an embedding with a prepacked weight cannot {what}; call omniserve.unpatch(model) first")
 
 
 def pack(*linears: nn.Linear, embedding: nn.Embedding | None = None) -> None:

@@ -180,11 +180,21 @@ class Remembered(NamedTuple):
     form: QuantForm
     read: Callable[[], QuantizedWeight]
     """Reads the codes again, in the order of the weight's rows."""
+    is_in_memory: bool
+    """The codes that are read lie in memory, not in a file."""
 
 
-def remember(weight: Tensor, form: QuantForm, read: Callable[[], QuantizedWeight]) -> None:
+def remember(
+    weight: Tensor, form: QuantForm, read: Callable[[], QuantizedWeight], *, is_in_memory: bool = False
+) -> None:
     """Note which codes a dense weight was made of."""
-    weight.omniserve_quantized = Remembered(form, read)  # type: ignore[attr-defined]
+    weight.omniserve_quantized = Remembered(form, read, is_in_memory)  # type: ignore[attr-defined]
+
+
+def forget(weight: Tensor) -> None:
+    """Drop a note whose codes lie in memory, once a packed copy is there: ``unpatch`` then makes the weight dense."""
+    if (noted := remembered(weight)) is not None and noted.is_in_memory:
+        del weight.omniserve_quantized  # type: ignore[attr-defined]
 
 
 def remembered(weight: Tensor) -> Remembered | None:

@@ -1,8 +1,8 @@
 """Quantised checkpoints of the hub: GPTQ, AWQ and compressed-tensors, whose codes are served as they are on a CPU.
 
-transformers reads these with the modules of packages that want a GPU. Here the dense weights are made of the codes, the
-model is loaded with them, and the codes are noted for ``patch``. What a checkpoint has in no form that is read here is
-refused by name.
+transformers reads these with the modules of packages that want a GPU. Here dense weights are made of the codes, the
+model is loaded with them, and the codes are noted for ``patch``. A method that is not read here is left to
+transformers; a weight that its method does not describe as it is read here is refused by name.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _GPTQ(_Method):
         codes = _unpacked(read(stem + "qweight"), self._bits, 0).T.contiguous()
         scale = read(stem + "scales").T.contiguous()
         zeros = _unpacked(read(stem + "qzeros"), self._bits, 1).T + self._first
-        group = codes.shape[1] // scale.shape[1]
+        group = _group_of(stem, codes, scale)
         if stem + "g_idx" in names:
             order = read(stem + "g_idx")
             if not torch.equal(order.long(), torch.arange(codes.shape[1]) // group):
@@ -135,7 +135,7 @@ class _AWQ(_Method):
     def weight(self, stem: str, read: Read, names: Any) -> QuantizedWeight:
         codes, zeros = (self._in_order(read(stem + name)).T.contiguous() for name in ("qweight", "qzeros"))
         scale = read(stem + "scales").T.contiguous()
-        return _affine(4, codes.shape[1] // scale.shape[1], codes, scale, zeros)
+        return _affine(4, _group_of(stem, codes, scale), codes, scale, zeros)
 
     def _in_order(self, packed: Tensor) -> Tensor:
         return _unpacked(packed, 4, 1).unflatten(1, (-1, 8))[:, :, list(self._ORDER)].flatten(1)
@@ -152,6 +152,11 @@ class _CompressedTensors(_Method):
             raise NotRead(f"compressed-tensors in the format {config.get('format')}: pack-quantized is read")
         bits = {int(group["weights"]["num_bits"]) for group in config["config_groups"].values()}
         inputs = [group.get("input_activations") for group in config["config_groups"].values()]
+        strategies = {group["weights"].get("strategy", "group") for group in config["config_groups"].values()}
+        if not strategies <= {"group", "channel"}:
+            raise NotRead(
+                f"compressed-tensors with scales by {', '.join(sorted(strategies))}: group and channel are read"
+            )
         if len(bits) != 1 or not bits <= {4, 8} or any(inputs):
             raise NotRead("compressed-tensors with quantised activations, or other than 4 or 8 bits, is not read")
         self._bits = bits.pop()
@@ -162,7 +167,7 @@ class _CompressedTensors(_Method):
         scale = read(stem + "weight_scale").reshape(num_out, -1)
         if stem + "weight_g_idx" in names:
             raise NotRead(f"{stem}weight_g_idx: inputs in the order of activations are not read")
-        group = num_in // scale.shape[1]
+        group = _group_of(stem, codes, scale)
         if stem + "weight_zero_point" in names:
             zeros = _unpacked(read(stem + "weight_zero_point"), self._bits, 0)[:num_out]
             return _affine(self._bits, group, codes, scale, zeros)
@@ -190,6 +195,18 @@ def _unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     codes = (words.unsqueeze(dim + 1) >> shifts.view(-1, *[1] * (words.dim() - dim - 1))) & (2**bits - 1)
     return codes.flatten(dim, dim + 1).to(torch.uint8)
+
+
+def _group_of(stem: str, codes: Tensor, scale: Tensor) -> int:
+    """Return how many inputs share a scale.
+
+    Raises:
+        NotRead: Not all groups have as many, or it is no multiple of 8.
+    """
+    num_in, groups = codes.shape[1], scale.shape[1]
+    if num_in % groups or num_in // groups % 8:
+        raise NotRead(f"{stem}*: {num_in} inputs in {groups} groups; groups of one size, a multiple of 8, are read")
+    return num_in // groups
 
 
 def _affine(bits: int, group: int, codes: Tensor, scale: Tensor, zeros: Tensor) -> QuantizedWeight:

@@ -7,6 +7,7 @@ patched, the codes take their place. Groups are those linears of one input whose
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from omniserve.layers.weights.packed import PackedEmbedding, hold_rows, huge_pag
 from omniserve.layers.weights.quantized import (
     QuantForm,
     QuantizedWeight,
+    forget,
     joined,
     pack_quantized,
     packed_shape,
@@ -68,11 +70,16 @@ def quantizable(model: nn.Module, candidates: Iterable[nn.Module]) -> list[nn.Li
 
 
 def forms_of(model: nn.Module) -> list[str]:
-    """Name the forms of the codes that a model has, or gets when it is patched."""
-    held = (module for module in model.modules() if isinstance(module, QuantizedLinear | QuantizedEmbedding))
-    noted = (remembered(weight) for weight in model.parameters())
-    forms = {module.group_form for module in held} | {each.form for each in noted if each is not None}
-    return [f"{bits} bits {scales.name} {group}" for bits, scales, group in sorted(forms)]
+    """Name the forms of the codes that a model has, or gets when it is patched, and how many weights are in each."""
+    found = {id(weight): (noted.form, weight.numel()) for weight in model.parameters() if (noted := remembered(weight))}
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            weight = cast(Tensor, module._parameters["weight"])
+            found[id(weight)] = module.group_form, weight.numel()
+    sizes = Counter[QuantForm]()
+    for form, size in found.values():
+        sizes[form] += size
+    return [f"{size} of {bits} bits {scales.name} {group}" for (bits, scales, group), size in sorted(sizes.items())]
 
 
 def form_of(module: nn.Module) -> QuantForm | None:
@@ -101,6 +108,7 @@ def hold(*linears: nn.Linear, embedding: nn.Embedding | None = None) -> bool:
         join_group(linears, QuantizedLinear, packed)
         for linear in linears:
             linear.__dict__["group_form"] = weight.form
+            forget(cast(Tensor, linear._parameters["weight"]))
         if embedding is not None:
             hold_rows(embedding, QuantizedEmbedding, packed, group_form=weight.form)
     return True
@@ -124,15 +132,16 @@ def hold_tied(head: nn.Linear, embedding: nn.Embedding) -> bool:
     return _keeps(embedding, functools.partial(hold, head), functools.partial(release, head))
 
 
-def hold_embedding(embedding: nn.Module) -> bool:
-    """Put codes in the place of the weight of an embedding on the CPU, if it has some.
+def hold_embedding(model: nn.Module, embedding: nn.Module) -> bool:
+    """Put codes in the place of the weight of an embedding on the CPU, if it has some and no other module reads it.
 
     Returns:
         Whether it was done.
     """
     if not isinstance(embedding, nn.Embedding) or is_watched(embedding) or embedding.max_norm is not None:
         return False
-    if embedding.weight.device.type != "cpu":
+    weights = [weight.data_ptr() for _, weight in model.named_parameters(remove_duplicate=False)]
+    if embedding.weight.device.type != "cpu" or weights.count(embedding.weight.data_ptr()) != 1:
         return False
 
     def hold_alone(embedding: nn.Embedding) -> bool:
@@ -142,6 +151,7 @@ def hold_embedding(embedding: nn.Module) -> bool:
             packed = _packed(weight)
             hide(embedding.weight)
             hold_rows(embedding, QuantizedEmbedding, packed, group_form=weight.form)
+            forget(embedding.weight)
         return True
 
     return _keeps(embedding, hold_alone, release_embedding)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from omniserve.layers.weights.groups import is_plain
+from omniserve.layers.weights.loaded_model import in_adapters
 from omniserve.layers.weights.quantized import QuantForm, QuantizedWeight, Scales, dense_of, remember
 
 Quantize = Literal["int8", "int4"]
@@ -26,7 +27,7 @@ class QuantizedModel(NamedTuple):
 
     num_weights: int
     left: list[str]
-    """Names of linears and embeddings that are as they were."""
+    """Names of the matrices that are as they were: of adapters, of experts that are one tensor, of odd sizes."""
 
 
 def quantize_weights(model: nn.Module, how: Quantize) -> QuantizedModel:
@@ -40,12 +41,12 @@ def quantize_weights(model: nn.Module, how: Quantize) -> QuantizedModel:
         ValueError: The model is not on the CPU, or nothing of it can be quantised.
     """
     done: dict[int, bool] = {}
-    left = []
+    adapted = in_adapters(model)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     fine = embeddings | ({id(head.weight)} if isinstance(head, nn.Linear) else set())
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | nn.Embedding):
+    for module in model.modules():
+        if not isinstance(module, nn.Linear | nn.Embedding) or id(module) in adapted:
             continue
         weight = module.weight
         if id(weight) not in done:
@@ -53,10 +54,9 @@ def quantize_weights(model: nn.Module, how: Quantize) -> QuantizedModel:
             codes = _quantized(weight.detach(), "int8" if id(weight) in fine else how) if takes else None
             if codes is not None:
                 weight.data.copy_(dense_of(codes))
-                remember(weight, codes.form, functools.partial(_itself, codes))
+                remember(weight, codes.form, functools.partial(_itself, codes), is_in_memory=True)
             done[id(weight)] = codes is not None
-        if not done[id(weight)]:
-            left.append(name)
+    left = [name for name, weight in model.named_parameters() if weight.dim() > 1 and not done.get(id(weight))]
     if not any(done.values()):
         raise ValueError("nothing of the model can be quantised: it has no plain linear on the CPU")
     return QuantizedModel(sum(done.values()), left)

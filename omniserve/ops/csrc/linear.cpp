@@ -149,6 +149,7 @@ void expand_feature(const void* packed, float* dense, int64_t num_in, const Quan
       code = static_cast<int32_t>(lower | upper << 4) - (form.has_offset() ? 0 : 1 << (form.bits - 1));
     }
     const float value = static_cast<float>(code);
+    volatile float rounded;  // a product that must not be fused with a sum
     switch (form.scales) {
       case Scales::f16: dense[input] = half_value(record + f * 2) * value; break;
       case Scales::f32: dense[input] = value_at<float>(record + f * 4) * value; break;
@@ -156,7 +157,8 @@ void expand_feature(const void* packed, float* dense, int64_t num_in, const Quan
         dense[input] = value * half_value(record + f * 2) + half_value(record + (kPanel + f) * 2);
         break;
       case Scales::affine32:
-        dense[input] = value * value_at<float>(record + f * 4) + value_at<float>(record + (kPanel + f) * 4);
+        rounded = value * value_at<float>(record + f * 4);
+        dense[input] = rounded + value_at<float>(record + (kPanel + f) * 4);
         break;
       case Scales::k: {
         const uint8_t* const bytes = record + kPanel * 4 + group * kPanel + f;

@@ -175,7 +175,13 @@ struct Reader {
     VF product = value * by.scale;
     if constexpr (!Codes::kHasOffset) return product;
     // Beside a half's scale a product is exact. Others are rounded, as torch does it, and not fused with the sum.
-    if constexpr (SCALES == Scales::affine32) product = in_register(product);
+    if constexpr (SCALES == Scales::affine32) {
+#if defined(__aarch64__)
+      asm("" : "+w"(product));
+#else
+      product = in_register(product);
+#endif
+    }
     return product + by.offset;
   }
 };

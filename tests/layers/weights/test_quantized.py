@@ -323,7 +323,7 @@ def test_an_embedding_alone_is_held(form: str, kind: type[nn.Embedding], dtype: 
     ids = torch.randint(70, (3, 5))
     expected = embedding(ids)
     with torch.inference_mode():
-        assert hold_embedding(embedding)
+        assert hold_embedding(embedding, embedding)
     assert isinstance(embedding, QuantizedEmbedding) and isinstance(embedding, kind)
     assert torch.equal(embedding(ids), expected) and torch.equal(embedding(ids.T), expected.transpose(0, 1))
     assert embedding(ids[:, :0]).shape == (3, 0, 96)
@@ -347,9 +347,9 @@ def test_an_embedding_that_does_more_than_look_up_stays_dense() -> None:
         changed.weight[0, 0] += 1
     for each in (hooked, changed, embedding(_OwnLookup), embedding(max_norm=1.0), nn.Embedding(70, 96)):
         before = _Before(each)
-        assert not hold_embedding(each)
+        assert not hold_embedding(each, each)
         before.assert_restored()
-    assert not hold_embedding(nn.Linear(8, 8)), "a model may have another module as its embedding"
+    assert not hold_embedding(nn.Linear(8, 8), nn.Linear(8, 8)), "a model may have another module as its embedding"
 
 
 @has_vectors

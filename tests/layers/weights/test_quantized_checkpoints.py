@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from omniserve.core.config import EngineConfig
-from omniserve.launch.loading import EngineLoader
+from omniserve.launch.loading import EngineLoader, quantization_of
 from omniserve.layers.patching import patch
 from omniserve.layers.weights.quantized_checkpoints import NotRead, method_of
 from omniserve.layers.weights.quantized_modules import QuantizedLinear
@@ -140,6 +140,30 @@ def test_the_codes_of_a_checkpoint_are_read_and_served(kind: str, tmp_path: Path
     assert {module.group_form.bits for module in held} == {KINDS[kind][2]}
 
 
+def test_the_tokens_that_end_an_answer_come_from_the_generation_config(tmp_path: Path) -> None:
+    quantised_folder(tmp_path, "awq")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
+    assert loaded(tmp_path).generation_config.eos_token_id == [3, 5]
+
+
+def test_groups_of_two_sizes_are_refused(tmp_path: Path) -> None:
+    quantised_folder(tmp_path, "W4A16")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = next(each for each in tensors if each.endswith("down_proj.weight_scale"))
+    tensors[name] = tensors[name][:, :3].contiguous()
+    save_file(tensors, path)
+    with pytest.raises(NotRead, match=r"down_proj.*groups; groups of one size, a multiple of 8, are read"):
+        loaded(tmp_path)
+
+
+def test_a_folder_with_adapters_is_left_to_transformers(tmp_path: Path) -> None:
+    quantised_folder(tmp_path, "gptq")
+    assert quantization_of(str(tmp_path)) is not None
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert quantization_of(str(tmp_path)) is None
+
+
 def test_scales_in_bf16_are_kept_exactly(tmp_path: Path) -> None:
     dense = quantised_folder(tmp_path, "W4A16", torch.bfloat16)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -152,6 +176,10 @@ def test_scales_in_bf16_are_kept_exactly(tmp_path: Path) -> None:
         ({"quant_method": "gptq", "bits": 3}, "GPTQ with 3 bits"),
         ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "version marlin"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "float-quantized"),
+        (
+            {**_groups(4), "config_groups": {"group_0": {"weights": {"num_bits": 4, "strategy": "tensor"}}}},
+            "scales by tensor",
+        ),
         (_groups(4, input_activations={"num_bits": 8}), "quantised activations"),
         ({"quant_method": "hqq"}, "the quantisation hqq is not read; gptq, awq, compressed-tensors are"),
     ],

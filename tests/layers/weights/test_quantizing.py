@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import omniserve
+from omniserve.core.config import EngineConfig, ParallelConfig
+from omniserve.launch.loading import EngineLoader
 from omniserve.layers.weights.quantized import Scales, dense_of, remembered, still_quantized
 from omniserve.layers.weights.quantized_modules import QuantizedLinear
 from omniserve.layers.weights.quantizing import quantize_weights
@@ -56,8 +58,51 @@ def test_int4_has_a_scale_for_a_group_and_the_head_has_8_bits() -> None:
 def test_inputs_that_no_group_divides_are_left_and_named() -> None:
     model = nn.Sequential(nn.Linear(64, 8), nn.Linear(12, 8))
     before = model[1].weight.detach().clone()
-    assert quantize_weights(model, "int8").left == ["1"]
+    assert quantize_weights(model, "int8").left == ["1.weight"]
     assert torch.equal(model[1].weight, before)
+
+
+def test_adapters_and_what_they_wrap_are_left() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["lm_head", "up_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model("llama"), config).eval()
+    left = quantize_weights(model, "int8").left
+    assert left and all("lm_head" in name or "up_proj" in name or "embed_tokens" in name for name in left)
+
+
+@pytest.mark.parametrize("vectors", [True, False])
+def test_a_tied_head_in_an_adapter_or_without_a_kernel_keeps_its_values(
+    vectors: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_model("llama", tie_word_embeddings=True)
+    quantize_weights(model, "int8")
+    if vectors:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["lm_head"])).eval()
+    else:
+        monkeypatch.setattr("omniserve.layers.weights.packed.HAS_VECTOR_KERNEL", False)
+    ids = torch.randint(1, 20, (1, 7))
+    with torch.inference_mode():
+        before = model(input_ids=ids).logits
+        omniserve.patch(model, compile=False)
+        torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-4, atol=1e-4)
+
+
+def test_the_codes_of_a_patched_model_are_there_once() -> None:
+    model = tiny_model("llama")
+    quantize_weights(model, "int4")
+    omniserve.patch(model, compile=False)
+    assert not [name for name, weight in model.named_parameters() if remembered(weight) is not None]
+    held = next(module for module in model.modules() if isinstance(module, QuantizedLinear))
+    before = held.weight.clone()
+    omniserve.unpatch(model)
+    assert torch.equal(held.weight, before) and remembered(held.weight) is None
+
+
+def test_several_ranks_are_refused() -> None:
+    config = EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2))
+    with pytest.raises(ValueError, match="--quantize int8 does not work with several ranks"):
+        EngineLoader(model="m", dtype="auto", device="cpu", config=config, quantize="int8")
 
 
 def test_a_model_without_linears_is_refused() -> None:
