@@ -27,7 +27,8 @@ _CONTEXT = 2048
 @FEATURES.case(
     policies=(["sarathi", "omniserve", "omniserve-paper"], "the first is what the others are compared with"),
     light_s=(10.0, "of light LS load, before as much of heavy load"), ls_light=(0.5, "LS requests a second"),
-    ls_heavy=([3.0, 5.0], "LS requests a second, a table each"), ls_prompt=(700, "tokens, the median"), ls_output=64, ttft=1.0, tpot=0.05,
+    ls_heavy=([3.0, 5.0], "LS requests a second, a table each"), ls_prompt=(700, "tokens, the median"), ls_output=64,
+    ttft=1.0, tpot=0.05,
     be=(96, "BE requests that are unfinished"), be_prompt=128, be_output=512, device_kv_mib=4, host_kv_mib=512,
     seats=(64, "most piggyback rows of a layer"), repeats=3, seed=0, profile_s=60.0, uncounted=1,
     tiny={"policies": ["sarathi", "omniserve"], "light_s": 0.5, "ls_heavy": [6.0], "repeats": 1, "profile_s": 1.0},
