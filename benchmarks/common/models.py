@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from benchmarks.common.record import ROOT
 from omniserve import EngineConfig
-from omniserve.launch.loading import EngineLoader, builtin_model_path
+from omniserve.launch.loading import EngineLoader
+from omniserve.launch.models import builtin_model_path
 
 SMOLLM_135M: dict[str, Any] = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,

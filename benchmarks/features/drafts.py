@@ -17,7 +17,7 @@ from benchmarks.common.engine_run import request
 from benchmarks.common.models import MODELS, builtin_model, token_bytes
 from benchmarks.features import FEATURES
 from omniserve import SLO, ClassSpec, Engine, EngineConfig, ExecutionConfig, Request, SamplingParams
-from omniserve.launch.loading import builtin_model_path
+from omniserve.launch.models import builtin_model_path
 from omniserve.profiling import find_or_make_profile
 
 _DRAFTS = {"off": False, "on": True}

@@ -22,7 +22,7 @@ from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.kv import KV_MANAGERS
 from omniserve.latency import LATENCY_MODELS
 from omniserve.launch.dataclass_flags import add_field_flags, add_options_flag, flag_of, flag_value, number
-from omniserve.launch.loading import DTYPES, QUANTIZE, builtin_model_path, checked_model
+from omniserve.launch.models import DTYPES, QUANTIZE, builtin_model_path, checked_model
 from omniserve.sched import SCHEDULERS, policy_of
 from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
 

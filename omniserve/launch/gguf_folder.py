@@ -101,7 +101,7 @@ def hub_file(model: str, name: str) -> Path:
 
 @contextlib.contextmanager
 def one_reader() -> Iterator[None]:
-    """Let transformers read each file's table once, not three times: of a large vocabulary it takes ten seconds.
+    """Let transformers read each file's table once, not three times.
 
     Raises:
         ImportError: The package ``gguf`` is not installed.

@@ -45,8 +45,8 @@ def perplexity(model: PreTrainedModel, ids: Sequence[int], window: int) -> float
 def main(arguments: Sequence[str] | None = None) -> int:
     from omniserve.core.config import EngineConfig
     from omniserve.launch.flags import model_from
-    from omniserve.launch.gguf_folder import gguf_of
-    from omniserve.launch.loading import DTYPES, QUANTIZE, EngineLoader, quantization_of
+    from omniserve.launch.loading import EngineLoader
+    from omniserve.launch.models import DTYPES, QUANTIZE, is_of_codes
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="default: the built-in one")
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     try:
         model_name = model_from(args)
-        is_quantized = gguf_of(model_name) is not None or quantization_of(model_name) is not None
+        is_quantized = is_of_codes(model_name)
         if is_quantized and args.quantize:
             parser.error(f"--quantize: {model_name} is quantised already; leave it out")
         ways = (() if is_quantized else QUANTIZE) if args.quantize is None else args.quantize

@@ -20,20 +20,9 @@ from omniserve.layers.compile_cache import CompileCache
 from omniserve.layers.compiled import USUAL_TOKENS, compile_halves, source_digest
 from omniserve.layers.tracing.layer_states import RowGroup, StatePool
 from omniserve.layers.tracing.traced import TracedFamily, family_of
-from omniserve.layers.weights.groups import HeldForm, groups_of
+from omniserve.layers.weights.held import HeldWeights
 from omniserve.layers.weights.loaded_model import IdleHooks, check_loaded, free_weights, in_adapters, language_model
-from omniserve.layers.weights.merged import merge, mergeable, unmerge
-from omniserve.layers.weights.packed import pack, pack_tied, packable, tied_embedding, unpack
 from omniserve.layers.weights.parts import read_rest
-from omniserve.layers.weights.quantized_modules import (
-    form_of,
-    hold,
-    hold_embedding,
-    hold_tied,
-    quantizable,
-    release,
-    release_embedding,
-)
 from omniserve.ops.collectives import alone
 
 logger = logging.getLogger(__name__)
@@ -53,11 +42,6 @@ BetweenHook = Callable[[int, Tensor], Tensor]
 output, which becomes logits."""
 
 _WARM_UP_ROWS = {"cuda": USUAL_TOKENS}
-_FORMS = (
-    HeldForm("quantized", quantizable, hold, release, alike=form_of),
-    HeldForm("packed", packable, pack, unpack),
-    HeldForm("merged", mergeable, merge, unmerge, takes_single=False),
-)
 
 
 class PatchedModel:
@@ -331,8 +315,7 @@ class _Patch:
     ) -> None:
         self.options = options
         self._model = model
-        self._held: list[tuple[HeldForm, list[tuple[nn.Linear, ...]]]] = []  # each form's groups
-        self._undo_embedding: Callable[[], None] | None = None
+        self._held: HeldWeights | None = None
         self._hooks = IdleHooks(model)
         try:
             with alone():  # halves of a rank's part are found and compiled without the other ranks
@@ -355,49 +338,28 @@ class _Patch:
         modules += family.embedding_and_head.lm_head.modules()  # a head may be sharded
         candidates = [module for module in modules if id(module) not in adapted | freed]
         of_one_input = [group for layer in family.layers for group in family.linear_groups(layer)]
-        for form in _FORMS:
-            groups = groups_of(form.suitable(self._model, candidates), of_one_input, form.alike)
-            groups = [group for group in groups if form.takes_single or len(group) > 1]
-            held = [group for group in groups if form.hold(*group) is not False]
-            if len(held) < len(groups):
-                logger.warning("%d of %d weights were changed since they were loaded, and are not held %s",
-                               len(groups) - len(held), len(groups), form.name)  # fmt: skip
-            self._held.append((form, held))
-        self._undo_embedding = self._hold_embedding(family.embedding_and_head.lm_head, candidates)
-        if self._undo_embedding or any(groups for _, groups in self._held):
-            # Each such linear refuses a conversion, but only when half of the model has been converted.
-            self._model.__dict__["_apply"] = _refuse_conversion
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()  # the old weights leave free blocks whose sizes nothing else needs
-        elif is_required:
-            raise ValueError(
-                "prepack=True, but the model has no plain linear on a CPU with AVX2, and no projections of one input "
-                "on a GPU; use 'auto'"
-            )
-        for form, groups in ((form, groups) for form, groups in self._held if groups):
-            logger.info("%s %d linears as %d weights", form.name, sum(map(len, groups)), len(groups))
-
-    def _hold_embedding(self, head: Any, candidates: list[nn.Module]) -> Callable[[], None] | None:
-        """Hold the embedding, with the head if they share their weight; return what undoes it, None if nothing was."""
-        embedding: Any = self._model.get_input_embeddings()
-        if head not in candidates or not (tied := tied_embedding(self._model, head, embedding)):
-            return functools.partial(release_embedding, embedding) if hold_embedding(self._model, embedding) else None
-        if hold_tied(head, tied):
-            return functools.partial(release, head, embedding=tied)
-        return functools.partial(unpack, head, embedding=tied) if pack_tied(head, tied) else None
+        held = HeldWeights(self._model, candidates, of_one_input, head=family.embedding_and_head.lm_head)
+        if held.is_empty:
+            if is_required:
+                raise ValueError(
+                    "prepack=True, but the model has no plain linear on a CPU with AVX2, and no projections of one "
+                    "input on a GPU; use 'auto'"
+                )
+            return
+        self._held = held
+        # Each such linear refuses a conversion, but only when half of the model has been converted.
+        self._model.__dict__["_apply"] = _refuse_conversion
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # the old weights leave free blocks whose sizes nothing else needs
 
     def remove(self) -> None:
         """Undo everything, last change first."""
         del self._model.__dict__["omniserve"]
         self._model.__dict__.pop("_apply", None)
-        linears = [group for _, groups in self._held for group in groups]
-        for form, groups in self._held:
-            for group in groups:
-                form.release(*group)
-        if self._undo_embedding is not None:
-            self._undo_embedding()
+        if self._held is not None:
+            self._held.release()
         self._hooks.put_back()
-        logger.info("restored %d linears", sum(map(len, linears)))
+        logger.info("restored %d linears", self._held.num_linears if self._held is not None else 0)
 
 
 def _refuse_conversion(*args: Any, **kwargs: Any) -> NoReturn:

@@ -24,7 +24,8 @@ from omniserve.core.options import make_options
 from omniserve.core.request import ClassSpec
 from omniserve.launch.dataclass_flags import add_field_flags, add_options_flag
 from omniserve.launch.flags import add_engine_flags, add_profile_flag, config_from, flag_text, model_from, profile_from
-from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader
+from omniserve.launch.loading import EngineLoader
+from omniserve.launch.models import BUILTIN_MODEL_NAME
 from omniserve.server.batches.files import BatchSettings
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file

@@ -17,7 +17,7 @@ import uvicorn
 
 from omniserve.core.errors import EngineStopped
 from omniserve.core.logs import set_up_logs
-from omniserve.launch.loading import load_tokenizer
+from omniserve.launch.models import load_tokenizer
 from omniserve.server.api import create_app
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.routes import BatchServing

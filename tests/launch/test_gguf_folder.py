@@ -15,12 +15,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-import omniserve.launch.loading
+import omniserve.launch.models
 from omniserve import Engine, EngineConfig, ExecutionConfig, Request, SamplingParams
 from omniserve.launch import gguf_folder
 from omniserve.launch.flags import add_engine_flags, model_from
 from omniserve.launch.gguf_folder import gguf_of, one_reader
-from omniserve.launch.loading import EngineLoader, checked_model, load_tokenizer
+from omniserve.launch.loading import EngineLoader
+from omniserve.launch.models import checked_model, load_tokenizer
 from tests.gguf_files import END, END_OF_TURN, TOKENS, write_llama
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}<|eot|>{% endfor %}"
@@ -78,7 +79,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         files.append(file)
         return Path("made")
 
-    monkeypatch.setattr(omniserve.launch.loading, "folder_of", folder_of)
+    monkeypatch.setattr(omniserve.launch.models, "folder_of", folder_of)
     return files
 
 

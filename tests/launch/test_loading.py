@@ -15,7 +15,8 @@ import omniserve.engine.engine
 import omniserve.launch.loading
 import omniserve.profiling
 from omniserve.core.config import EngineConfig, ExecutionConfig
-from omniserve.launch.loading import EngineLoader, builtin_model_path, load_tokenizer
+from omniserve.launch.loading import EngineLoader
+from omniserve.launch.models import builtin_model_path, load_tokenizer
 from tests.parity.own_code import write
 
 
@@ -122,7 +123,7 @@ def gpus(monkeypatch):
         return SimpleNamespace(num_parameters=lambda: 1, dtype=torch.float32, eval=lambda: None)
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM", SimpleNamespace(from_pretrained=from_pretrained))
-    monkeypatch.setattr("omniserve.launch.loading.quantization_of", lambda model: None)
+    monkeypatch.setattr("omniserve.launch.models.quantization_of", lambda model: None)
     return seen
 
 

@@ -18,7 +18,8 @@ import sys
 import omniserve.launch.preload  # as the process from which engine processes are forked
 from omniserve import EngineConfig, ExecutionConfig, Request, SamplingParams
 from omniserve.core.logs import set_up_logs
-from omniserve.launch.loading import EngineLoader, builtin_model_path
+from omniserve.launch.loading import EngineLoader
+from omniserve.launch.models import builtin_model_path
 
 set_up_logs("info", "text")
 config = EngineConfig(device_kv_bytes=1 << 20, host_kv_bytes=1 << 20, execution=ExecutionConfig(compile=False))

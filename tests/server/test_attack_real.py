@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from running import RunningServer, wait_until
 
-from omniserve.launch.loading import BUILTIN_MODEL_NAME
+from omniserve.launch.models import BUILTIN_MODEL_NAME
 from tests.server.attack import bodies
 from tests.server.attack.real import FLAGS, overload
 from tests.server.attack.sockets import send

@@ -261,7 +261,7 @@ struct MultiplyOf {
   }
 };
 
-// Rows up to which weights are multiplied as they are read, as measured. More rows share what is expanded.
+// Rows up to which weights are multiplied as they are read. More rows share what is expanded.
 template <typename Packed>
 constexpr int64_t kMultipliedRows = OMNI_LANES == 16 && sizeof(Packed) == 4 ? 8 : 4;
 

@@ -128,7 +128,8 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     # Only here: the other commands need no engine.
     import asyncio
 
-    from omniserve.launch.loading import BUILTIN_MODEL_NAME, EngineLoader
+    from omniserve.launch.loading import EngineLoader
+    from omniserve.launch.models import BUILTIN_MODEL_NAME
     from omniserve.server.batches.offline import OfflineJob, run_offline
 
     try:

@@ -85,7 +85,6 @@ class _Before:
                 assert parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
-@has_vectors
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("form", CODES)
 def test_fp32_product_has_the_bits_of_the_dense_weight(form: str, bias: bool) -> None:
@@ -123,7 +122,6 @@ def test_only_the_codes_are_held(form: str) -> None:
     assert parameter.shape == (64, 3072) and bool(parameter.isnan().all())
 
 
-@has_vectors
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("form", ["Q4_K", "Q6_K", "Q5_1", "4 bits"])
 def test_a_group_of_one_form_is_one_weight(form: str, bias: bool) -> None:
@@ -145,7 +143,6 @@ def test_a_group_of_one_form_is_one_weight(form: str, bias: bool) -> None:
     before.assert_restored()
 
 
-@has_vectors
 @pytest.mark.parametrize(
     ("forms", "groups"),
     [

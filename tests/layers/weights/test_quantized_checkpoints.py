@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from omniserve.core.config import EngineConfig
-from omniserve.launch.loading import EngineLoader, quantization_of
+from omniserve.launch.loading import EngineLoader
+from omniserve.launch.models import quantization_of
 from omniserve.layers.patching import patch
 from omniserve.layers.weights.quantized_checkpoints import NotRead, method_of
 from omniserve.layers.weights.quantized_modules import QuantizedLinear

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from omniserve.launch.loading import BUILTIN_MODEL_NAME
+from omniserve.launch.models import BUILTIN_MODEL_NAME
 from tests.server.attack.load import Tally, send_all, send_at_rate
 from tests.server.attack.processes import Held, held
 
