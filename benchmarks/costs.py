@@ -1,4 +1,4 @@
-"""The costs of parts of a step and of a machine that is shared: sampling, linears, overhead, scheduling, neighbours.
+"""The costs of parts of a step and of a shared machine: sampling, linears and quantised ones, scheduling, neighbours.
 
 python -m benchmarks.costs --list
 python -m benchmarks.costs linears scheduling --record benchmarks/results/costs.json
