@@ -78,6 +78,11 @@ def _packed_linear(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_feature
     return x.new_empty((*x.shape[:-1], out_features))
 
 
+@torch.library.register_fake("omniserve::add_lora")
+def _add_lora(y: Tensor, *_: Any) -> Tensor:
+    return y.new_empty(y.shape)
+
+
 @torch.library.register_fake("omniserve::packed_rows")
 def _packed_rows(ids: Tensor, packed: Tensor, in_features: int, out_features: int) -> Tensor:
     return packed.new_empty((*ids.shape, in_features))

@@ -198,6 +198,21 @@ def packed_linear(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features
     return (product if bias_O is None else product + bias_O.double()).to(x.dtype)
 
 
+def add_lora(y: Tensor, x: Tensor, slots_T: Tensor, a: Tensor, b: Tensor, scales_S: Tensor) -> Tensor:
+    """Return ``y + scale * (x @ A.T) @ B.T``, ``[*, O]``, with the adapter of each row; slots count from 1.
+
+    The stacks ``[adapters, ...]`` hold packed weights. Both products are rounded to x's dtype.
+    """
+    num_in, num_out, rank = x.shape[-1], y.shape[-1], b.shape[2] * (b.shape[3] // PANEL)
+    rows, out = x.reshape(len(slots_T), num_in), y.reshape(len(slots_T), num_out).clone()
+    for row, slot in enumerate(slots_T.tolist()):
+        if 1 <= slot <= len(scales_S):
+            low = packed_linear(rows[row], a[slot - 1], None, rank)
+            more = packed_linear(low, b[slot - 1], None, num_out)
+            out[row] = (out[row].double() + scales_S[slot - 1].double() * more.double()).to(x.dtype)
+    return out.view(y.shape)
+
+
 F16, F32, AFFINE16, AFFINE32, K_SCALES, K_SIGNED = range(6)
 """Kinds of scales, in the order of ``Scales`` in ``ops/csrc/linear.h``."""
 WITH_OFFSET = (AFFINE16, AFFINE32, K_SCALES)

@@ -391,6 +391,40 @@ def _packed_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator
     yield Sample(label="one row of rows", args=(x_TI[3], packed, None, 70))
 
 
+def lora_args(
+    slots: tuple[int, ...], num_in: int, num_out: int, rank: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return the arguments of ``add_lora`` for three adapters and rows with these slots; results are of about 1."""
+    generator = torch.Generator().manual_seed(len(slots))
+
+    def random(*shape: int, size: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * size).to(device, dtype)
+
+    a = torch.stack([packed_weight(random(rank, num_in, size=max(1, num_in) ** -0.5)) for _ in range(3)])
+    b = torch.stack([packed_weight(random(num_out, rank, size=rank**-0.5)) for _ in range(3)])
+    rows = random(len(slots), num_out), random(len(slots), num_in)
+    slots_T = torch.tensor(slots, dtype=torch.int32, device=device)
+    return *rows, slots_T, a, b, torch.tensor([0.5, 2.0, 0.7], device=device)
+
+
+def _add_lora_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, slots, num_in, num_out, rank in (
+        ("no row", (), 32, 8, 8),
+        ("no output feature", (1, 2), 32, 0, 8),
+        ("one row", (2,), 96, 64, 8),
+        ("no row with an adapter", (0, 0, 0), 40, 50, 8),
+        ("slots that are none", (-1, 4, 2**31 - 1, -(2**31), 3), 40, 50, 8),
+        ("rows of all", (3, 0, 1, 2, 1, 3, 0), 45, 70, 16),
+        ("one adapter of many rows, several parts", (2,) * 250, 40, 70, 16),
+        ("turns, several threads", (1, 2, 3, 0) * 9, 200, 300, 40),
+        ("several pieces of the inputs", (1, 3, 1), 2120, 40, 8),
+    ):
+        yield Sample(label=label, args=lora_args(slots, num_in, num_out, rank, device, dtype))
+    y, x, *others = lora_args((1, 0, 2, 3), 40, 70, 8, device, dtype)
+    yield Sample(label="rows of rows", args=(y.view(4, 1, 70), x.view(2, 2, 40), *others))
+    yield Sample(label="inputs that lie apart", args=(y.T.contiguous().T, x.T.contiguous().T, *others))
+
+
 @dataclass(frozen=True)
 class CodeForm:
     """A form of codes: the last arguments of ``quantized_linear``."""
@@ -524,6 +558,7 @@ OPS: dict[str, OpSpec] = {
         (references.pack_linear, _pack_linear_samples),
         (references.packed_linear, _packed_linear_samples),
         (references.packed_rows, _packed_rows_samples),
+        (references.add_lora, _add_lora_samples),
         (references.quantized_linear, _quantized_linear_samples),
         (references.quantized_rows, _quantized_rows_samples),
     )

@@ -46,6 +46,13 @@ QUANTIZED_LINEAR = {
     torch.float16: LINEAR[torch.float16],
 }
 
+LORA = {
+    torch.float32: LINEAR[torch.float32],
+    # A value between the products and the second product are rounded, either of which may go the other way.
+    torch.bfloat16: Tolerance(2**-6, 2e-2),
+    torch.float16: Tolerance(2**-9, 3e-3),
+}
+
 TORCH_HALF_ATTENTION = {
     # torch's own attention, which rounds weights (and unfused products) to half precision on the way.
     torch.float32: Tolerance(2e-6, 2e-5),
@@ -58,6 +65,8 @@ def tolerance(op: str, dtype: torch.dtype) -> Tolerance:
     """Return the tolerance of an operator's results."""
     if op == "packed_linear":
         return LINEAR[dtype]
+    if op == "add_lora":
+        return LORA[dtype]
     if op == "quantized_linear":
         return QUANTIZED_LINEAR[dtype]
     return ATTENTION[dtype] if op.endswith("_attention") else EXACT

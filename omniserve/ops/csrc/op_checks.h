@@ -138,6 +138,7 @@ Tensor cpu_attention(Tensor q, Tensor pool, std::optional<Tensor> scales, Tensor
                      std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes);
 void store_host_kv(Tensor k, Tensor v, Tensor pool, std::optional<Tensor> scales, Tensor slot_mapping);
 Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out);
+Tensor add_lora(Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor scales);
 void pack_linear(Tensor weight, Tensor packed);
 Tensor packed_rows(Tensor ids, Tensor packed, int64_t num_in, int64_t num_out);
 Tensor quantized_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits, int64_t scales,

@@ -285,6 +285,7 @@ STABLE_TORCH_LIBRARY(omniserve, m) {
       "Tensor(a!) residuals_SD, Tensor(b!) mailbox_SW, Tensor(c!) flags_S, Tensor step_1) -> ()");
   m.def("pack_linear(Tensor weight_OI, Tensor(a!) packed) -> ()");
   m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias_O, SymInt out_features) -> Tensor");
+  m.def("add_lora(Tensor y, Tensor x, Tensor slots_T, Tensor a, Tensor b, Tensor scales_S) -> Tensor");
   m.def("packed_rows(Tensor ids, Tensor packed, SymInt in_features, SymInt out_features) -> Tensor");
   m.def(
       "quantized_linear(Tensor x, Tensor packed, Tensor? bias_O, SymInt out_features, int bits, int scales, int group) -> "
@@ -306,6 +307,7 @@ STABLE_TORCH_LIBRARY_IMPL(omniserve, CPU, m) {
   m.impl("piggyback_send", TORCH_BOX(&omniserve::piggyback_send));
   m.impl("packed_linear", TORCH_BOX(&omniserve::packed_linear));
   m.impl("pack_linear", TORCH_BOX(&omniserve::pack_linear));
+  m.impl("add_lora", TORCH_BOX(&omniserve::add_lora));
   m.impl("packed_rows", TORCH_BOX(&omniserve::packed_rows));
   m.impl("quantized_linear", TORCH_BOX(&omniserve::quantized_linear));
   m.impl("quantized_rows", TORCH_BOX(&omniserve::quantized_rows));
