@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from omniserve.core.lora import MOST_LORAS
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.core.spec import HOST_KV_DTYPES
 
@@ -99,6 +100,32 @@ class DiskKVConfig:
             raise ValueError(f"disk_kv.gib must be a number >= 0, got {self.gib}")
         if not self.gib and (self.keep or self.dir is not None):
             raise ValueError("disk_kv.dir and disk_kv.keep are of a disk tier: give disk_kv.gib, too")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """LoRA adapters that requests can name.
+
+    Raises:
+        ValueError: A setting is out of its range.
+    """
+
+    max_loras: int = 0
+    """Most adapters in memory at a time; 0: requests cannot name any. Others that are known are read from disk when a
+    request names them, in the place of the one that has not been used for the longest time."""
+    max_lora_rank: int = 16
+    """Highest rank of an adapter, rounded up to a multiple of 8: the memory of each is that of this rank."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_loras <= MOST_LORAS:
+            raise ValueError(f"max_loras must be from 0 to {MOST_LORAS}, got {self.max_loras}")
+        if not 1 <= self.max_lora_rank <= 1024:
+            raise ValueError(f"max_lora_rank must be from 1 to 1024, got {self.max_lora_rank}")
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Slots and highest rank."""
+        return self.max_loras, self.max_lora_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +274,8 @@ class EngineConfig:
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Several processes for one model."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """Adapters that requests can name."""
     hosts: HostsConfig = field(default_factory=HostsConfig)
     """Further machines for the host tier."""
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
@@ -300,6 +329,11 @@ class EngineConfig:
             )
         if self.prefill.prefill_engines and not self.host_kv_bytes:
             raise ValueError("the KV of prefill_engines comes into host memory: give host_kv_bytes")
+        if self.lora.max_loras and (self.parallel.num_ranks > 1 or self.prefill.is_prefill_engine):
+            raise ValueError(
+                "adapters can be named on one rank, and not on a prefill engine: set lora.max_loras (--max-loras) to "
+                "0, or merge the adapter into the model"
+            )
         if self.parallel.num_ranks > 1:
             sizes = "tensor_parallel_size and pipeline_parallel_size"
             if self.disk_kv.gib:

@@ -72,6 +72,8 @@ class DeviceChunk:
     these rows are the first to tell them."""
     state_slot: int = -1
     """Slot of the request's recurrent states, if the model has such; a chunk that starts at 0 begins with none."""
+    lora_slot: int = 0
+    """Slot of the request's LoRA adapter; 0: it has none."""
 
     @property
     def drafts(self) -> tuple[int, ...]:
@@ -100,6 +102,8 @@ class PiggybackEntry:
     """Host blocks that cover ``[0, position + num_rows)``, in order."""
     state_slot: int = -1
     """Slot of the request's recurrent states, as in ``DeviceChunk``."""
+    lora_slot: int = 0
+    """Slot of the request's adapter, as in ``DeviceChunk``. Its rows keep it from here on: a join does not say it."""
     draft_ids: tuple[int, ...] = ()
     """Drafts of the tokens behind it. They pass the layers with it, a row each, and are verified after the last one."""
     is_hybrid: bool = False

@@ -170,10 +170,14 @@ class Request:
     has it, but yes if there is a prediction."""
     predicted_token_ids: Sequence[int] = ()
     """Rough prediction of the output: the next tokens are guessed from it, too."""
+    lora: str | None = None
+    """Name of the LoRA adapter that computes it (``Engine.load_lora``); None: the model alone."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))
         object.__setattr__(self, "predicted_token_ids", tuple(self.predicted_token_ids))
+        if self.lora is not None and (not isinstance(self.lora, str) or not self.lora):
+            raise ValueError(f"lora must be the name of an adapter or None, got {self.lora!r}")
         if not isinstance(self.cache_salt, str):
             raise ValueError(f"cache_salt must be a string, got {self.cache_salt!r}")
         if not self.prompt_token_ids:

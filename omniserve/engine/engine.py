@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -17,10 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import EngineStopped, PeerLost, Stalled
+from omniserve.core.lora import LoRA
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Completion, Request, RequestLimits, RequestOutput
 from omniserve.core.stats import DiskStats, EngineStats, HostTierStats, LatencyStats
 from omniserve.core.upkeep import Upkeep
+from omniserve.engine.loras import LoRANames
 from omniserve.engine.outputs import OutputCollector
 from omniserve.engine.parts import EngineParts, latency_model_of
 from omniserve.engine.stepping import FinishedStep, OpenRequest, Stepper
@@ -84,6 +87,8 @@ class Engine:
         """The other ranks, if there are any."""
         self.kv, self.scheduler, self.runner = parts.kv, parts.scheduler, parts.runner
         self.host_tier, self.disk = parts.host_tier, parts.disk
+        self.loras, self._lora_loads = LoRANames(parts.model.lora), parts.loras
+        """The adapters that requests can name."""
         self.hosts, self.prefill_engines, self.preemption = parts.hosts, parts.prefills, parts.preemption
         """CPU hosts, prefill engines, and what polls requests for which rows may have to leave the running step; None:
         there are none, or rows never leave."""
@@ -123,8 +128,8 @@ class Engine:
 
         Raises:
             ValueError: A token is outside the vocabulary, the prompt plus output is longer than the model or the KV
-                pool allows, the id is in use or the KV of its last request still is, the grammar is not supported, or
-                there are stop strings or a grammar and no tokenizer.
+                pool allows, the id is in use or the KV of its last request still is, the grammar is not supported,
+                there are stop strings or a grammar and no tokenizer, or no adapter of that name is loaded.
             RequestRejected: The request's objectives cannot be met at present load.
             EngineStopped: The engine was closed.
         """
@@ -133,19 +138,34 @@ class Engine:
         if request_id in self._outputs:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another")
         self.limits.check(request)
+        lora = None if request.lora is None else self.loras.named(request.lora)
         if grammar is None and request.sampling.grammar is not None:
             grammar = self._grammars.compile(request.sampling.grammar).result()
         spec = self.config.class_named(request.service_class)
         slo = request.slo if request.slo is not None else spec.slo
         now_s = self._clock()
         arrival_s = now_s if arrival_s is None else min(arrival_s, now_s)
-        predicted_s = self.scheduler.add(request_id, request, slo, now_s, arrival_s=arrival_s)
+        predicted_s = self.scheduler.add(request_id, request, slo, now_s, arrival_s=arrival_s, lora=lora)
         scaled = scaled_slo(self.scheduler.requests.states[request_id])
         self._stepper.requests[request_id] = OpenRequest(request.service_class, scaled or slo, predicted_s, scaled)
         state = None if grammar is None else grammar.start()
         self._sampler.add(request_id, request.sampling, request.prompt_token_ids, state)
         self._outputs.open(request_id, request)
         return request_id
+
+    def load_lora(self, name: str, folder: str | Path) -> LoRA:
+        """Let requests name a LoRA adapter, in ``Request.lora``.
+
+        Args:
+            name: The name; an adapter that has it is replaced for new requests.
+            folder: The folder that PEFT's ``save_pretrained`` wrote, with safetensors.
+
+        Raises:
+            LoRAError: It does not fit the model or ``lora.max_lora_rank``, cannot be read, or is more than LoRA.
+        """
+        lora = self.loras.read(name, folder)
+        self.loras.add(lora)
+        return lora
 
     def compile_grammar(self, grammar: str) -> Future[Grammar]:
         """Begin to compile a grammar for ``add``, beside the steps; the future has a ValueError if it is refused."""
@@ -223,7 +243,12 @@ class Engine:
         Raises:
             Stalled: The host tier is stalled, and requests, or moves and slots of ended ones, wait for nothing else.
         """
+        loras = self.scheduler.requests.loras
+        if loras is not None and loras.is_loading:
+            timeout_s = min(timeout_s, _COPY_POLL_S)
         if self.host_tier is None:
+            if loras is not None and loras.is_loading:
+                time.sleep(timeout_s)
             return
         waits_for_disk = self.disk is not None and self.disk.busy
         waits_for_copies = waits_for_disk or (self.prefill_engines is not None and self.prefill_engines.busy)
@@ -337,6 +362,8 @@ class Engine:
                     self.hosts.close()
                 if self.prefill_engines is not None:
                     self.prefill_engines.close()
+                if self._lora_loads is not None:
+                    self._lora_loads.close()
                 if self.host_tier is not None:
                     self.host_tier.close()
                 else:

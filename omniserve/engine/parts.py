@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from omniserve.core.config import GIB, EngineConfig
+from omniserve.core.lora import LoadLoRA
 from omniserve.core.setup import HostTierSetup, RunnerSetup
 from omniserve.core.spec import ModelSpec, eos_token_ids
 from omniserve.core.work import CancelPrefill, DiskCopy, HostEvent, RemotePrefill, SideWork
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from omniserve.parallel.host_tier import GroupHostTier
     from omniserve.remote.network_hosts import NetworkHosts
     from omniserve.remote.prefill_engines import PrefillEngines
+    from omniserve.runner.lora_loads import LoRALoads
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +96,7 @@ class EngineParts:
     log: StepLog
     hosts: NetworkHosts | None
     prefills: PrefillEngines | None
+    loras: LoRALoads | None
     runner: ModelRunner
 
     @classmethod
@@ -112,7 +115,8 @@ class EngineParts:
         Arguments, and what is raised, as in ``Engine``.
         """
         check_ranks(config, model, group)
-        patched = patched_model(model, compile=config.execution.compile)
+        adapters = config.lora if config.lora.max_loras else None
+        patched = patched_model(model, compile=config.execution.compile, lora=adapters)
         ends = {*patched.spec.eos_token_ids, *eos_token_ids(patched.spec.vocab_size, tokenizer)}
         spec = dataclasses.replace(patched.spec, eos_token_ids=tuple(sorted(ends)))
         setup = runner_setup(config, patched)
@@ -129,7 +133,8 @@ class EngineParts:
             log = _until_done(undo, make_log(setup.config, spec, latency))
             hosts = _until_done(undo, connect_hosts(setup, tier))
             prefills = _until_done(undo, connect_prefill_engines(setup.config, patched, tier, kv, clock))
-            executors, sources = side_workers(tier, disk, hosts, prefills)
+            loras = _until_done(undo, make_lora_loads(patched))
+            executors, sources = side_workers(tier, disk, hosts, prefills, loras)
             parts = RunnerParts(
                 model=patched,
                 sampler=sampler,
@@ -154,6 +159,7 @@ class EngineParts:
             log=log,
             hosts=hosts,
             prefills=prefills,
+            loras=loras,
             runner=runner,
         )
 
@@ -460,8 +466,21 @@ def connect_prefill_engines(
     return prefills
 
 
+def make_lora_loads(model: PatchedModel) -> LoRALoads | None:
+    """Make what reads adapters beside the steps; None: the model was made for none."""
+    if model.lora is None:
+        return None
+    from omniserve.runner.lora_loads import LoRALoads
+
+    return LoRALoads(model.lora, model.device)
+
+
 def side_workers(
-    tier: HostTier | None, disk: DiskTier | None, hosts: NetworkHosts | None, prefills: PrefillEngines | None
+    tier: HostTier | None,
+    disk: DiskTier | None,
+    hosts: NetworkHosts | None,
+    prefills: PrefillEngines | None,
+    loras: LoRALoads | None,
 ) -> tuple[dict[type[SideWork], Executor], list[EventSource]]:
     """Return the executors of side work that only some engines have, and the sources of events (``RunnerParts``)."""
     executors: dict[type[SideWork], Executor] = {}
@@ -478,6 +497,9 @@ def side_workers(
         executors |= {RemotePrefill: prefills.start, CancelPrefill: prefills.cancel}
         if _of_ranks(tier) is None:
             sources.append(prefills)
+    if loras is not None:
+        executors[LoadLoRA] = loras.start
+        sources.append(loras)
     return executors, sources
 
 

@@ -170,6 +170,7 @@ class Stepper:
             outputs += self._collect_all()
             self._tell_policy()
         plan, scheduled_s = self._plan(scheduler.schedule)
+        outputs += self._end_failed()
         self.last_plan_was_empty = plan.is_empty and was_idle
         runs_ahead = self._depth > 1 and scheduler.is_certain(plan)
         if flights and not runs_ahead:
@@ -192,7 +193,14 @@ class Stepper:
             return []
         plan, scheduled_s = self._plan(self._scheduler.schedule_moves)
         self._launch(plan, scheduled_s, runs_ahead=False)
-        return self._collect()
+        return [*self._end_failed(), *self._collect()]
+
+    def _end_failed(self) -> list[RequestOutput]:
+        """End the requests that cannot begin."""
+        outputs = [self._finish(output, self._clock()) for output in self._scheduler.end_failed(self._clock())]
+        for output in outputs:
+            del self.requests[output.request_id]
+        return outputs
 
     def finish(self) -> None:
         """Wait for the steps in other stages, and drop what they give. Nothing is stepped after this."""

@@ -26,12 +26,16 @@ class PrefixKeys:
     """The keys of one request's full blocks, made as they are asked for.
 
     A key is a SHA-256 over the block's tokens and the key of the block before it, so it stands for all tokens up to
-    the block's end. Requests with different salts have no key in common.
+    the block's end. Requests with different salts or LoRA adapters have no key in common.
+
+    Args:
+        lora: Digest of the adapter; empty: there is none.
     """
 
-    def __init__(self, block_size: int, *, salt: str = "") -> None:
+    def __init__(self, block_size: int, *, salt: str = "", lora: str = "") -> None:
         self.block_size = block_size
-        self._root = hashlib.sha256(salt.encode()).digest()
+        adapter = b"\xff" + lora.encode() + b"\xff" if lora else b""  # no salt begins with such a byte
+        self._root = hashlib.sha256(adapter + salt.encode()).digest()
         self._keys: list[bytes] = []
 
     def up_to(self, token_ids: Sequence[int], count: int) -> Sequence[bytes]:

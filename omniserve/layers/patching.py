@@ -6,6 +6,7 @@ Tensor legend: T packed tokens, R rows that need logits, D hidden, N query heads
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -16,12 +17,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from omniserve.core.config import LoRAConfig
+from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.compile_cache import CompileCache
 from omniserve.layers.compiled import USUAL_TOKENS, compile_halves, source_digest
 from omniserve.layers.tracing.layer_states import RowGroup, StatePool
 from omniserve.layers.tracing.traced import TracedFamily, family_of
+from omniserve.layers.weights.groups import HeldLinear, is_plain
 from omniserve.layers.weights.held import HeldWeights
 from omniserve.layers.weights.loaded_model import IdleHooks, check_loaded, free_weights, in_adapters, language_model
+from omniserve.layers.weights.lora import LoRAStacks, rows_with
 from omniserve.layers.weights.parts import read_rest
 from omniserve.ops.collectives import alone
 
@@ -47,19 +52,23 @@ _WARM_UP_ROWS = {"cuda": USUAL_TOKENS}
 class PatchedModel:
     """A model without its attention, for the engine. Call all methods under ``torch.inference_mode()``.
 
-    Hidden states, q, k, v and logits are in the model's ``dtype``.
+    Hidden states, q, k, v and logits are in the model's ``dtype``. If adapters can be named (``lora``), the last column
+    of hidden states is the slot of a row's adapter; 0: it has none.
     """
 
-    def __init__(self, family: TracedFamily, *, compile: bool, kept: KeptLayers | None = None) -> None:
+    def __init__(
+        self, family: TracedFamily, *, compile: bool, kept: KeptLayers | None = None, lora: LoRAStacks | None = None
+    ) -> None:
         self.family = family
-        self.spec = family.spec()
+        self.lora = lora
+        """The adapters that rows can name; None: there are none."""
+        spec = family.spec()
+        self.spec = spec if lora is None else dataclasses.replace(spec, hidden_size=spec.hidden_size + 1)
         self.num_layers = self.spec.num_layers
         self.layers, self.freed = kept or KeptLayers(range(self.num_layers), frozenset())
         self.dtype: torch.dtype = family.model.dtype
         self.device: torch.device = family.model.device
-        self.embed = family.embedding_and_head.embed
         self.rotary = family.embedding_and_head.rotary
-        self.logits = family.embedding_and_head.logits
         self.has_between = any(family.between)
         """Some layers do not attend, or have state beside their attention; ``run_between`` runs these."""
 
@@ -67,11 +76,18 @@ class PatchedModel:
         def pre(layer: nn.Module, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None) -> Any:
             for table in (cos, sin):
                 torch._check(table is None or table.shape[0] == hidden_TD.shape[0])
-            return family.pre_attention(layer, hidden_TD, cos, sin)
+            if lora is None:
+                return family.pre_attention(layer, hidden_TD, cos, sin)
+            with rows_with(hidden_TD[:, -1]):
+                return family.pre_attention(layer, hidden_TD[:, :-1], cos, sin)
 
         def post(layer: nn.Module, attn: Tensor, hidden_TD: Tensor) -> Tensor:
             torch._check(attn.shape[0] == hidden_TD.shape[0])
-            return family.post_attention(layer, attn, hidden_TD)
+            if lora is None:
+                return family.post_attention(layer, attn, hidden_TD)
+            with rows_with(hidden_TD[:, -1]):
+                output_TD = family.post_attention(layer, attn, hidden_TD[:, :-1])
+            return torch.cat([output_TD, hidden_TD[:, -1:]], dim=1)
 
         def post_pre(
             layer: nn.Module, after: nn.Module, attn: Tensor, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
@@ -94,6 +110,21 @@ class PatchedModel:
         self._pre = halves(pre, alone, "pre-attention")
         self._post = halves(post, alone, "post-attention")
         self._post_pre = halves(post_pre, [*pairwise(own)], "post-attention with the next pre-attention")
+
+    def embed(self, token_ids_T: Tensor, positions_T: Tensor, lora_slots_T: Tensor | None = None) -> Tensor:
+        """Turn int64 token ids and positions ``[T]`` into the first layer's input ``[T, D]``.
+
+        ``lora_slots_T`` are the slots of the rows' adapters; None: they have none.
+        """
+        hidden_TD = self.family.embedding_and_head.embed(token_ids_T, positions_T)
+        if self.lora is None:
+            return hidden_TD
+        column_T1 = hidden_TD.new_zeros(len(hidden_TD), 1) if lora_slots_T is None else lora_slots_T[:, None]
+        return torch.cat([hidden_TD, column_T1.to(hidden_TD.dtype)], dim=1)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Turn rows of the last layer's output into logits ``[R, vocabulary]``, model dtype."""
+        return self.family.embedding_and_head.logits(hidden_RD if self.lora is None else hidden_RD[:, :-1])
 
     def pre_attention(
         self, layer: int, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
@@ -123,9 +154,12 @@ class PatchedModel:
         ``layer`` is ``num_layers`` for those behind the last one. Those with state read and write the slots of
         ``groups``, which hold all rows that are to pass.
         """
+        if not self.family.between[layer]:
+            return hidden_TD
+        rows_TD = hidden_TD if self.lora is None else hidden_TD[:, :-1]
         for between in self.family.between[layer]:
-            hidden_TD = between.run(hidden_TD, groups, states)
-        return hidden_TD
+            rows_TD = between.run(rows_TD, groups, states)
+        return rows_TD if self.lora is None else torch.cat([rows_TD, hidden_TD[:, -1:]], dim=1)
 
     def run_layers(
         self,
@@ -280,7 +314,12 @@ def unpatch(model: Model) -> Model:
 
 
 def patched_model(
-    model: nn.Module, *, compile: bool, prepack: Prepack = "auto", keep: Callable[[int], range] | None = None
+    model: nn.Module,
+    *,
+    compile: bool,
+    prepack: Prepack = "auto",
+    keep: Callable[[int], range] | None = None,
+    lora: LoRAConfig | None = None,
 ) -> PatchedModel:
     """Return what ``patch`` installs on a model, which is patched if it is not yet.
 
@@ -290,9 +329,10 @@ def patched_model(
         prepack: As for ``patch``.
         keep: Given the number of layers with attention, returns those that this process has: the weights of the others
             are freed, or never read. None keeps all.
+        lora: How many adapters rows can name; None: none.
 
     Raises:
-        ValueError: A patched model is to keep some of its layers; or as ``patch`` or ``keep``.
+        ValueError: A patched model is to keep some of its layers, or has other adapters; or as ``patch`` or ``keep``.
         TypeError, UnsupportedModelError: As ``patch``.
     """
     inner = language_model(model)
@@ -302,8 +342,11 @@ def patched_model(
         check_loaded(model)
         inner.__dict__["_omniserve_patch"] = _Patch(inner, (compile, prepack), keep)
     elif "omniserve" not in inner.__dict__:
-        patch(model, compile=compile, prepack=prepack)
+        check_loaded(model)
+        inner.__dict__["_omniserve_patch"] = _Patch(inner, (compile, prepack), lora=lora)
     patched: PatchedModel = inner.__dict__["omniserve"]
+    if (patched.lora.sizes if patched.lora is not None else None) != (lora.sizes if lora is not None else None):
+        raise ValueError("the model is patched with other adapters' slots; call omniserve.unpatch(model) first")
     return patched
 
 
@@ -311,11 +354,17 @@ class _Patch:
     """The changes of a model, and the way back."""
 
     def __init__(
-        self, model: PreTrainedModel, options: tuple[bool, Prepack], keep: Callable[[int], range] | None = None
+        self,
+        model: PreTrainedModel,
+        options: tuple[bool, Prepack],
+        keep: Callable[[int], range] | None = None,
+        *,
+        lora: LoRAConfig | None = None,
     ) -> None:
         self.options = options
         self._model = model
         self._held: HeldWeights | None = None
+        self._lora: LoRAStacks | None = None
         self._hooks = IdleHooks(model)
         try:
             with alone():  # halves of a rank's part are found and compiled without the other ranks
@@ -323,11 +372,13 @@ class _Patch:
             kept = _keep_layers(family, keep)
             if options[1] is not False:
                 self._prepack(family, kept.freed, is_required=options[1] is True)
+            if lora is not None:
+                self._lora = self._make_adaptable(family, lora)
         except BaseException:
             self._hooks.put_back()
             raise
         # __setattr__ would register it as a submodule.
-        model.__dict__["omniserve"] = PatchedModel(family, compile=options[0], kept=kept)
+        model.__dict__["omniserve"] = PatchedModel(family, compile=options[0], kept=kept, lora=self._lora)
         logger.info("installed model.omniserve (%s, compile=%s)", type(family).__name__, options[0])
 
     def _prepack(self, family: TracedFamily, freed: frozenset[int], *, is_required: bool) -> None:
@@ -352,10 +403,20 @@ class _Patch:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # the old weights leave free blocks whose sizes nothing else needs
 
+    def _make_adaptable(self, family: TracedFamily, lora: LoRAConfig) -> LoRAStacks:
+        adapted = in_adapters(self._model)
+        linears = [each for each in family.row_linears if id(each) not in adapted]
+        linears = [each for each in linears if isinstance(each, HeldLinear) or is_plain(each)]
+        if not linears:
+            raise UnsupportedModelError(f"{type(self._model).__name__} has no linear that adapters could be named for")
+        return LoRAStacks(self._model, linears, num_slots=lora.max_loras, max_rank=lora.max_lora_rank)
+
     def remove(self) -> None:
         """Undo everything, last change first."""
         del self._model.__dict__["omniserve"]
         self._model.__dict__.pop("_apply", None)
+        if self._lora is not None:
+            self._lora.remove()
         if self._held is not None:
             self._held.release()
         self._hooks.put_back()

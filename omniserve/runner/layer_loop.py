@@ -186,7 +186,7 @@ class LayerLoop:
     def _first_hidden(self, plan: StepPlan, inputs: StepInputs) -> Tensor:
         """Return the hidden states ``[T, D]`` that go into the first of the layers here."""
         self.pending.fill(inputs.token_ids_T, plan)
-        return self.model.embed(inputs.token_ids_T, inputs.positions_T)
+        return self.model.embed(inputs.token_ids_T, inputs.positions_T, inputs.lora_slots_T)
 
     def _step_run(self, plan: StepPlan, inputs: StepInputs, hidden_TD: Tensor, layer: int) -> StepRun:
         absent: set[str] = set()

@@ -243,8 +243,10 @@ class SecondBatch:
         self._hidden_TD = residuals_SD[slots]
         num_entries = bisect_right(self._layers, -1)
         if num_entries:
-            ids = [row.token_id for row in rows[:num_entries] if isinstance(row, PiggybackEntry)]
-            embedded = model.embed(torch.tensor(ids, device=device), positions[:num_entries])
+            entries = [row for row in rows[:num_entries] if isinstance(row, PiggybackEntry)]
+            ids = torch.tensor([entry.token_id for entry in entries], device=device)
+            lora_slots = torch.tensor([entry.lora_slot for entry in entries], device=device)
+            embedded = model.embed(ids, positions[:num_entries], lora_slots)
             self._hidden_TD[:num_entries] = embedded
 
     def begin_layer(self, layer: int) -> None:

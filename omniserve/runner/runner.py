@@ -218,12 +218,10 @@ class ModelRunner:
 
     def poll_host(self) -> list[HostEvent]:
         """Return the events of side work, first those that came during a step that waited; once, the tier's death."""
-        if self._tier is None:
-            return []
         events = self._held.take()
         for source in self._sources:
             events += source.poll()
-        if self._host_was_healthy and not self._tier.healthy:
+        if self._tier is not None and self._host_was_healthy and not self._tier.healthy:
             self._host_was_healthy = False
             events.append(TierDown())
         return events

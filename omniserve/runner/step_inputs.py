@@ -79,6 +79,8 @@ class DeviceRows:
     """``[R, M]`` int32, padded with 0."""
     is_reversed: np.ndarray | None
     """``[R]`` bool; None: no block runs from the right."""
+    lora_slots: np.ndarray | None
+    """``[n]``: slots of the rows' adapters; None: no row has one."""
 
     def attention_metadata(self, device: torch.device) -> AttentionMetadata:
         """Return the metadata of these rows for attention on ``device``."""
@@ -105,6 +107,8 @@ class StepInputs:
     token_ids_T: Tensor
     """int64; the seats hold the tokens that enter, 0 where they are empty."""
     positions_T: Tensor
+    lora_slots_T: Tensor | None
+    """int64: slots of the rows' adapters, in the seats of tokens that enter; None: none has one."""
     slot_mapping: Tensor
     """``[num_device_rows]`` int64: block * block_size + offset."""
     attention: AttentionMetadata
@@ -139,6 +143,7 @@ def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
         block_table[row, : len(chunk.block_ids)] = chunk.block_ids
     blocks = block_table[np.repeat(np.arange(len(chunks)), lengths), positions // block_size]
     offsets = positions % block_size
+    slots = np.fromiter((c.lora_slot for c in chunks), np.int64, len(chunks))
     is_reversed = np.fromiter((c.is_reversed for c in chunks), np.bool_, len(chunks))
     if is_directed := bool(is_reversed.any()):
         offsets = np.where(np.repeat(is_reversed, lengths), block_size - 1 - offsets, offsets)
@@ -150,6 +155,7 @@ def make_device_rows(plan: StepPlan, *, block_size: int) -> DeviceRows:
         seq_lens=starts + lengths,
         block_table=block_table,
         is_reversed=is_reversed if is_directed else None,
+        lora_slots=np.repeat(slots, lengths) if slots.any() else None,
     )
 
 
@@ -204,10 +210,16 @@ def make_step_inputs(
     num_rows, seats = len(rows.token_ids), plan.num_piggyback_seats
     positions, token_ids = np.zeros((2, num_rows + seats), np.int64)
     positions[:num_rows], token_ids[:num_rows] = rows.positions, rows.token_ids
+    lora_slots: np.ndarray | None = None
+    if rows.lora_slots is not None or any([entry.lora_slot for entry in plan.entries]):
+        lora_slots = np.zeros(num_rows + seats, np.int64)
+        lora_slots[:num_rows] = 0 if rows.lora_slots is None else rows.lora_slots
     seat = num_rows
     for entry in plan.entries:
         end = seat + entry.num_rows
         token_ids[seat:end] = entry.token_ids
+        if lora_slots is not None:
+            lora_slots[seat:end] = entry.lora_slot
         positions[seat:end] = np.arange(entry.position, entry.position + entry.num_rows)
         seat = end
     entering, joining = _seats(plan, max_host_rows, device) if seats else (None, {})
@@ -216,6 +228,7 @@ def make_step_inputs(
         num_seats=seats,
         token_ids_T=_on(device, token_ids),
         positions_T=_on(device, positions),
+        lora_slots_T=None if lora_slots is None else _on(device, lora_slots),
         slot_mapping=_on(device, rows.slot_mapping),
         attention=rows.attention_metadata(device),
         entering=entering,

@@ -66,7 +66,8 @@ class Prefixes:
         """Look up a new request."""
         if self.index is None:
             return
-        state.prefix = PrefixUse(PrefixKeys(self._block_size, salt=state.request.cache_salt))
+        adapter = state.lora.digest if state.lora is not None else ""
+        state.prefix = PrefixUse(PrefixKeys(self._block_size, salt=state.request.cache_salt, lora=adapter))
         self.found(state)
         if state.kind is ServiceClass.LS:
             keys = state.prefix.keys.up_to(state.token_ids, self._most_found(state)) if not self.has_states else ()

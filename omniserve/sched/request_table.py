@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING
 
+from omniserve.core.lora import LoRA
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import AttentionResult, CancelTask, Done, HostEvent, KVMove, SideWork, TierDown
 from omniserve.kv.base import KVManager
 from omniserve.sched.checkpoints import Checkpoints
 from omniserve.sched.features import StepFeatures
 from omniserve.sched.features.base import PLAIN_SETTINGS, FeatureContext, FeatureSettings
+from omniserve.sched.lora_slots import LoRASlots
 from omniserve.sched.memory import MemoryRules
 from omniserve.sched.moves import MoveContext, RequestMoves, count_preemption
 from omniserve.sched.options import SchedulerLimits
@@ -81,6 +83,13 @@ class RequestTable:
         """What need not be recomputed of WAITING requests."""
         kinds = sources_of(limits.config, kv)
         self.loads = KVLoads(kinds, kv, self.prefixes_on_host, self.side_work, limits, self.waiting)
+        self.loras: LoRASlots | None = None
+        """The adapters in memory; None: requests cannot name any."""
+        if max_loras := limits.config.lora.max_loras:
+            turn = limits.config.max_num_seqs
+            self.loras = LoRASlots(
+                max_loras, turn, self.side_work, release=self.loads.release, withdraw=self._wait_for_lora
+            )
         num_copied = limits.checkpoint_blocks if (can_keep or offloads) and limits.num_host_slots else 0
         self.checkpoints = Checkpoints(kv, self.side_work, max_blocks_per_step=num_copied)
         self.moves = RequestMoves(self._move_context(offloads=offloads, offloads_ls=offloads_ls))
@@ -130,7 +139,10 @@ class RequestTable:
         self.features.on_arrival(state)
         self.states[state.request_id] = state
         self.prefixes.note_arrival(state)
-        self.waiting[state.kind].add(state)
+        if self.loras is not None and not self.loras.enter(state):
+            self.loads.hold(state, self.loras)
+        else:
+            self.waiting[state.kind].add(state)
 
     def end(self, state: RequestState) -> None:
         """Forget a request; its KV is freed now, or when the copy or host task that uses it is over."""
@@ -141,6 +153,8 @@ class RequestTable:
         """Take a request from where it is; its phase is ``into``, or DRAINING if something still uses its KV."""
         phase, state.phase = state.phase, into
         self.features.on_phase(state, into)
+        if self.loras is not None and into is Phase.FINISHED:
+            self.loras.leave(state)
         if phase is Phase.MOVING:
             state.phase = Phase.DRAINING
         elif phase is Phase.HOST:
@@ -284,6 +298,16 @@ class RequestTable:
         if not self.residents.is_up or (self._network is not None and self._network.is_lost(state)):
             self.preempt(state)
 
+    def _wait_for_lora(self, lora: LoRA) -> list[RequestState]:
+        """Take requests of an adapter that have not begun from their queues: it will not be in memory for them."""
+        assert self.loras is not None
+        waiting = (state for queue in self.waiting.values() for state in queue.everyone())
+        found = [state for state in waiting if state.lora == lora and state.first_scheduled_s is None]
+        for state in found:
+            self.waiting[state.kind].remove(state)
+            self.loads.hold(state, self.loras)
+        return found
+
     def _wait(self, state: RequestState) -> None:
         """Put a request that has no table any more into its queue."""
         self.features.on_phase(state, Phase.WAITING)
@@ -337,6 +361,8 @@ class RequestTable:
             assert may_hold if state.slot >= 0 else not must_hold, about
         for feature in self.features.on:
             feature.check([*self.states.values()])
+        if self.loras is not None:
+            self.loras.check(self.states.values())
         held = self.residents.slots.num_used
         on_host = sum(s.slot >= 0 for s in (*self.states.values(), *self.ended()))
         assert held == on_host, f"{held} slots are taken, {on_host} requests hold one"

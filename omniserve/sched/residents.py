@@ -125,6 +125,7 @@ class HostResidents:
                     epoch=state.epoch,
                     block_ids=blocks,
                     state_slot=state.state_slot,
+                    lora_slot=state.lora_slot,
                 )
             )
         return entries

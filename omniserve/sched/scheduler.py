@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from omniserve.core.errors import RequestRejected
+from omniserve.core.lora import LoRA
 from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, StepOutput, StepPlan
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
 from omniserve.core.stats import SchedulerStats
@@ -84,12 +85,20 @@ class Scheduler:
     # -- arrivals and ends ---------------------------------------------------------------------------------------
 
     def add(
-        self, request_id: str, request: Request, slo: SLO, now_s: float, *, arrival_s: float | None = None
+        self,
+        request_id: str,
+        request: Request,
+        slo: SLO,
+        now_s: float,
+        *,
+        arrival_s: float | None = None,
+        lora: LoRA | None = None,
     ) -> float | None:
         """Take a request.
 
         Args:
             arrival_s: When it came to the server, at most ``now_s``; None: now.
+            lora: The adapter that it names.
 
         Returns:
             The predicted time to first token, seconds from arrival; None if the policy predicts none.
@@ -107,6 +116,7 @@ class Scheduler:
             priority_key=(rank, next(self._orders)),
             arrival_s=now_s if arrival_s is None else arrival_s,
             token_ids=list(request.prompt_token_ids),
+            lora=lora,
         )
         self.requests.add(state)
         self._tell_time(now_s)
@@ -127,6 +137,16 @@ class Scheduler:
             self.policy.on_end(state)
         self.requests.end(state)
         return state.output(reason=FinishReason.ABORT, now_s=now_s)
+
+    def end_failed(self, now_s: float) -> list[RequestOutput]:
+        """End the requests whose adapter could not be read, and return their outputs."""
+        loras = self.requests.loras
+        outputs: list[RequestOutput] = []
+        for state, message in loras.failed().items() if loras is not None else ():
+            logger.error("request %s failed: %s", state.request_id, message)
+            self.requests.end(state)
+            outputs.append(state.output(reason=FinishReason.ERROR, stop_reason=message, now_s=now_s))
+        return outputs
 
     # -- a step --------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeVar, cast
 
+from omniserve.core.lora import LoRA
 from omniserve.core.plan import PENDING_TOKEN, PromptScores
 from omniserve.core.request import (
     SLO,
@@ -35,7 +36,7 @@ class Phase(enum.StrEnum):
     """The place of a request's KV, and with it what the scheduler may do with the request."""
 
     WAITING = "waiting"  # has no block table: new, or preempted
-    LOADING = "loading"  # likewise, and KV of its first tokens is coming into host memory from a source
+    LOADING = "loading"  # likewise, and waits for KV of its first tokens from a source, or for its LoRA adapter
     DEVICE = "device"  # KV on the device
     ENDING = "ending"  # its last token is pending: it needs no KV any more, and is not scheduled
     MOVING = "moving"  # KV is being copied; not schedulable
@@ -159,6 +160,10 @@ class RequestState:
     """(rank of its class, arrival number): the order among requests of its kind."""
     arrival_s: float
     token_ids: list[int]
+    lora: LoRA | None = None
+    """The adapter that computes it; None: the model alone."""
+    lora_slot: int = 0
+    """Slot of the adapter; 0: it has none, or waits for it."""
     phase: Phase = Phase.WAITING
     num_computed_tokens: int = 0
     slot: int = -1

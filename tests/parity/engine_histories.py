@@ -87,6 +87,8 @@ class Tally:
     network_tasks: int = 0
     network_moves: int = 0
     lost_hosts: int = 0
+    loras_left: int = 0
+    """Adapters whose slot was given to another one."""
     finished: int = 0
 
 
@@ -337,6 +339,8 @@ def run_history(
     has_profile = rng.random() < 0.5 if has_profile is None else has_profile
     profile = made_up_profile(model, config) if has_profile else None
     with Engine(model, config, profile=profile, group=group) as engine:
+        for name, folder in reference.folders.items():
+            engine.load_lora(name, folder)
         tier = engine.host_tier
         halt_rate = rng.choice([0.02, 0.2])
         highest = config.classes[0].name
@@ -370,6 +374,7 @@ def run_history(
                     ),
                     service_class=rng.choice(classes),
                     slo=SLO(ttft_s=rng.choice([None, 0.01, 10.0]), tpot_s=rng.choice(tpots)),
+                    lora=reference.loras[index],
                 )
                 if drafts:
                     request = with_prediction(request, reference.tokens[index], asks)
@@ -396,6 +401,8 @@ def run_history(
             if disturb is not None:
                 disturb(asks)
             tally.in_stages += bool(plans_in_stages(engine))
+            loras = engine.scheduler.requests.loras
+            in_memory = set(loras.in_memory()) if loras is not None else set()
             for output in engine.step():
                 got[output.request_id] += output.new_token_ids
                 if output.prompt_logprobs:
@@ -403,6 +410,7 @@ def run_history(
                 if output.finish_reason is not None:
                     reasons[output.request_id] = output.finish_reason
             engine.scheduler.check_integrity()
+            tally.loras_left += len(in_memory.difference(loras.in_memory())) if loras is not None else 0
             if isinstance(engine.kv, TwoTierKVManager):
                 pool = engine.kv._tables.pools[Tier.HOST]
                 users = pool._num_users.values() if isinstance(pool, PrefixPool) else ()

@@ -68,6 +68,18 @@ class Reference:
         """Log-probabilities of each prompt's rows, ``[length, vocabulary]``."""
         self.tolerance: float = found["tolerance"]
         """Largest difference of logits: more than usual where the model's own decode and prefill differ by more."""
+        self.loras: list[str | None] = [None] * len(self.prompts)
+        """The adapter by which each prompt is continued; None: by the model alone."""
+        self.folders: dict[str, Path] = {}
+        """The folders of the adapters, by name."""
+
+    def extend(self, other: Reference, lora: str, folder: Path) -> None:
+        """Add another reference's continuations, which an adapter of the model has made."""
+        self.prompts, self.tokens = self.prompts + other.prompts, self.tokens + other.tokens
+        self.prompt_logprobs = self.prompt_logprobs + other.prompt_logprobs
+        self.tolerance = max(self.tolerance, other.tolerance)
+        self.loras = self.loras + [lora] * len(other.prompts)
+        self.folders[lora] = folder
 
 
 def _made(

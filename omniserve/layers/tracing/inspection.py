@@ -35,6 +35,16 @@ class LinearWatch:
         for hook in self._hooks:
             hook.remove()
 
+    def called_on(self, num_rows: int) -> list[nn.Linear]:
+        """Return the linears that were called once, on so many rows."""
+        called = Counter(id(linear) for _, linears in self._calls for linear in linears)
+        return [
+            linear
+            for rows, linears in self._calls
+            for linear in linears
+            if called[id(linear)] == 1 and rows.numel() == num_rows * linear.in_features
+        ]
+
     def called(self) -> list[nn.Linear]:
         """Return the linears that were called."""
         return list({id(linear): linear for _, linears in self._calls for linear in linears}.values())

@@ -128,6 +128,8 @@ class TracedFamily:
         inputs: list[Tensor] = []
         self._specs: list[AttentionSpec] = []
         self._groups: list[list[tuple[nn.Module, ...]]] = []
+        self.row_linears: list[nn.Linear] = []
+        """The linears of layers that are called on the rows of a step as they are, each once."""
         self._operators: set[str] = set()
         sizes: set[tuple[int, ...]] = set()
         for layer in self.layers:
@@ -161,6 +163,7 @@ class TracedFamily:
             hidden_TD = self._rows.next(layer.turn, output if isinstance(output, Tensor) else output[0], hidden_TD)
             write_left(layer.arguments, places, hidden_TD)
             self._groups.append(linears.groups())
+            self.row_linears += linears.called_on(len(hidden_TD))
             layer.computes = operators.digest(repr(layer.arguments))
             self._operators |= operators.names
         query_heads, kv_heads, _, query_sizes, _, value_sizes = map(set, zip(*sizes, strict=True))

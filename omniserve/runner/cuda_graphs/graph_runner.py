@@ -226,7 +226,7 @@ class PaddedLayers:
                 attn_TD = self.rows.join(self._rows_joined(inputs, layer), attn_TD, hidden_TD)
             return attn_TD
 
-        hidden_TD = model.embed(inputs.token_ids_T, inputs.positions_T)
+        hidden_TD = model.embed(inputs.token_ids_T, inputs.positions_T, inputs.lora_slots_T)
         rotary = self._rotary_per_layer(inputs)
         return model.run_layers(range(model.num_layers), hidden_TD, rotary, attend_with_seats, fused=True)
 

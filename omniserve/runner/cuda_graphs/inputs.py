@@ -65,12 +65,14 @@ class StaticInputs:
         self.shape = shape
         self._memory = memory
         self._longs = memory.longs[: sum(_long_sizes(shape, num_layers))]
-        token_ids, positions, slots, seat_rows, seat_positions, wanted, as_one = self._longs.split(
+        token_ids, positions, lora_slots, slots, seat_rows, seat_positions, wanted, as_one = self._longs.split(
             _long_sizes(shape, num_layers)
         )
         self.token_ids_T: Tensor = token_ids
         """``[T + P]``; the seats hold the tokens that enter."""
         self.positions_T: Tensor = positions
+        self.lora_slots_T: Tensor = lora_slots
+        """``[T + P]``; 0: the row has no adapter."""
         self.slot_mapping_T: Tensor = slots
         self._seat_rows = seat_rows.view(num_layers + 1, seats)
         self.seat_positions: Tensor = seat_positions
@@ -113,14 +115,16 @@ class StaticInputs:
         """
         num_rows, seats = len(rows.token_ids), self.shape.seats
         longs = self._host_buffer(self._longs)
-        token_ids, positions, slots, seat_rows, seat_positions, wanted, as_one = (
+        token_ids, positions, lora_slots, slots, seat_rows, seat_positions, wanted, as_one = (
             part.numpy() for part in longs.split(_long_sizes(self.shape, self._memory.num_layers))
         )
-        token_ids[:] = positions[:] = 0
+        token_ids[:] = positions[:] = lora_slots[:] = 0
         seat_positions[:] = wanted[:] = 0
         as_one[:] = plan.joins_as_one
         slots[:] = seat_rows[:] = -1
         token_ids[:num_rows], positions[:num_rows], slots[:num_rows] = rows.token_ids, rows.positions, rows.slot_mapping
+        if rows.lora_slots is not None:
+            lora_slots[:num_rows] = rows.lora_slots
         if seats:
             first = self.shape.rows
             rows_LP, positions_LP = seat_rows.reshape(-1, seats), seat_positions.reshape(-1, seats)
@@ -128,6 +132,7 @@ class StaticInputs:
             entering = [token_id for entry in plan.entries for token_id in entry.token_ids]
             count = len(entering)
             token_ids[first : first + count] = entering
+            lora_slots[first : first + count] = [entry.lora_slot for entry in plan.entries for _ in entry.token_ids]
             positions[first : first + count] = positions_LP[0, :count] = positions_of(plan.entries)
             rows_LP[0, :count] = rows_of(plan.entries, self._memory.max_host_rows)
             for layer, joins in joins_by_layer(plan).items():
@@ -163,8 +168,9 @@ class StaticInputs:
 
 
 def _long_sizes(shape: StepShape, num_layers: int) -> list[int]:
-    """Return the lengths of: token ids, positions, slots of rows, rows of seats, positions of seats, flags that late
-    joins wait for, whether they join as one.
+    """Return the lengths of: token ids, positions, slots of adapters, slots of rows, rows of seats, positions of seats,
+    flags that late joins wait for, whether they join as one.
     """
     rows, seats = shape.rows, shape.seats
-    return [rows + seats, rows + seats, rows, (num_layers + 1) * seats, num_layers * seats, num_layers * seats, 1]
+    of_layers = [(num_layers + 1) * seats, num_layers * seats, num_layers * seats]
+    return [rows + seats, rows + seats, rows + seats, rows, *of_layers, 1]

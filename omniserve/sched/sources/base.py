@@ -17,6 +17,7 @@ from omniserve.core.request import ServiceClass
 from omniserve.core.work import HostEvent
 from omniserve.kv.base import KVManager
 from omniserve.sched import prefixes_on_host
+from omniserve.sched.lora_slots import LoRASlots
 from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.prefixes_on_host import Coming, PrefixesOnHost
 from omniserve.sched.side_work import SideWorkQueue
@@ -125,11 +126,11 @@ class KVLoads:
             prefixes=prefixes,
             side_work=side_work,
             config=limits.config,
-            end_loading=self._end,
+            end_loading=self.release,
             max_blocks=limits.blocks_per_step(kv.block_size),
         )
         self.sources = [kind(context) for kind in kinds]
-        self._loading: dict[RequestState, KVSource] = {}
+        self._loading: dict[RequestState, KVSource | LoRASlots] = {}
         self._prefixes, self._waiting, self._block_size = prefixes, waiting, kv.block_size
 
     def __contains__(self, state: RequestState) -> bool:
@@ -150,7 +151,7 @@ class KVLoads:
             reserve_blocks: Host blocks to leave free.
         """
         for source in self.sources:
-            self._end(source.held())
+            self.release(source.held())
             num_ahead = sum(state.num_uncomputed_tokens for state in running_ls)
             for kind, most in source.most_looked_up.items():
                 for state in list(itertools.islice(self._waiting[kind], most)):
@@ -159,12 +160,17 @@ class KVLoads:
                     )
                     if source.start(state, outlook):
                         self._waiting[kind].remove(state)
-                        state.phase = Phase.LOADING
-                        self._loading[state] = source
+                        self.hold(state, source)
                     elif kind is LS:
                         num_ahead += state.num_tokens
 
-    def _end(self, states: Iterable[RequestState]) -> None:
+    def hold(self, state: RequestState, source: KVSource | LoRASlots) -> None:
+        """Have a request that is in no queue wait, for KV or for its adapter."""
+        state.phase = Phase.LOADING
+        self._loading[state] = source
+
+    def release(self, states: Iterable[RequestState]) -> None:
+        """Put requests back into their queues, whatever has come."""
         for state in states:
             del self._loading[state]
             state.phase = Phase.WAITING
@@ -183,7 +189,7 @@ class KVLoads:
         """Find, publish, copy and load no KV any more, as a step has failed. What is under way still ends."""
         self._prefixes.give_up()
         for source in self.sources:
-            self._end([*source.give_up()])
+            self.release([*source.give_up()])
 
     def coming(self, state: RequestState) -> Coming | None:
         """Return what a WAITING request that has just come finds on the host, and at a source behind that.
