@@ -111,10 +111,12 @@ class LoRAConfig:
     """
 
     max_loras: int = 0
-    """Most adapters in memory at a time; 0: requests cannot name any. Others that are known are read from disk when a
-    request names them, in the place of the one that has not been used for the longest time."""
+    """Most LoRA adapters in memory at a time. Others that are known are read from disk when a request names them, in
+    the place of the one that has not been used for the longest time. 0: as many as are named at the start, or 8 where
+    others may be loaded."""
     max_lora_rank: int = 16
-    """Highest rank of an adapter, rounded up to a multiple of 8: the memory of each is that of this rank."""
+    """Highest rank of a LoRA adapter, rounded up to a multiple of 8, and at least that of the adapters named at the
+    start: each takes the memory of this rank."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_loras <= MOST_LORAS:
@@ -331,8 +333,8 @@ class EngineConfig:
             raise ValueError("the KV of prefill_engines comes into host memory: give host_kv_bytes")
         if self.lora.max_loras and (self.parallel.num_ranks > 1 or self.prefill.is_prefill_engine):
             raise ValueError(
-                "adapters can be named on one rank, and not on a prefill engine: set lora.max_loras (--max-loras) to "
-                "0, or merge the adapter into the model"
+                "adapters can be named on one rank, and not on a prefill engine: leave --lora-modules, --lora-dir and "
+                "--max-loras away, or merge the adapter into the model"
             )
         if self.parallel.num_ranks > 1:
             sizes = "tensor_parallel_size and pipeline_parallel_size"

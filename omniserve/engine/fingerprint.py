@@ -34,7 +34,12 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
         model=hashlib.sha256(description_of(model)).hexdigest()[:16],
         dtype=str(model.dtype).removeprefix("torch."),
         weights=" ".join(
-            [*(["bfloat16"] if holds_bfloat16(model) else []), *forms_of_weights(model), *forms_of(model)]
+            [
+                *(["bfloat16"] if holds_bfloat16(model) else []),
+                *forms_of_weights(model),
+                *forms_of(model),
+                *([f"lora.rank{config.lora.max_lora_rank}"] if config.lora.max_loras else []),
+            ]
         ),
         device=_device_name(device),
         device_threads=cores.threads_alone,

@@ -115,8 +115,7 @@ class EngineParts:
         Arguments, and what is raised, as in ``Engine``.
         """
         check_ranks(config, model, group)
-        adapters = config.lora if config.lora.max_loras else None
-        patched = patched_model(model, compile=config.execution.compile, lora=adapters)
+        patched = patched_model(model, compile=config.execution.compile, lora=config.lora)
         ends = {*patched.spec.eos_token_ids, *eos_token_ids(patched.spec.vocab_size, tokenizer)}
         spec = dataclasses.replace(patched.spec, eos_token_ids=tuple(sorted(ends)))
         setup = runner_setup(config, patched)

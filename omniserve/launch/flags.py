@@ -13,6 +13,7 @@ from omniserve.core.config import (
     EngineConfig,
     ExecutionConfig,
     HostsConfig,
+    LoRAConfig,
     ParallelConfig,
     PrefillConfig,
 )
@@ -22,6 +23,7 @@ from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.kv import KV_MANAGERS
 from omniserve.latency import LATENCY_MODELS
 from omniserve.launch.dataclass_flags import add_field_flags, add_options_flag, flag_of, flag_value, number
+from omniserve.launch.lora_folders import rank_of
 from omniserve.launch.models import DTYPES, QUANTIZE, builtin_model_path, checked_model
 from omniserve.sched import SCHEDULERS, policy_of
 from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions
@@ -31,16 +33,19 @@ def _names(registry: Registry[Any]) -> str:
     return f"{', '.join(registry.names())} or package.module:Class"
 
 
-_OTHERWISE = ("scheduler_options", "execution", "disk_kv", "parallel", "hosts", "prefill", "classes")
+_OTHERWISE = ("scheduler_options", "execution", "disk_kv", "parallel", "lora", "hosts", "prefill", "classes")
 """Fields of EngineConfig that are given in parts."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(EngineConfig) if field.name not in _OTHERWISE)
 
 _DISK_FIELDS = tuple(field.name for field in dataclasses.fields(DiskKVConfig))
 _PARALLEL_FIELDS = tuple(field.name for field in dataclasses.fields(ParallelConfig))
+_LORA_FIELDS = tuple(field.name for field in dataclasses.fields(LoRAConfig))
 _HOSTS_FIELDS = tuple(field.name for field in dataclasses.fields(HostsConfig))
 _PREFILL_FIELDS = tuple(field.name for field in dataclasses.fields(PrefillConfig) if field.name != "is_prefill_engine")
 
 _SPECULATE = ":speculate"
+_LORA_SLOTS = 8
+"""Slots for adapters where some may be loaded, and nothing says how many."""
 
 
 def device(text: str) -> str:
@@ -61,6 +66,26 @@ def _class(text: str) -> ClassSpec:
         return ClassSpec(name=name, kind=rest[0], slo=slo, speculation=text.endswith(_SPECULATE))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error} in {text!r}") from None
+
+
+def _lora(text: str) -> tuple[str, str]:
+    """Read ``NAME=FOLDER``; an argparse type."""
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
+        raise argparse.ArgumentTypeError(f"must be NAME=FOLDER, got {text!r}")
+    return name, folder
+
+
+def loras_from(args: argparse.Namespace) -> dict[str, str]:
+    """Return the folders of the adapters that the flags name.
+
+    Raises:
+        ValueError: Two have one name.
+    """
+    given = args.lora_modules or []
+    if len(dict(given)) < len(given):
+        raise ValueError("--lora-modules names two adapters alike; each needs a name of its own")
+    return {name: str(Path(folder).expanduser()) for name, folder in given}
 
 
 def add_profile_flag(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +144,14 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_field_flags(parser, EngineConfig, _FIELDS, notes=notes)
     add_field_flags(parser, DiskKVConfig, _DISK_FIELDS, prefix="disk_kv_")
     add_field_flags(parser, ParallelConfig, _PARALLEL_FIELDS)
+    parser.add_argument(
+        "--lora-modules",
+        action="append",
+        type=_lora,
+        metavar="NAME=FOLDER",
+        help="a LoRA adapter, as PEFT saves it, that requests can name as their model; repeat it",
+    )
+    add_field_flags(parser, LoRAConfig, _LORA_FIELDS)
     add_field_flags(parser, HostsConfig, _HOSTS_FIELDS)
     add_field_flags(parser, PrefillConfig, _PREFILL_FIELDS)
     classes = " ".join(map(_class_text, EngineConfig().classes))
@@ -161,6 +194,7 @@ def config_from(args: argparse.Namespace) -> EngineConfig:
             scheduler_options=dict(args.scheduler_option or ()),
             disk_kv=DiskKVConfig(**{name: getattr(args, f"disk_kv_{name}") for name in _DISK_FIELDS}),
             parallel=ParallelConfig(**{name: getattr(args, name) for name in _PARALLEL_FIELDS}),
+            lora=_lora_config(args),
             hosts=HostsConfig(**{name: getattr(args, name) for name in _HOSTS_FIELDS}),
             prefill=PrefillConfig(**{name: getattr(args, name) for name in _PREFILL_FIELDS}),
             execution=make_options(ExecutionConfig, dict(args.execution or ()), owner="--execution"),
@@ -171,6 +205,14 @@ def config_from(args: argparse.Namespace) -> EngineConfig:
         return dataclasses.replace(config, scheduler_options=typed)
     except ValueError as error:
         raise ValueError(_with_flag_names(str(error))) from None
+
+
+def _lora_config(args: argparse.Namespace) -> LoRAConfig:
+    """Return slots for the adapters that the flags name, and for some more if others may be loaded."""
+    given = loras_from(args)
+    max_loras = args.max_loras or max(len(given), _LORA_SLOTS if getattr(args, "lora_dir", None) else 0)
+    ranks = [rank_of(Path(folder)) for folder in given.values()]
+    return LoRAConfig(max_loras=max_loras, max_lora_rank=max(args.max_lora_rank, *ranks, 1))
 
 
 def _with_ls_objectives(
@@ -192,7 +234,7 @@ def _class_text(spec: ClassSpec) -> str:
 
 
 def _with_flag_names(message: str) -> str:
-    flags = {name: flag_of(name) for name in (*_FIELDS, *_PARALLEL_FIELDS, *_HOSTS_FIELDS)}
+    flags = {name: flag_of(name) for name in (*_FIELDS, *_PARALLEL_FIELDS, *_LORA_FIELDS, *_HOSTS_FIELDS)}
     flags |= {f"disk_kv.{name}": flag_of(f"disk_kv_{name}") for name in _DISK_FIELDS}
     flags |= {"SLO.ttft_s": "--ls-ttft-slo", "SLO.tpot_s": "--ls-tpot-slo", "classes": "--class"}
     return re.sub(r"[\w.]+", lambda word: flags.get(word[0], word[0]), message)

@@ -329,13 +329,14 @@ def patched_model(
         prepack: As for ``patch``.
         keep: Given the number of layers with attention, returns those that this process has: the weights of the others
             are freed, or never read. None keeps all.
-        lora: How many adapters rows can name; None: none.
+        lora: How many adapters rows can name; None, or no slots: none.
 
     Raises:
         ValueError: A patched model is to keep some of its layers, or has other adapters; or as ``patch`` or ``keep``.
         TypeError, UnsupportedModelError: As ``patch``.
     """
     inner = language_model(model)
+    lora = lora if lora is not None and lora.max_loras else None
     if keep is not None:
         if "_omniserve_patch" in inner.__dict__:
             raise ValueError("layers are chosen when a model is patched, and this one is")

@@ -64,7 +64,7 @@ def profile_model(
     """
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s must be > 0, got {time_limit_s}")
-    patched = patched_model(model, compile=config.execution.compile)
+    patched = patched_model(model, compile=config.execution.compile, lora=config.lora)
     check_policy(config, patched.spec)  # now, not when an engine is made for the steps
     check_disk(config, patched.spec)
     fingerprint = fingerprint_of(model, config)

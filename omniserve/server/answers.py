@@ -33,7 +33,7 @@ class AnswerShape(abc.ABC):
         self._common = {
             "id": call_id,
             "created": int(time.time()),
-            "model": service.model_name,
+            "model": request.model or service.model_name,
             "service_tier": request.answered_tier,
         }
         self.is_streamed = request.stream

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from omniserve.core.errors import EngineStopped
 from omniserve.core.version import __version__
-from omniserve.server import generate, openapi
+from omniserve.server import generate, loras, openapi
 from omniserve.server.connections import HeadAsGet, RequestLog
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.fields import StrictModel, ignored_header, read_fields, validate
@@ -57,7 +57,8 @@ def create_app(
         traces: It is told of completions and chats when they are over.
     """
     app = FastAPI(title="OmniServe", openapi_url=None)
-    for router in (generate.router(service), _tokenizer(service), _state(service), *routers):
+    adapters = loras.router(service.loras, service.engine, service.bodies, service.unknown_fields)
+    for router in (generate.router(service), _tokenizer(service), _state(service), adapters, *routers):
         app.include_router(router)
     _answer_errors(app, service)
     document = openapi.document(
@@ -186,12 +187,12 @@ def _state(service: Service) -> APIRouter:
 
     @routes.get("/v1/models", responses=answers(openapi.ModelList))
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [model, *service.loras.cards()]})
 
     @routes.get("/v1/models/{name:path}", responses=answers(openapi.Model, 404))
     async def one_model(name: str) -> Response:
-        service.check_model(name)
-        return JSONResponse(model)
+        lora = service.lora_of(name)
+        return JSONResponse(next((card for card in service.loras.cards() if card["id"] == lora), model))
 
     @routes.get("/health/live", responses=answers(openapi.Status))
     async def live() -> Response:

@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,15 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.options import make_options
 from omniserve.core.request import ClassSpec
 from omniserve.launch.dataclass_flags import add_field_flags, add_options_flag
-from omniserve.launch.flags import add_engine_flags, add_profile_flag, config_from, flag_text, model_from, profile_from
+from omniserve.launch.flags import (
+    add_engine_flags,
+    add_profile_flag,
+    config_from,
+    flag_text,
+    loras_from,
+    model_from,
+    profile_from,
+)
 from omniserve.launch.loading import EngineLoader
 from omniserve.launch.models import BUILTIN_MODEL_NAME
 from omniserve.server.batches.files import BatchSettings
@@ -73,6 +81,10 @@ class ServerOptions:
     """Ask for a key for /health and /metrics, too."""
     limits: Limits = field(default_factory=Limits)
     """Upper bounds."""
+    loras: Mapping[str, str] = field(default_factory=dict)
+    """Folders of the LoRA adapters that are there from the start, by name."""
+    lora_dirs: tuple[Path, ...] = ()
+    """Folders from which calls may load others."""
     cors_origins: tuple[str, ...] = ()
     """Origins of pages that may call from a browser."""
     unknown_fields: Literal["drop", "refuse"] = "drop"
@@ -130,7 +142,15 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="YAML or JSON: a list of keys with name, key or its sha256, and if wanted tier (the highest "
-        "service_tier), requests_per_minute, tokens_per_minute and private_prefixes; repeat it",
+        "service_tier), requests_per_minute, tokens_per_minute, private_prefixes and admin; repeat it",
+    )
+    parser.add_argument(
+        "--lora-dir",
+        action="append",
+        type=Path,
+        metavar="FOLDER",
+        help="LoRA adapters in this folder may be loaded by POST /v1/load_lora_adapter, with a key that has admin: "
+        "true in its file; repeat it",
     )
     parser.add_argument(
         "--cors-origin",
@@ -154,11 +174,20 @@ def options_from(args: argparse.Namespace, *, tokenizer: str, model_name: str, c
         trust_remote_code=config.execution.trust_remote_code,
         model_name=model_name,
         keys=_keys(args.api_key or (), args.api_key_file or (), config.classes),
+        loras=loras_from(args),
+        lora_dirs=_folders(args.lora_dir or ()),
         limits=make_options(Limits, dict(args.limit or ()), owner="--limit"),
         cors_origins=tuple(map(checked_origin, args.cors_origin or ())),
         batches=BatchSettings(**{name: getattr(args, name) for name in _BATCH_FIELDS}),
         **{name: getattr(args, name) for name in _FIELDS},
     )
+
+
+def _folders(given: Sequence[Path]) -> tuple[Path, ...]:
+    for folder in given:
+        if not folder.is_dir():
+            raise ValueError(f"--lora-dir {folder} is no folder")
+    return tuple(given)
 
 
 def _keys(given: Sequence[str], files: Sequence[Path], classes: Sequence[ClassSpec]) -> KeyRing | None:
@@ -208,6 +237,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
         profile_time_limit_s=options.limits.profile_time_limit_s,
         with_profile=with_profile,
         quantize=args.quantize,
+        loras=options.loras,
         serves=True,
         profile_start_s=options.limits.profile_start_s,
     )

@@ -19,7 +19,7 @@ from omniserve.core.stats import EngineStats
 from omniserve.server import engine_messages
 from omniserve.server.engine_messages import EngineInfo
 from omniserve.server.engine_process import EngineMaker, run_engine_process
-from omniserve.server.errors import ApiError
+from omniserve.server.errors import ApiError, engine_gone
 from omniserve.server.process import engine_context, set_engine_environment
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,9 @@ class EngineClient:
         self._listeners: dict[str, Listener] = {}
         self._stats: asyncio.Future[EngineStats] | None = None
         """Requests for stats that the engine has not answered yet."""
+        self._lora_changes: dict[int, asyncio.Future[None]] = {}
+        """Changes of LoRA adapters that the engine has not answered yet, by number."""
+        self._num_lora_changes = 0
         self._untaken: dict[str, int] = {}
         """Bytes of the requests that the engine has not taken or refused yet, aborted ones included."""
         self._num_untaken_bytes = 0
@@ -170,6 +173,19 @@ class EngineClient:
         if self._listeners.pop(request_id, None) is not None and not self.stopped.is_set():
             self._send(engine_messages.Abort(request_id))
 
+    async def change_lora(self, name: str, folder: str | None) -> None:
+        """Have the engine load a LoRA adapter from a folder, or unload it if that is None.
+
+        Raises:
+            ApiError: The engine refuses, or is gone.
+        """
+        if self.stopped.is_set():
+            raise engine_gone(self.failure or "the engine has stopped", None)
+        number = self._num_lora_changes = self._num_lora_changes + 1
+        done = self._lora_changes[number] = asyncio.get_running_loop().create_future()
+        self._send(engine_messages.ChangeLoRA(number, name, folder))
+        await asyncio.shield(done)
+
     async def stats(self, timeout_s: float = 5.0) -> EngineStats:
         """Ask the engine for its statistics; it answers between two steps, and one answer goes to all callers.
 
@@ -269,6 +285,13 @@ class EngineClient:
                 case engine_messages.Refused(request_id):
                     self._taken(request_id)
                     self._deliver(request_id, report.error)
+                case engine_messages.LoRAChanged(number, error):
+                    done = self._lora_changes.pop(number)
+                    if error is None:
+                        done.set_result(None)
+                    else:
+                        done.set_exception(ApiError(error))
+                        done.exception()  # the caller may have given up
                 case engine_messages.Stats(stats):
                     assert self._stats is not None
                     self._stats.set_result(stats)
@@ -308,6 +331,10 @@ class EngineClient:
         listeners, self._listeners = self._listeners, {}
         for request_id, listener in listeners.items():
             listener((request_id, EngineStopped(reason)))
+        changes, self._lora_changes = self._lora_changes, {}
+        for done in changes.values():
+            done.set_exception(engine_gone(reason, None))
+            done.exception()
         if self._stats is not None:
             self._stats.set_exception(EngineStopped(reason))
             self._stats.exception()  # the caller may have given up

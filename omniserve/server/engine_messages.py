@@ -28,6 +28,15 @@ class Abort(Message):
     request_id: str
 
 
+class ChangeLoRA(Message):
+    """Load a LoRA adapter, or unload it; the answer is ``LoRAChanged`` of the same number."""
+
+    number: int
+    name: str
+    folder: str | None
+    """None: unload it."""
+
+
 class AskStats(Message):
     """Answer with ``Stats``."""
 
@@ -36,7 +45,7 @@ class Close(Message):
     """End the process."""
 
 
-Command = Add | Abort | AskStats | Close
+Command = Add | Abort | ChangeLoRA | AskStats | Close
 
 
 class Progress(Message):
@@ -81,13 +90,21 @@ class Refused(Message):
         return ValueError(self.message) if self.load is None else RequestRejected(self.message, **self.load)
 
 
+class LoRAChanged(Message):
+    """The outcome of ``ChangeLoRA``."""
+
+    number: int
+    error: str | None
+    """The reason why it was refused; None: it was done."""
+
+
 class Stats(Message):
     """The engine's state."""
 
     stats: EngineStats
 
 
-Report = Progress | EngineInfo | Failed | Step | Refused | Stats
+Report = Progress | EngineInfo | Failed | Step | Refused | LoRAChanged | Stats
 
 encode = msgpack.Encoder(enc_hook=float).encode  # for the float64 of numpy, which predictions are made in
 decode_command = msgpack.Decoder[Command](Command).decode

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,7 @@ import zmq
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import OmniServeError, RequestRejected
 from omniserve.core.logs import set_up_logs
+from omniserve.core.lora import LoRA, LoRAError
 from omniserve.core.request import SLO, Arrival, Request, RequestLimits, RequestOutput, SamplingParams
 from omniserve.core.stats import EngineStats
 from omniserve.core.upkeep import Upkeep
@@ -31,10 +32,12 @@ from omniserve.server.engine_messages import (
     Abort,
     Add,
     AskStats,
+    ChangeLoRA,
     Close,
     Command,
     EngineInfo,
     Failed,
+    LoRAChanged,
     Progress,
     Refused,
     Report,
@@ -66,6 +69,14 @@ class TakesArrivals(Protocol):
     arrivals: Callable[[], Iterable[Arrival]]
 
 
+class TakesLoRAs(Protocol):
+    """The LoRA adapters of an engine; see ``LoRANames``."""
+
+    def read(self, name: str, folder: str) -> LoRA: ...
+    def add(self, lora: LoRA) -> None: ...
+    def remove(self, name: str) -> None: ...
+
+
 class EngineLike(Protocol):
     """The part of an engine's interface that this process calls."""
 
@@ -80,6 +91,8 @@ class EngineLike(Protocol):
 
     @property
     def preemption(self) -> TakesArrivals | None: ...
+    @property
+    def loras(self) -> TakesLoRAs: ...
 
     upkeep: Upkeep | None
 
@@ -257,6 +270,9 @@ class _Serving:
         self._step_s = 0.0
         self._compiling: dict[str, _Compiling] = {}
         """Requests whose grammar is compiled beside the steps, by id, in the order of their arrival."""
+        self._reader = ThreadPoolExecutor(1, "lora")
+        self._reading: list[tuple[int, Future[LoRA]]] = []
+        """Adapters that are read beside the steps, and the numbers of the commands that asked for them."""
 
     def turn(self, *, block: bool) -> None:
         """Take the commands that are there, and step; without requests wait for a command if ``block``.
@@ -281,6 +297,7 @@ class _Serving:
             self._obey(command, accepted)
             command = link.receive() if time.monotonic() < until_s else None
         self._add_compiled(accepted)
+        self._add_read()
         begun_s = time.monotonic()
         outputs = engine.step() if engine.has_unfinished else []
         self._step_s = time.monotonic() - begun_s
@@ -310,6 +327,16 @@ class _Serving:
                 if self._compiling.pop(request_id, None) is not None or self._engine.abort(request_id):
                     _log("aborted", request_id)
                 self._names.pop(request_id, None)
+            case ChangeLoRA(number, name, None):
+                try:
+                    self._engine.loras.remove(name)
+                    self._link.send(LoRAChanged(number, None))
+                except LoRAError as error:
+                    self._link.send(LoRAChanged(number, str(error)))
+            case ChangeLoRA(number, name, str(folder)):
+                read = self._reader.submit(self._engine.loras.read, name, folder)
+                self._reading.append((number, read))
+                read.add_done_callback(lambda _: self._link.ring())
             case AskStats():
                 self._link.send(Stats(self._engine.stats()))
             case Close():
@@ -336,6 +363,17 @@ class _Serving:
                         "fewer properties and alternatives, smaller numbers in multipleOf and in patterns"
                     ),
                 )
+
+    def _add_read(self) -> None:
+        """Let requests name the adapters that have been read, and tell of those that were refused."""
+        while self._reading and self._reading[0][1].done():
+            number, read = self._reading.pop(0)
+            error = read.exception()
+            if error is None:
+                self._engine.loras.add(read.result())
+            elif not isinstance(error, LoRAError):
+                raise error
+            self._link.send(LoRAChanged(number, None if error is None else str(error)))
 
     def _add(self, command: Add, grammar: Grammar | None, accepted: list[tuple[str, float | None, SLO | None]]) -> None:
         request_id = command.request.request_id

@@ -33,6 +33,8 @@ class ApiKey:
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     """Tokens of prompts and outputs together."""
+    admin: bool = False
+    """Its holder may load and unload LoRA adapters."""
     private_prefixes: bool = False
     """Requests with this key share cached prefixes with each other only. Otherwise a short time to first token shows
     that a request of another key had the same first tokens."""
@@ -106,6 +108,7 @@ class _Entry(BaseModel):
     tier: str | None = None
     requests_per_minute: float | None = Field(None, gt=0)
     tokens_per_minute: float | None = Field(None, gt=0)
+    admin: bool = False
     private_prefixes: bool = False
 
     def as_key(self) -> ApiKey:

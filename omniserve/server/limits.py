@@ -225,6 +225,11 @@ class Caller:
         """The name of the key in logs; None without a key."""
         return None if self._key is None else self._key.name
 
+    @property
+    def is_admin(self) -> bool:
+        """The caller may change what the server serves; anyone may where no keys are asked for."""
+        return self._key is None or self._key.admin
+
     def admit(self) -> None:
         """Count a call.
 

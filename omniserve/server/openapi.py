@@ -120,12 +120,16 @@ class ChatCompletion(_Answer):
 
 
 class Model(BaseModel):
-    """The model that is served."""
+    """The model that is served, or a LoRA adapter of it."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str | None = None
+    """The folder of an adapter."""
+    parent: str | None = None
+    """The model of an adapter."""
 
 
 class ModelList(BaseModel):

@@ -47,6 +47,8 @@ class Job:
     """Token ids of what each output will be, about."""
     cache_salt: str = ""
     """The salt of the prompts' prefixes, as in ``Request``."""
+    lora: str | None = None
+    """The adapter that continues the prompts, as in ``Request``."""
     speculation: bool | None = None
     """The call's word on speculative decoding, as in ``Request``."""
     num_kept: int | None = None
@@ -126,6 +128,7 @@ class OutputStream:
                     slo=job.slo if job.brings_slo else None,
                     speculation=job.speculation,
                     cache_salt=job.cache_salt,
+                    lora=job.lora,
                     predicted_token_ids=job.prediction,
                 )
                 echo = None if job.echoes is None else job.echoes[i]

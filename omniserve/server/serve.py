@@ -27,6 +27,7 @@ from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
 from omniserve.server.fields import UnknownFields
 from omniserve.server.generation_defaults import find_generation_defaults
+from omniserve.server.loras import LoRAModels
 from omniserve.server.origins import is_loopback
 from omniserve.server.process import GarbageCollector
 from omniserve.server.service import Service
@@ -95,6 +96,7 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
         private_callers=frozenset(key.name for key in keys if key.private_prefixes),
         unknown_fields=UnknownFields(refuse=options.unknown_fields == "refuse"),
         defaults=defaults,
+        loras=LoRAModels(options.model_name, options.loras, options.lora_dirs),
     )
 
 

@@ -15,6 +15,7 @@ from omniserve.server.errors import ApiError, engine_gone, shutting_down
 from omniserve.server.fields import UnknownFields
 from omniserve.server.generation_defaults import GenerationDefaults
 from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
+from omniserve.server.loras import LoRAModels
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Job, OutputStream
 from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, class_of_tier
@@ -44,11 +45,14 @@ class Service:
         private_callers: frozenset[str] = frozenset(),
         unknown_fields: UnknownFields | None = None,
         defaults: GenerationDefaults | None = None,
+        loras: LoRAModels | None = None,
     ) -> None:
         self.engine = engine
         self.info = info
         self.codec = codec
         self.model_name = model_name
+        self.loras = loras or LoRAModels(model_name)
+        engine.on_restart = self.loras.restore
         self.defaults = defaults or GenerationDefaults()
         self.metrics = ServerMetrics([spec.name for spec in info.classes], [spec.slo for spec in info.classes])
         self.limits = limits
@@ -89,14 +93,26 @@ class Service:
         return f"{len(owner)} {owner} {asked}"
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError if another model is asked for."""
-        if name is not None and name != self.model_name:
-            raise ApiError(
-                f"the model {name!r} is not served here; this server has {self.model_name!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+        """Raise ApiError if another model is asked for than the one that there is, and its adapters."""
+        self.lora_of(name)
+
+    def lora_of(self, name: str | None) -> str | None:
+        """Return the LoRA adapter that a model's name stands for; None: the model alone.
+
+        Raises:
+            ApiError: There is no such model.
+        """
+        if name is None or name == self.model_name:
+            return None
+        if (lora := self.loras.named_by(name)) is not None:
+            return lora
+        known = ", ".join(repr(each) for each in (self.model_name, *(card["id"] for card in self.loras.cards())))
+        raise ApiError(
+            f"the model {name!r} is not served here; this server has {known}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
 
     def check_token_ids(self, token_ids: Collection[int], complaint: str, *, param: str) -> None:
         """Raise ApiError if the model does not know one of the ids; ``{}`` in the complaint stands for that id."""
@@ -205,6 +221,7 @@ class Service:
                 echoes=echoes,
                 prediction=prediction,
                 speculation=request.speculation,
+                lora=self.lora_of(request.model),
                 cache_salt=self._salt(request.cache_salt or "", caller or ""),
                 num_kept=request.n,
                 max_unread_tokens=self.limits.max_unread_tokens if request.stream else None,

@@ -6,12 +6,13 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from omniserve.core.errors import EngineStopped
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_messages import EngineInfo
 from omniserve.server.engine_process import EngineMaker
+from omniserve.server.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class EngineSupervisor:
         self._start_s = 0.0
         self._start_failure: str | None = None
         self._expected_back_s = 0.0
+        self.on_restart: Callable[[EngineClient], Awaitable[None]] | None = None
+        """Called with an engine that was started again, before it takes requests."""
         self.num_restarts = 0
         """Engines that were ready again after a death."""
         self.stopped = asyncio.Event()
@@ -131,7 +134,9 @@ class EngineSupervisor:
                 successor = self._new_client()
                 try:
                     await self._start(successor)
-                except EngineStopped as error:
+                    if self.on_restart is not None:
+                        await self.on_restart(successor)
+                except (EngineStopped, ApiError) as error:
                     self._start_failure = str(error)
                     continue
                 self.client, self._start_failure = successor, None

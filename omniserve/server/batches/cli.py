@@ -16,7 +16,7 @@ import httpx
 from omniserve.core.arguments import ArgumentParser
 from omniserve.core.logs import set_up_logs
 from omniserve.launch.dataclass_flags import add_field_flags, integer
-from omniserve.launch.flags import add_engine_flags, config_from, model_from
+from omniserve.launch.flags import add_engine_flags, config_from, loras_from, model_from
 from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.files import FileFolder
@@ -135,19 +135,21 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
         config = config_from(args)
         model = model_from(args)
+        loras = loras_from(args)
     except ValueError as error:
         parser.error(str(error))
     options = ServerOptions(
         tokenizer=model,
         trust_remote_code=config.execution.trust_remote_code,
         model_name=args.served_model_name or args.model or BUILTIN_MODEL_NAME,
+        loras=loras,
         generation_config=args.generation_config,
         limits=Limits(batch_concurrency=args.batch_concurrency, batch_max_lines=sys.maxsize),
         log_level="warning",
     )
     # Nothing here has an objective, so nothing has to be predicted.
     loader = EngineLoader(model=model, dtype=args.dtype, device=args.device, config=config, with_profile=False,
-                          quantize=args.quantize)  # fmt: skip
+                          quantize=args.quantize, loras=loras)  # fmt: skip
     job = OfflineJob(input=args.input, output=args.output, errors=args.errors, endpoint=args.endpoint)
     return asyncio.run(run_offline(job, options, loader))
 

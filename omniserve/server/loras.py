@@ -1,0 +1,189 @@
+"""LoRA adapters behind the API: the names that requests may give as their model, and the calls that load and unload.
+
+The calls are vLLM's. They take folders inside those that the server was started with (``--lora-dir``), from holders of
+keys with ``admin: true``, or from anyone if the server asks for no keys. An adapter that was loaded by a call is loaded
+again when the engine is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import PlainTextResponse, Response
+
+from omniserve.server.engine_client import EngineClient
+from omniserve.server.errors import ApiError
+from omniserve.server.fields import StrictModel, UnknownFields, ignored_header, read_fields, validate
+from omniserve.server.limits import BodyReader, caller_of, take_body
+from omniserve.server.openapi import answers, takes
+
+logger = logging.getLogger(__name__)
+
+_ERRORS = (400, 401, 403, 404, 408, 413, 429, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """An adapter that requests can name."""
+
+    folder: str
+    created: int
+    """When it was loaded, in seconds since 1970."""
+
+
+class LoRAModels:
+    """The adapters of a server, by name, beside its base model.
+
+    Args:
+        base: The name of the model.
+        at_start: Folders of the adapters that the engine loads as it starts, by name.
+        folders: Folders from which others may be loaded.
+    """
+
+    def __init__(self, base: str, at_start: Mapping[str, str] = {}, folders: Iterable[Path] = ()) -> None:
+        self._base = base
+        self._at_start = frozenset(at_start)
+        self._folders = [folder.resolve() for folder in folders]
+        self._served = {name: _Served(folder, int(time.time())) for name, folder in at_start.items()}
+        self._changing = asyncio.Lock()
+
+    @property
+    def may_load(self) -> bool:
+        """There are folders to load adapters from."""
+        return bool(self._folders)
+
+    def named_by(self, model: str) -> str | None:
+        """Return the adapter that a model's name stands for, its own or ``BASE:NAME``; None: there is none."""
+        name = model.removeprefix(f"{self._base}:")
+        return next((each for each in (model, name) if each in self._served), None)
+
+    def cards(self) -> list[dict[str, Any]]:
+        """Return the objects of /v1/models."""
+        return [
+            {
+                "id": name, "object": "model", "created": served.created, "owned_by": "omniserve",
+                "root": served.folder, "parent": self._base,
+            }
+            for name, served in self._served.items()
+        ]  # fmt: skip
+
+    async def load(self, client: EngineClient, name: str, path: str, *, replaces: bool) -> None:
+        """Load an adapter; return when requests can name it.
+
+        Raises:
+            ApiError: Its name is taken, it is not in a folder for adapters, or the engine refuses it.
+        """
+        folder = self._checked(path)
+        if name == self._base or name.startswith(f"{self._base}:"):
+            raise ApiError(f"{name!r} is a name of the base model; choose another", param="lora_name")
+        async with self._changing:
+            if name in self._served and not replaces:
+                raise ApiError(
+                    f"the LoRA adapter {name!r} is loaded already; unload it first, or set load_inplace to true",
+                    param="lora_name",
+                )
+            await client.change_lora(name, str(folder))
+            self._served[name] = _Served(str(folder), int(time.time()))
+        logger.info("loaded the LoRA adapter %s from %s", name, folder)
+
+    async def unload(self, client: EngineClient, name: str) -> None:
+        """Let no new request name an adapter; those that have go on.
+
+        Raises:
+            ApiError: There is none of this name.
+        """
+        async with self._changing:
+            if name not in self._served:
+                raise ApiError(f"there is no LoRA adapter {name!r}", status=404, param="lora_name", code="not_found")
+            await client.change_lora(name, None)
+            del self._served[name]
+        logger.info("unloaded the LoRA adapter %s", name)
+
+    async def restore(self, client: EngineClient) -> None:
+        """Bring an engine that was started again to the adapters that the last one had."""
+        async with self._changing:
+            for name in self._at_start - self._served.keys():
+                await client.change_lora(name, None)
+            for name, served in list(self._served.items()):
+                try:
+                    await client.change_lora(name, served.folder)
+                except ApiError as error:
+                    logger.error("the LoRA adapter %s is gone with the engine: %s", name, error.message)
+                    del self._served[name]
+
+    def _checked(self, path: str) -> Path:
+        """Return the folder that a path names, symbolic links followed.
+
+        Raises:
+            ApiError: It is in none of the folders for adapters, or is none.
+        """
+        for folder in self._folders:
+            try:
+                found = (folder / path).resolve()  # an absolute path stays what it is
+                if found.is_relative_to(folder) and found.is_dir():
+                    return found
+            except (OSError, ValueError):  # a name that no file can have
+                break
+        raise ApiError(
+            f"lora_path {path!r} is no folder in one that adapters may be loaded from; those are given to the server "
+            "as --lora-dir",
+            param="lora_path",
+        )
+
+
+class LoadLoRARequest(StrictModel):
+    """Body of /v1/load_lora_adapter, as of vLLM."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str = Field(min_length=1, max_length=4096)
+    load_inplace: bool = False
+    """Replace an adapter of this name, for new requests."""
+
+
+class UnloadLoRARequest(StrictModel):
+    """Body of /v1/unload_lora_adapter, as of vLLM."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+
+
+def router(models: LoRAModels, engine: Any, bodies: BodyReader, unknown_fields: UnknownFields) -> APIRouter:
+    """Return the routes; ``engine.client`` is the engine process that there is now."""
+    routes = APIRouter()
+
+    def check_admin(http: Request) -> None:
+        if not models.may_load:
+            raise ApiError(
+                "adapters are not loaded by calls here: the server was started without --lora-dir", status=403
+            )
+        if not caller_of(http).is_admin:
+            raise ApiError("only keys with 'admin: true' in the key file may load and unload adapters", status=403)
+
+    async def fields(http: Request, kind: type[Any]) -> Any:
+        async with take_body(http, bodies) as body:
+            return validate(kind, read_fields(body), unknown_fields)
+
+    @routes.post("/v1/load_lora_adapter", openapi_extra=takes(LoadLoRARequest), responses=answers(None, *_ERRORS))
+    async def load(http: Request) -> Response:
+        check_admin(http)
+        request: LoadLoRARequest = await fields(http, LoadLoRARequest)
+        await models.load(engine.client, request.lora_name, request.lora_path, replaces=request.load_inplace)
+        text = f"Success: LoRA adapter '{request.lora_name}' added successfully."
+        return PlainTextResponse(text, headers=ignored_header(request))
+
+    @routes.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadLoRARequest), responses=answers(None, *_ERRORS))
+    async def unload(http: Request) -> Response:
+        check_admin(http)
+        request: UnloadLoRARequest = await fields(http, UnloadLoRARequest)
+        await models.unload(engine.client, request.lora_name)
+        text = f"Success: LoRA adapter '{request.lora_name}' removed successfully."
+        return PlainTextResponse(text, headers=ignored_header(request))
+
+    return routes
