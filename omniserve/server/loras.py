@@ -27,7 +27,7 @@ from omniserve.server.openapi import answers, takes
 
 logger = logging.getLogger(__name__)
 
-_ERRORS = (400, 401, 403, 404, 408, 413, 429, 503)
+_ERRORS = (400, 403, 404, 408, 413, 429, 500)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def router(models: LoRAModels, engine: Any, bodies: BodyReader, unknown_fields: 
         async with take_body(http, bodies) as body:
             return validate(kind, read_fields(body), unknown_fields)
 
-    @routes.post("/v1/load_lora_adapter", openapi_extra=takes(LoadLoRARequest), responses=answers(None, *_ERRORS))
+    @routes.post("/v1/load_lora_adapter", openapi_extra=takes(LoadLoRARequest), responses=answers(None, *_ERRORS, media_type="text/plain"))
     async def load(http: Request) -> Response:
         check_admin(http)
         request: LoadLoRARequest = await fields(http, LoadLoRARequest)
@@ -178,7 +178,7 @@ def router(models: LoRAModels, engine: Any, bodies: BodyReader, unknown_fields: 
         text = f"Success: LoRA adapter '{request.lora_name}' added successfully."
         return PlainTextResponse(text, headers=ignored_header(request))
 
-    @routes.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadLoRARequest), responses=answers(None, *_ERRORS))
+    @routes.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadLoRARequest), responses=answers(None, *_ERRORS, media_type="text/plain"))
     async def unload(http: Request) -> Response:
         check_admin(http)
         request: UnloadLoRARequest = await fields(http, UnloadLoRARequest)

@@ -230,6 +230,7 @@ _JSON = "application/json"
 _ERRORS = {
     400: "The request is wrong; the message says what to change.",
     401: "There is no key, or a wrong one.",
+    403: "The key may not do this, or the server does not take it.",
     404: "There is no such model, file or batch.",
     408: "The body, or the reader of the answer, is too slow.",
     409: "The file is in use, or the batch has already ended.",
