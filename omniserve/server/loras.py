@@ -170,7 +170,11 @@ def router(models: LoRAModels, engine: Any, bodies: BodyReader, unknown_fields: 
         async with take_body(http, bodies) as body:
             return validate(kind, read_fields(body), unknown_fields)
 
-    @routes.post("/v1/load_lora_adapter", openapi_extra=takes(LoadLoRARequest), responses=answers(None, *_ERRORS, media_type="text/plain"))
+    @routes.post(
+        "/v1/load_lora_adapter",
+        openapi_extra=takes(LoadLoRARequest),
+        responses=answers(None, *_ERRORS, media_type="text/plain"),
+    )
     async def load(http: Request) -> Response:
         check_admin(http)
         request: LoadLoRARequest = await fields(http, LoadLoRARequest)
@@ -178,7 +182,11 @@ def router(models: LoRAModels, engine: Any, bodies: BodyReader, unknown_fields: 
         text = f"Success: LoRA adapter '{request.lora_name}' added successfully."
         return PlainTextResponse(text, headers=ignored_header(request))
 
-    @routes.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadLoRARequest), responses=answers(None, *_ERRORS, media_type="text/plain"))
+    @routes.post(
+        "/v1/unload_lora_adapter",
+        openapi_extra=takes(UnloadLoRARequest),
+        responses=answers(None, *_ERRORS, media_type="text/plain"),
+    )
     async def unload(http: Request) -> Response:
         check_admin(http)
         request: UnloadLoRARequest = await fields(http, UnloadLoRARequest)

@@ -201,15 +201,17 @@ def packed_linear(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features
 def add_lora(y: Tensor, x: Tensor, slots_T: Tensor, a: Tensor, b: Tensor, scales_S: Tensor) -> Tensor:
     """Return ``y + scale * (x @ A.T) @ B.T``, ``[*, O]``, with the adapter of each row; slots count from 1.
 
-    The stacks ``[adapters, ...]`` hold packed weights. Both products are rounded to x's dtype.
+    ``a`` is the packed weight ``[adapters * R, I]``, ``b`` has one of each adapter. The first product is rounded to x's
+    dtype.
     """
     num_in, num_out, rank = x.shape[-1], y.shape[-1], b.shape[2] * (b.shape[3] // PANEL)
+    a_FI = packed_rows(torch.arange(len(scales_S) * rank), a, num_in, len(scales_S) * rank)
     rows, out = x.reshape(len(slots_T), num_in), y.reshape(len(slots_T), num_out).clone()
     for row, slot in enumerate(slots_T.tolist()):
         if 1 <= slot <= len(scales_S):
-            low = packed_linear(rows[row], a[slot - 1], None, rank)
-            more = packed_linear(low, b[slot - 1], None, num_out)
-            out[row] = (out[row].double() + scales_S[slot - 1].double() * more.double()).to(x.dtype)
+            low = (a_FI[(slot - 1) * rank : slot * rank].double() @ rows[row].double()).to(x.dtype)
+            b_OR = packed_rows(torch.arange(num_out), b[slot - 1], rank, num_out)
+            out[row] = (out[row].double() + scales_S[slot - 1].double() * (b_OR.double() @ low.double())).to(x.dtype)
     return out.view(y.shape)
 
 

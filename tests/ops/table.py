@@ -400,7 +400,7 @@ def lora_args(
     def random(*shape: int, size: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator) * size).to(device, dtype)
 
-    a = torch.stack([packed_weight(random(rank, num_in, size=max(1, num_in) ** -0.5)) for _ in range(3)])
+    a = packed_weight(random(3 * rank, num_in, size=max(1, num_in) ** -0.5))
     b = torch.stack([packed_weight(random(num_out, rank, size=rank**-0.5)) for _ in range(3)])
     rows = random(len(slots), num_out), random(len(slots), num_in)
     slots_T = torch.tensor(slots, dtype=torch.int32, device=device)
@@ -418,6 +418,8 @@ def _add_lora_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
         ("one adapter of many rows, several parts", (2,) * 250, 40, 70, 16),
         ("turns, several threads", (1, 2, 3, 0) * 9, 200, 300, 40),
         ("several pieces of the inputs", (1, 3, 1), 2120, 40, 8),
+        ("panels of several adapters and adapters of several panels", (1, 2, 3, 2, 0, 1), 40, 70, 24),
+        ("a high rank", (3, 1), 40, 33, 264),
     ):
         yield Sample(label=label, args=lora_args(slots, num_in, num_out, rank, device, dtype))
     y, x, *others = lora_args((1, 0, 2, 3), 40, 70, 8, device, dtype)

@@ -52,9 +52,9 @@ class LoRALinear(nn.Linear):
     """A linear that can be adapted; ``LoRAStacks`` makes it of whatever linear there is, by a class of both."""
 
     lora_a: Tensor
-    """``[S, R, I]``; on a CPU each slot packed (``ops/csrc/linear.h``)."""
+    """``[S, R, I]``; on a CPU ``[S * R, I]``, packed (``ops/csrc/linear.h``)."""
     lora_b: Tensor
-    """``[S, O, R]``, likewise."""
+    """``[S, O, R]``; on a CPU each slot packed."""
     lora_scales: Tensor
     """``[S]`` fp32."""
 
@@ -94,11 +94,15 @@ class LoRAStacks:
         self._linears: dict[str, Any] = {name: each for name, each in model.named_modules() if id(each) in wanted}
         dtype, device = self._dtype, self._device
         for linear in self._linears.values():
-            shapes = self._shape(linear.in_features, self.max_rank), self._shape(self.max_rank, linear.out_features)
+            a_shape: tuple[int, ...] = (num_slots, self.max_rank, linear.in_features)
+            b_shape: tuple[int, ...] = (num_slots, linear.out_features, self.max_rank)
+            if device.type == "cpu":
+                a_shape = self._packed_shape(num_slots * self.max_rank, linear.in_features)
+                b_shape = num_slots, *self._packed_shape(linear.out_features, self.max_rank)
             linear.__dict__.update(
                 # Memory that is zero and not there yet: it comes with the first adapter of a slot.
-                lora_a=torch.zeros(num_slots, *shapes[0], dtype=dtype, device=device),
-                lora_b=torch.zeros(num_slots, *shapes[1], dtype=dtype, device=device),
+                lora_a=torch.zeros(a_shape, dtype=dtype, device=device),
+                lora_b=torch.zeros(b_shape, dtype=dtype, device=device),
                 lora_scales=torch.zeros(num_slots, device=device),
             )
             linear.__class__ = _with_lora(type(linear))
@@ -152,16 +156,28 @@ class LoRAStacks:
         a = torch.zeros(self.max_rank, linear.in_features, dtype=self._dtype, device=device)
         b = torch.zeros(linear.out_features, self.max_rank, dtype=self._dtype, device=device)
         a[:rank], b[:, :rank] = weight.a.to(device), weight.b.to(device)
-        for stack, dense in ((linear.lora_a, a), (linear.lora_b, b)):
-            if device.type == "cpu":
-                torch.ops.omniserve.pack_linear(dense, stack[index])
-            else:
-                stack[index].copy_(dense)
+        if device.type == "cpu":
+            _write_features(linear.lora_a, index * self.max_rank, a)
+            torch.ops.omniserve.pack_linear(b, linear.lora_b[index])
+        else:
+            linear.lora_a[index], linear.lora_b[index] = a, b
         linear.lora_scales[index] = weight.scale
 
-    def _shape(self, num_in: int, num_out: int) -> tuple[int, ...]:
-        """Return the shape of a slot of weights ``[O, I]``."""
-        if self._device.type != "cpu":
-            return num_out, num_in
+    def _packed_shape(self, num_out: int, num_in: int) -> tuple[int, int, int]:
+        """Return the shape of a packed weight ``[O, I]``."""
         at_once = 2 if self._dtype is torch.bfloat16 else 1
         return -(-num_out // PANEL), -(-num_in // at_once), PANEL * at_once
+
+
+def _write_features(packed: Tensor, first: int, rows: Tensor) -> None:
+    """Write some features of a packed weight, and touch no other: steps may read these meanwhile."""
+    num_panels, num_steps, width = packed.shape
+    at_once = width // PANEL
+    features = packed.view(num_panels, num_steps, PANEL, at_once).transpose(1, 2)
+    rows = torch.nn.functional.pad(rows, (0, num_steps * at_once - rows.shape[1])).view(-1, num_steps, at_once)
+    done = 0
+    while done < len(rows):
+        panel, place = divmod(first + done, PANEL)
+        count = min(PANEL - place, len(rows) - done)
+        features[panel, place : place + count] = rows[done : done + count]
+        done += count

@@ -88,6 +88,10 @@ void linear_features(const LinearArgs& args, const void* packed_x, float* sums, 
   kernels().features(args, packed_x, sums, begin, end, first_row, last_row);
 }
 
+void lora_features(const LoraArgs& args, int64_t begin, int64_t end, int64_t first_row, int64_t last_row) {
+  kernels().lora(args, begin, end, first_row, last_row);
+}
+
 const char* linear_kernels_name(const char* isa) { return choose(isa).name; }
 
 void pack_panels(const void* dense, void* packed, int64_t num_in, int64_t num_out, DType dtype, int64_t begin,

@@ -65,6 +65,22 @@ struct LinearArgs {
   const QuantForm* form = nullptr;  // of codes
 };
 
+constexpr int64_t kMostRank = 1024;
+
+// out[order[t]] = y[order[t]] + scale * low[t] B^T: what a LoRA adapter adds to rows of a product.
+struct LoraArgs {
+  const void* low;       // [T, R]: the rows' products with A, distance of rows low_stride elements
+  const void* b;         // packed [O, R]
+  const void* y;         // [.., O], row-major, contiguous
+  void* out;             // likewise
+  const int64_t* order;  // rows of y and out
+  int64_t low_stride;
+  int64_t rank;          // R, even, at most kMostRank
+  int64_t num_out;       // O
+  DType dtype;           // of all; sums are in fp32
+  float scale;
+};
+
 inline int64_t QuantForm::scale_bytes() const {
   switch (scales) {
     case Scales::f16: return kPanel * 2;
@@ -111,6 +127,10 @@ void linear_pack_rows(const LinearArgs& args, void* packed_x, int64_t begin, int
 // feature of these panels, 64-byte aligned. It and packed_x have room for rows up to the next multiple of kTileOfRows.
 void linear_features(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
                      int64_t first_row, int64_t last_row);
+
+// Output features [begin, end) of rows [first_row, last_row) of `low`, which have one adapter; begin is a multiple of
+// kPanel. An output depends on its own row alone, to the bit.
+void lora_features(const LoraArgs& args, int64_t begin, int64_t end, int64_t first_row, int64_t last_row);
 
 // Pack panels [begin, end) of a dense weight [O, I], row-major. Bits are copied.
 void pack_panels(const void* dense, void* packed, int64_t num_in, int64_t num_out, DType dtype, int64_t begin,

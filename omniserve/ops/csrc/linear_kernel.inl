@@ -305,6 +305,7 @@ static void features_of(const LinearArgs& args, const void* packed_x, float* sum
 #include "linear_amx.inl"
 #endif
 #include "linear_quantized.inl"
+#include "lora_kernel.inl"
 
 template <typename T>
 OMNI_INLINE void pack_row(const T* x, int64_t num_in, float* packed) {
@@ -382,7 +383,7 @@ void features(const LinearArgs& args, const void* packed_x, float* sums, int64_t
 
 #define OMNI_TEXT_OF(name) #name
 #define OMNI_TEXT(name) OMNI_TEXT_OF(name)
-const LinearKernels kLinearKernels = {OMNI_TEXT(OMNI_ISA), rows, row_bytes, pack, features};
+const LinearKernels kLinearKernels = {OMNI_TEXT(OMNI_ISA), rows, row_bytes, pack, features, lora};
 
 }  // namespace OMNI_ISA
 }  // namespace omniserve

@@ -18,6 +18,7 @@ struct LinearKernels {
   void (*pack)(const LinearArgs& args, void* packed_x, int64_t begin, int64_t end);  // as linear_pack_rows
   void (*features)(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
                    int64_t first_row, int64_t last_row);  // as linear_features
+  void (*lora)(const LoraArgs& args, int64_t begin, int64_t end, int64_t first_row, int64_t last_row);
 };
 
 const LinearKernels& portable_linear_kernels();

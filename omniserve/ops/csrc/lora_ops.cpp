@@ -1,15 +1,15 @@
 // add_lora: what LoRA adapters add to a linear's product, each row with its own adapter.
 //
-// Rows of one adapter are brought together and multiplied by the packed kernels (linear.h), first all with A, then all
-// with B. An output depends on its own row and adapter alone, to the bit.
+// Rows of one adapter are brought together. First all are multiplied with A, of all adapters one packed weight: a panel has
+// 32 features of one adapter or several, and is multiplied with the rows of these. Then each row is multiplied with its B
+// (linear.h). An output depends on its own row and adapter alone, to the bit.
 #include <omp.h>
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "linear.h"
@@ -51,26 +51,10 @@ Buffer& buffer(int which) {
 
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// The rows [begin, end) of the order, which have one adapter.
-struct Group {
-  int64_t adapter, begin, end;
-};
-
-// Up to so many rows of a group that are computed at once.
+// Rows [begin, end) of the order that are multiplied at once, of one adapter or by one panel of A.
 struct Part {
-  const Group* group;
-  int64_t begin, end;
+  int64_t which, begin, end;
 };
-
-// to[i] = y[i] + scale * delta[i]
-template <typename T>
-void add_scaled(const void* y, const void* delta, void* to, float scale, int64_t count) {
-  const auto* const base = static_cast<const T*>(y);
-  const auto* const more = static_cast<const T*>(delta);
-  auto* const out = static_cast<T*>(to);
-  for (int64_t i = 0; i < count; ++i)
-    out[i] = static_cast<T>(static_cast<float>(base[i]) + scale * static_cast<float>(more[i]));
-}
 
 // Features [begin, end) of the product of rows [first, last).
 void multiply(const LinearArgs& args, int64_t begin, int64_t end, int64_t first, int64_t last) {
@@ -82,15 +66,9 @@ void multiply(const LinearArgs& args, int64_t begin, int64_t end, int64_t first,
   linear_features(args, packed_x, sums, begin, end, first, last);
 }
 
-void check_stack(const Tensor& stack, const Tensor& x, int64_t num_in, int64_t num_out, const char* name) {
-  check_dim(stack, 4, name);
-  check_contiguous(stack, name);
-  check_type(stack, x.scalar_type(), name);
-  const int64_t at_once = dtype_of(x, "x") == DType::bf16 ? 2 : 1;
-  const int64_t panels = num_panels(num_out), steps = (num_in + at_once - 1) / at_once;
-  STD_TORCH_CHECK(stack.size(1) == panels && stack.size(2) == steps && stack.size(3) == kPanel * at_once, name,
-                  " must be [adapters, ", panels, ", ", steps, ", ", kPanel * at_once, "] for ", num_in,
-                  " inputs and ", num_out, " outputs, got ", shape_of(stack));
+// Adds parts of up to `most` rows.
+void split(std::vector<Part>& parts, int64_t which, int64_t begin, int64_t end, int64_t most) {
+  for (; begin < end; begin += most) parts.push_back({which, begin, std::min(begin + most, end)});
 }
 
 }  // namespace
@@ -98,16 +76,25 @@ void check_stack(const Tensor& stack, const Tensor& x, int64_t num_in, int64_t n
 Tensor add_lora(Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor scales) {
   STD_TORCH_CHECK(x.dim() > 0 && y.dim() > 0, "x and y must have a last dimension");
   const DType dtype = dtype_of(x, "x");
-  check_type(y, x.scalar_type(), "y");
+  for (const auto& [tensor, name] : {std::pair<const Tensor&, const char*>{y, "y"}, {a, "a"}, {b, "b"}})
+    check_type(tensor, x.scalar_type(), name);
   check_index(slots, ScalarType::Int, "slots");
   check_index(scales, ScalarType::Float, "scales");
+  check_dim(a, 3, "a");
   check_dim(b, 4, "b");
+  check_contiguous(a, "a");
+  check_contiguous(b, "b");
   const int64_t num_in = x.size(-1), num_out = y.size(-1), num_rows = slots.size(0), num_adapters = scales.size(0);
-  const int64_t rank = b.size(2) * (dtype == DType::bf16 ? 2 : 1);
-  check_stack(a, x, num_in, rank, "a");
-  check_stack(b, x, rank, num_out, "b");
-  STD_TORCH_CHECK(a.size(0) == num_adapters && b.size(0) == num_adapters, "a, b and scales must have as many adapters, got ",
-                  shape_of(a), ", ", shape_of(b), " and ", shape_of(scales));
+  const int64_t at_once = dtype == DType::bf16 ? 2 : 1, rank = b.size(2) * at_once;
+  const int64_t a_panels = num_panels(num_adapters * rank), b_panels = num_panels(num_out);
+  const int64_t steps = (num_in + at_once - 1) / at_once, width = kPanel * at_once;
+  STD_TORCH_CHECK(rank % 2 == 0 && rank <= kMostRank, "the rank must be even and at most ", kMostRank, ", got ", rank);
+  STD_TORCH_CHECK(a.size(0) == a_panels && a.size(1) == steps && a.size(2) == width, "a must be [", a_panels, ", ",
+                  steps, ", ", width, "] for ", num_in, " inputs and ", num_adapters, " adapters of rank ", rank,
+                  ", got ", shape_of(a));
+  STD_TORCH_CHECK(b.size(0) == num_adapters && b.size(1) == b_panels && b.size(3) == width, "b must be [", num_adapters,
+                  ", ", b_panels, ", ", b.size(2), ", ", width, "] for ", num_adapters, " adapters and ", num_out,
+                  " outputs, got ", shape_of(b));
   STD_TORCH_CHECK(x.numel() == num_rows * num_in && y.numel() == num_rows * num_out, "x and y must have ", num_rows,
                   " rows, as slots has, got ", shape_of(x), " and ", shape_of(y));
   isa_name();  // a wrong OMNISERVE_ISA is reported here, not inside a parallel region
@@ -118,84 +105,84 @@ Tensor add_lora(Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor sca
   Tensor out = empty_cpu(sizes.data(), y.dim(), y);
   if (out.numel() == 0) return out;
 
-  // Rows with an adapter, those of one side by side; then those without.
+  // Rows with an adapter, those of one side by side; then those without, as of an adapter behind the last.
   const auto* const slot_of = static_cast<const int32_t*>(slots.const_data_ptr());
   const auto adapter_of = [&](int64_t row) {  // what lies in an empty seat may be anything
-    return slot_of[row] > 0 && slot_of[row] <= num_adapters ? int64_t{slot_of[row]} - 1 : num_adapters;
+    return static_cast<size_t>(slot_of[row] > 0 && slot_of[row] <= num_adapters ? slot_of[row] - 1 : num_adapters);
   };
   std::vector<int64_t> starts(static_cast<size_t>(num_adapters) + 2);
-  for (int64_t row = 0; row < num_rows; ++row) ++starts[static_cast<size_t>(adapter_of(row)) + 1];
-  std::vector<Group> groups;
-  for (int64_t adapter = 0; adapter <= num_adapters; ++adapter) {
-    const auto i = static_cast<size_t>(adapter);
-    starts[i + 1] += starts[i];
-    if (adapter < num_adapters && starts[i + 1] > starts[i]) groups.push_back({adapter, starts[i], starts[i + 1]});
-  }
-  std::vector<int64_t> order(static_cast<size_t>(num_rows));
+  for (int64_t row = 0; row < num_rows; ++row) ++starts[adapter_of(row) + 1];
+  for (size_t i = 1; i < starts.size(); ++i) starts[i] += starts[i - 1];
   const int64_t num_adapted = starts[static_cast<size_t>(num_adapters)];
-  for (int64_t row = 0; row < num_rows; ++row)
-    order[static_cast<size_t>(starts[static_cast<size_t>(adapter_of(row))]++)] = row;
+  std::vector<int64_t> order(static_cast<size_t>(num_rows)), next = starts;
+  for (int64_t row = 0; row < num_rows; ++row) order[static_cast<size_t>(next[adapter_of(row)]++)] = row;
+  const auto start_of = [&](int64_t adapter) { return starts[static_cast<size_t>(std::min(adapter, num_adapters))]; };
 
-  const int64_t element = dtype_bytes(dtype);
+  const int64_t element = dtype_bytes(dtype), low_stride = a_panels * kPanel;
+  const int64_t x_bytes = num_in * element, y_bytes = num_out * element;
   const auto* const x_rows = static_cast<const char*>(x.const_data_ptr());
   const auto* const y_rows = static_cast<const char*>(y.const_data_ptr());
   auto* const out_rows = static_cast<char*>(out.mutable_data_ptr());
-  const auto* const scale_of = static_cast<const float*>(scales.const_data_ptr());
-  const int64_t x_bytes = num_in * element, low_bytes = rank * element, y_bytes = num_out * element;
-  char* const gathered = buffer(0).of(aligned(num_adapted * x_bytes) + aligned(num_adapted * low_bytes) +
-                                      aligned(num_adapted * y_bytes));
-  char* const low = gathered + aligned(num_adapted * x_bytes);
-  char* const delta = low + aligned(num_adapted * low_bytes);
-  const auto* const a_stack = static_cast<const char*>(a.const_data_ptr());
+  const bool in_order = num_adapted > 0 && order[static_cast<size_t>(num_adapted) - 1] - order[0] == num_adapted - 1 &&
+                        std::is_sorted(order.begin(), order.begin() + num_adapted);
+  char* const low = buffer(0).of(aligned(num_adapted * low_stride * element) + (in_order ? 0 : num_adapted * x_bytes));
+  char* const gathered = low + aligned(num_adapted * low_stride * element);
+  const LinearArgs down{in_order ? x_rows + order[0] * x_bytes : gathered,
+                        a.const_data_ptr(),
+                        nullptr,
+                        low,
+                        num_in,
+                        num_adapted,
+                        num_in,
+                        low_stride,
+                        dtype,
+                        dtype};
+  const int64_t most = linear_rows(down).task;
+  std::vector<Part> by_panel, by_adapter;
+  for (int64_t panel = 0; panel < a_panels; ++panel)
+    split(by_panel, panel, start_of(panel * kPanel / rank), start_of(((panel + 1) * kPanel + rank - 1) / rank), most);
+  for (int64_t adapter = 0; adapter < num_adapters; ++adapter)
+    split(by_adapter, adapter, start_of(adapter), start_of(adapter + 1), most);
+  const auto num_down = static_cast<int64_t>(by_panel.size());
+  const int64_t blocks = (b_panels + kTaskPanels - 1) / kTaskPanels;
+  const int64_t num_up = static_cast<int64_t>(by_adapter.size()) * blocks;
   const auto* const b_stack = static_cast<const char*>(b.const_data_ptr());
-  const int64_t a_bytes = panel_size(num_in, dtype) * num_panels(rank) * element;
-  const int64_t b_bytes = panel_size(rank, dtype) * num_panels(num_out) * element;
-  const auto down = [&](int64_t adapter) {
-    return LinearArgs{gathered, a_stack + adapter * a_bytes, nullptr, low, num_in, num_adapted, num_in, rank, dtype, dtype};
-  };
-  const auto up = [&](int64_t adapter) {
-    return LinearArgs{low, b_stack + adapter * b_bytes, nullptr, delta, rank, num_adapted, rank, num_out, dtype, dtype};
-  };
-  std::vector<Part> parts;
-  for (const Group& group : groups) {
-    const int64_t most = linear_rows(down(group.adapter)).task;
-    for (int64_t begin = group.begin; begin < group.end; begin += most)
-      parts.push_back({&group, begin, std::min(begin + most, group.end)});
-  }
-  const int64_t num_parts = static_cast<int64_t>(parts.size());
-  const int64_t blocks = (num_panels(num_out) + kTaskPanels - 1) / kTaskPanels, width = kTaskPanels * kPanel;
+  const auto* const scale_of = static_cast<const float*>(scales.const_data_ptr());
+  const int64_t b_bytes = panel_size(rank, dtype) * b_panels * element;
 
   const int64_t num_threads = omp_get_max_threads();
   const bool parallel = num_threads > 1 && num_adapted * rank * (num_in + num_out) > kParallelMacs;
 #pragma omp parallel num_threads(static_cast<int>(num_threads)) if (parallel)
   {
+    if (!in_order) {
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < num_adapted; ++t)
+        std::memcpy(gathered + t * x_bytes, x_rows + order[static_cast<size_t>(t)] * x_bytes, static_cast<size_t>(x_bytes));
+    }
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num_parts; ++i) {
-      const Part& part = parts[static_cast<size_t>(i)];
-      for (int64_t row = part.begin; row < part.end; ++row)
-        std::memcpy(gathered + row * x_bytes, x_rows + order[static_cast<size_t>(row)] * x_bytes, static_cast<size_t>(x_bytes));
-      multiply(down(part.group->adapter), 0, rank, part.begin, part.end);
+    for (int64_t i = 0; i < num_down; ++i) {
+      const Part& part = by_panel[static_cast<size_t>(i)];
+      multiply(down, part.which * kPanel, (part.which + 1) * kPanel, part.begin, part.end);
     }
 #pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t i = 0; i < num_parts * blocks; ++i) {
-      const Part& part = parts[static_cast<size_t>(i / blocks)];
-      const int64_t begin = i % blocks * width, end = std::min(begin + width, num_out);
-      multiply(up(part.group->adapter), begin, end, part.begin, part.end);
-      for (int64_t row = part.begin; row < part.end; ++row) {
-        const int64_t to = order[static_cast<size_t>(row)] * y_bytes + begin * element;
-        const char* const more = delta + row * y_bytes + begin * element;
-        const float scale = scale_of[part.group->adapter];
-        if (dtype == DType::f32)
-          add_scaled<float>(y_rows + to, more, out_rows + to, scale, end - begin);
-        else if (dtype == DType::bf16)
-          add_scaled<c10::BFloat16>(y_rows + to, more, out_rows + to, scale, end - begin);
-        else
-          add_scaled<c10::Half>(y_rows + to, more, out_rows + to, scale, end - begin);
-      }
+    for (int64_t i = 0; i < num_up; ++i) {
+      const Part& part = by_adapter[static_cast<size_t>(i / blocks)];
+      const int64_t begin = i % blocks * kTaskPanels * kPanel;
+      const LoraArgs up{low + part.which * rank * element,
+                        b_stack + part.which * b_bytes,
+                        y_rows,
+                        out_rows,
+                        order.data(),
+                        low_stride,
+                        rank,
+                        num_out,
+                        dtype,
+                        scale_of[part.which]};
+      lora_features(up, begin, std::min(begin + kTaskPanels * kPanel, num_out), part.begin, part.end);
     }
 #pragma omp for schedule(static)
-    for (int64_t i = num_adapted; i < num_rows; ++i) {
-      const int64_t row = order[static_cast<size_t>(i)];
+    for (int64_t t = num_adapted; t < num_rows; ++t) {
+      const int64_t row = order[static_cast<size_t>(t)];
       std::memcpy(out_rows + row * y_bytes, y_rows + row * y_bytes, static_cast<size_t>(y_bytes));
     }
   }
