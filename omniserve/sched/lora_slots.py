@@ -34,6 +34,11 @@ class _Resident:
     """It lets no more requests in: another adapter waits for its slot."""
     is_in_turn: bool = False
     """Others waited when it got its slot: those that it let in then run, whoever waits."""
+    has_served: bool = False
+    """A request has ended since it got its slot. Before that it does not give the slot up, or adapters would come and go
+    and nothing run."""
+    has_sent_back: bool = False
+    """Since it closed, those that had not begun wait again."""
     num_users: int = 0
     """Unfinished requests that may run."""
     used: int = 0
@@ -104,6 +109,7 @@ class LoRASlots:
             assert state.lora is not None
             resident = self._residents[state.lora.digest]
             resident.num_users -= 1
+            resident.has_served = True
             resident.used = next(self._clock)
             if self._waiting:
                 self._hand_out()
@@ -137,14 +143,13 @@ class LoRASlots:
         wanted = self._give_slots()
         taken = [each for each in self._residents.values() if each.is_ready and each.num_users]
         for resident in taken[len(wanted) :]:
-            resident.is_closing = resident.is_in_turn = False
+            resident.is_closing = resident.is_in_turn = resident.has_sent_back = False
             self._let_in(resident)
-        closing = [each for each in taken[: len(wanted)] if not each.is_closing]
-        for resident in closing:
+        for resident in taken[: len(wanted)]:
             resident.is_closing = True
-            if not resident.is_in_turn:
+            if resident.has_served and not (resident.is_in_turn or resident.has_sent_back):
                 self._send_back(resident)
-        if any(not resident.num_users for resident in closing):
+        if any(not resident.num_users for resident in taken[: len(wanted)]):
             self._hand_out()
 
     def _give_slots(self) -> list[_Waiting]:
@@ -199,6 +204,7 @@ class LoRASlots:
 
     def _send_back(self, resident: _Resident) -> None:
         """Have the requests of a closing adapter wait that have not begun."""
+        resident.has_sent_back = True
         states = self._withdraw(resident.lora)
         for state in states:
             state.lora_slot = 0
