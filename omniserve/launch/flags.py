@@ -212,7 +212,7 @@ def _lora_config(args: argparse.Namespace) -> LoRAConfig:
     given = loras_from(args)
     max_loras = args.max_loras or max(len(given), _LORA_SLOTS if getattr(args, "lora_dir", None) else 0)
     ranks = [rank_of(Path(folder)) for folder in given.values()]
-    return LoRAConfig(max_loras=max_loras, max_lora_rank=max(args.max_lora_rank, *ranks, 1))
+    return LoRAConfig(max_loras=max_loras, max_lora_rank=max([args.max_lora_rank, *ranks]))
 
 
 def _with_ls_objectives(

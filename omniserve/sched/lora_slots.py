@@ -35,8 +35,8 @@ class _Resident:
     is_in_turn: bool = False
     """Others waited when it got its slot: those that it let in then run, whoever waits."""
     has_served: bool = False
-    """A request has ended since it got its slot. Before that it does not give the slot up, or adapters would come and go
-    and nothing run."""
+    """A request has ended since it got its slot. Before that it does not give the slot up, or adapters would come and
+    go and nothing run."""
     has_sent_back: bool = False
     """Since it closed, those that had not begun wait again."""
     num_users: int = 0

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 import types
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
+from omniserve.core.lora import LoRA, LoRAError
 from omniserve.core.request import SLO, FinishReason, Request, RequestLimits, RequestOutput, RequestTimes, TokenLogprob
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.core.stats import EngineStats, HostTierStats, KVUsage, LatencyStats, SchedulerStats
@@ -50,6 +52,7 @@ class _Running:
     arrival_s: float
     predicted_ttft_s: float | None
     scaled_slo: SLO | None = None
+    shift: int = 0
     output: list[int] = field(default_factory=list)
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -62,10 +65,29 @@ class _Never:
         return False
 
 
+class FakeLoRAs:
+    """Adapters: folders with a file ``adapter_config.json``."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, LoRA] = {}
+
+    def read(self, name: str, folder: str) -> LoRA:
+        if not (Path(folder) / "adapter_config.json").exists():
+            raise LoRAError(f"the fake engine finds no adapter in {folder}")
+        return LoRA(name=name, folder=folder, digest=folder)
+
+    def add(self, lora: LoRA) -> None:
+        self.known[lora.name] = lora
+
+    def remove(self, name: str) -> None:
+        del self.known[name]
+
+
 class FakeEngine:
     """Says the prompt's tokens again and again: output i is prompt[i % len(prompt)], shifted by the seed if any.
 
-    A token with a bias of 100 is all that is said. Log-probabilities differ between seeds.
+    A token with a bias of 100 is all that is said. Log-probabilities differ between seeds. With an adapter, output i is
+    shifted by the length of the adapter's folder's name.
 
     Args:
         vocab_size, eos_token_id: Of the tokenizer beside it.
@@ -112,6 +134,7 @@ class FakeEngine:
         self._num_added = 0
         self._announced: set[str | None] = set()
         self.preemption = types.SimpleNamespace(arrivals=tuple)
+        self.loras = FakeLoRAs()
         self._work_log = None if work_log is None else os.open(work_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     @property
@@ -146,7 +169,8 @@ class FakeEngine:
             if first == ANNOUNCED:
                 predicted_s = 7.0 if request_id in self._announced else 9.0
         scaled = dataclasses.replace(slo, ttft_s=SCALED_TTFT_S) if first == SCALE and request.slo is None else None
-        self._running[request_id] = _Running(request, arrival_s, predicted_s, scaled)
+        shift = 0 if request.lora is None else len(Path(self.loras.known[request.lora].folder).name)
+        self._running[request_id] = _Running(request, arrival_s, predicted_s, scaled, shift)
         if self._work_log is not None and not request_id.startswith("warm-up"):
             os.write(
                 self._work_log, f"{request.service_class} {' '.join(map(str, request.prompt_token_ids))}\n".encode()
@@ -207,7 +231,8 @@ class FakeEngine:
         if sampling.max_tokens == 0:
             del self._running[request_id]
             return self._output(request_id, entry, prompt_logprobs=prompt_logprobs, finish_reason=FinishReason.LENGTH)
-        token = (prompt[len(entry.output) % len(prompt)] + (sampling.seed or 0)) % self.spec.vocab_size
+        shift = (sampling.seed or 0) + entry.shift
+        token = (prompt[len(entry.output) % len(prompt)] + shift) % self.spec.vocab_size
         token = next((biased for biased, bias in sampling.logit_bias if bias == 100), token)
         entry.output.append(token)
         reason = FinishReason.LENGTH if len(entry.output) >= sampling.max_tokens else None
@@ -308,6 +333,7 @@ class FakeLoader:
     work_log: str | None = None
     fail_while: Path | None = None
     with_faults: bool = True
+    loras: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, progress) -> FakeEngine:
         progress("faking")
@@ -315,6 +341,9 @@ class FakeLoader:
             raise ValueError(self.fail)
         if self.fail_while is not None and self.fail_while.exists():
             raise ValueError("the fake engine may not start yet")
-        return FakeEngine(
+        engine = FakeEngine(
             self.vocab_size, self.eos_token_id, self.config, work_log=self.work_log, with_faults=self.with_faults
         )
+        for name, folder in self.loras.items():
+            engine.loras.add(engine.loras.read(name, folder))
+        return engine
