@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from omniserve import Engine, EngineConfig, FinishReason, Request, SamplingParams
-from omniserve.core.config import LoRAConfig
+from omniserve.core.config import LoRAConfig, ParallelConfig
 from omniserve.core.lora import LoRAError
 from tests.engine_settings import flat_config
 from tests.layers.weights.test_lora import save
@@ -52,7 +52,7 @@ def test_an_adapter_that_is_gone_ends_its_requests_with_an_error(tmp_path: Path)
     with engine_with(1) as engine:
         model = engine.model.family.model
         engine.load_lora("gone", save(tmp_path / "gone", model))
-        engine.load_lora("changed", save(tmp_path / "changed", model))
+        engine.load_lora("changed", save(tmp_path / "changed", model, seed=1))
         shutil.rmtree(tmp_path / "gone")
         save(tmp_path / "changed", model, seed=9)
         expected = tokens(engine)

@@ -20,7 +20,7 @@ KEYS = [{"name": "owner", "key": "owner-key", "admin": True}, {"name": "user", "
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with three adapters and one folder that is none; what an adapter says is told by the length of its name."""
+    """A folder with three adapters and one that is none; what an adapter says is told by the length of its name."""
     for name in ("a", "bb", "ccc", "none"):
         (tmp_path / "adapters" / name).mkdir(parents=True)
     for name in ("a", "bb", "ccc"):

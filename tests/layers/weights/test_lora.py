@@ -30,12 +30,9 @@ def save(folder: Path, model: PreTrainedModel, *names: str, rank: int = 4, seed:
     tensors = {}
     for path, module in model.named_modules():
         if path.rpartition(".")[2] in (names or ("q_proj", "down_proj")) and isinstance(module, nn.Linear):
-            tensors[f"base_model.model.{path}.lora_A.weight"] = torch.randn(
-                rank, module.in_features, generator=generator
-            )
-            tensors[f"base_model.model.{path}.lora_B.weight"] = torch.randn(
-                module.out_features, rank, generator=generator
-            )
+            for letter, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
+                key = f"base_model.model.{path}.lora_{letter}.weight"
+                tensors[key] = torch.randn(shape, generator=generator)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(
@@ -63,12 +60,12 @@ def model() -> PreTrainedModel:
 
 def test_rows_have_the_adapter_of_their_slot_whatever_is_beside_them(model: PreTrainedModel, tmp_path: Path) -> None:
     patched = patched_model(model, compile=False, lora=LORA)
-    alone = logits(patched, [0])[0]
+    alone = logits(patched, [0] * 6)[0]
     for slot in (1, 2):
         patched.lora.load(slot, read_lora(save(tmp_path / str(slot), model, seed=slot)))
     rows = logits(patched, [0, 1, 2, 1, 0, 7])
     assert torch.equal(rows[0], alone) and torch.equal(rows[4], alone) and torch.equal(rows[5], alone)
-    assert torch.equal(rows[1], rows[3]) and torch.equal(rows[1], logits(patched, [1])[0])
+    assert torch.equal(rows[1], rows[3]) and torch.equal(rows[1], logits(patched, [1] * 6)[0])
     assert not torch.allclose(rows[1], rows[2]) and not torch.allclose(rows[1], alone)
 
 
@@ -153,7 +150,7 @@ def test_files_that_do_not_fit_are_refused(model: PreTrainedModel, tmp_path: Pat
         {name.replace("layers.0", "layers.9"): tensor.clone() for name, tensor in good.items()}
     ))  # fmt: skip
     high = save(tmp_path / "high", model, rank=9)
-    with pytest.raises(LoRAError, match="rank 9.*set max_lora_rank"):
+    with pytest.raises(LoRAError, match=r"rank 9.*set max_lora_rank"):
         patched.lora.check(read_lora(high))
     (folder / "adapter_model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(LoRAError, match="cannot be read"):
