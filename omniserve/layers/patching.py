@@ -23,7 +23,7 @@ from omniserve.layers.compile_cache import CompileCache
 from omniserve.layers.compiled import USUAL_TOKENS, compile_halves, source_digest
 from omniserve.layers.tracing.layer_states import RowGroup, StatePool
 from omniserve.layers.tracing.traced import TracedFamily, family_of
-from omniserve.layers.weights.groups import HeldLinear, is_plain
+from omniserve.layers.weights.groups import GroupLinear, is_plain
 from omniserve.layers.weights.held import HeldWeights
 from omniserve.layers.weights.loaded_model import IdleHooks, check_loaded, free_weights, in_adapters, language_model
 from omniserve.layers.weights.lora import LoRAStacks, rows_with
@@ -407,7 +407,7 @@ class _Patch:
     def _make_adaptable(self, family: TracedFamily, lora: LoRAConfig) -> LoRAStacks:
         adapted = in_adapters(self._model)
         linears = [each for each in family.row_linears if id(each) not in adapted]
-        linears = [each for each in linears if isinstance(each, HeldLinear) or is_plain(each)]
+        linears = [each for each in linears if isinstance(each, GroupLinear) or is_plain(each)]
         if not linears:
             raise UnsupportedModelError(f"{type(self._model).__name__} has no linear that adapters could be named for")
         return LoRAStacks(self._model, linears, num_slots=lora.max_loras, max_rank=lora.max_lora_rank)

@@ -113,9 +113,12 @@ class PrefillSource(KVSource):
 
     @staticmethod
     def may_ask(state: RequestState) -> bool:
-        """Tell whether an engine may be asked for a WAITING request: its KV has not come, and no copy has failed."""
+        """Tell whether an engine may be asked for a WAITING request: its KV has not come, and no copy has failed.
+
+        Prefill engines have no adapters.
+        """
         use = state.prefix
-        return use is not None and use.may_restore and state.fact(_Asked).num_times < _MOST_TRIES
+        return state.lora is None and use is not None and use.may_restore and state.fact(_Asked).num_times < _MOST_TRIES
 
     def start(self, state: RequestState, outlook: Outlook) -> bool:
         """Let an engine compute a WAITING request's prompt, if the placement says so and there is room for its KV."""
