@@ -104,6 +104,12 @@ def _real(name: str, figure: str, says: str, machine: MachineSpec, rate: float, 
     return _experiment(name, figure, says, machine, loads)
 
 
+_INPUTS = {
+    f"{n} in, {8192 / n:g}/s": replace(SYNTHETIC, ls_rate=8192 / n, ls_lengths=f"{n}:256") for n in (1024, 4096, 16384)
+}
+_OUTPUTS = {
+    f"{n} out, {512 / n:g}/s": replace(SYNTHETIC, ls_rate=512 / n, ls_lengths=f"4096:{n}") for n in (128, 256, 1024)
+}
 _SCALES = {f"scale {scale:g}": scale for scale in (1.0, 1.25, 1.5, 2.0)}
 _ALONE, _FULL, _SARATHI, _ = (_case(LLAMA_8B, "2/s", system, SYNTHETIC) for system in SYSTEMS)
 # Without its own KV manager: a preempted request is parked on the host if it has checkpoints, else recomputed.
@@ -130,13 +136,10 @@ _OTHERS: tuple[Experiment, ...] = (
                 "P99 TTFT and TBT 1.68 and 2.38 times better than the best baseline's, offline 3.62 times", LLAMA_8B,
                 {f"CV {cv:g}": replace(SYNTHETIC, ls_cv=cv) for cv in (1.0, 2.0, 4.0)}),
     _experiment("conserve-9b", "ConServe Fig. 9b: llama-3.1-8b on an H100, longer inputs, fewer of them",
-                "near Online-Only at most lengths; most is gained between 2K and 16K", LLAMA_8B,
-                {f"{n} in, {8192 / n:g}/s": replace(SYNTHETIC, ls_rate=8192 / n, ls_lengths=f"{n}:256")
-                 for n in (1024, 4096, 16384)}),
+                "near Online-Only at most lengths; most is gained between 2K and 16K", LLAMA_8B, _INPUTS),
     _experiment("conserve-9c", "ConServe Fig. 9c: llama-3.1-8b on an H100, longer outputs, fewer of them",
                 "near Online-Only at most lengths; most is gained above 128, a little less above 512", LLAMA_8B,
-                {f"{n} out, {512 / n:g}/s": replace(SYNTHETIC, ls_rate=512 / n, ls_lengths=f"4096:{n}")
-                 for n in (128, 256, 1024)}),
+                _OUTPUTS),
     Experiment(
         name="conserve-65", figure="ConServe 6.5: llama-3.1-8b on an H100, 2 LS/s, its parts one by one",
         says="Sarathi-P: TBT 375 ms, TTFT 1,399; with the scheduler 73 and 686; with layer-wise preemption TTFT 523; "
@@ -153,6 +156,7 @@ _OTHERS: tuple[Experiment, ...] = (
 )  # fmt: skip
 """The experiments without DistServe-P."""
 
+_LESS = "ConServe has more offline throughput than both preemptive baselines, and is near Online-Only at most lengths"
 _POOR = "poor TTFT and TBT, the lowest offline throughput in most cases"
 EXPERIMENTS: tuple[Experiment, ...] = (
     *_OTHERS,
@@ -164,5 +168,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     _distserve("conserve-6b-8b", "high TBT attainment, but below ConServe's in most cases; poor TTFT attainment",
                only=("scale 1", "scale 1.5"), slo_from="online-only"),
     _distserve("conserve-9a", "ConServe is better than the best baseline"),
+    _distserve("conserve-9b", _LESS, dict.fromkeys(_INPUTS, RATIOS)),
+    _distserve("conserve-9c", _LESS, dict.fromkeys(_OUTPUTS, RATIOS)),
 )  # fmt: skip
 """All experiments. Those of DistServe-P are experiments of their own: its rows have loads of several machines."""

@@ -38,11 +38,15 @@ class PaperFigure:
     panels: tuple[Panel, ...]
     leave_out: tuple[str, ...] = ()
     """Columns of the experiment that the figure does not show."""
+    also: tuple[tuple[str, str], ...] = ()
+    """Systems that the figure shows beside the experiment's: (a column, the system that has its cases, too)."""
 
     def experiment_of(self, experiment: Experiment) -> Experiment:
         """Return the experiment with its systems at each value of this figure's axis."""
         first = experiment.cases[0].x
-        systems = [case for case in experiment.cases if case.x == first and case.column not in self.leave_out]
+        shown = [case for case in experiment.cases if case.x == first and case.column not in self.leave_out]
+        also = [replace(case, system=system) for column, system in self.also for case in shown if case.column == column]
+        systems = [*shown, *also]
         cases = tuple(replace(self.place(case, x), x=f"{x:g}") for x in self.xs for case in systems)
         return replace(experiment, name=self.name, figure=self.title, x_name=self.x_label, cases=cases)
 
@@ -83,7 +87,7 @@ def _omniserve(
 ) -> PaperFigure:
     return PaperFigure(
         name=f"omniserve-{name}", title=f"OmniServe Fig. {number}: {machine}", experiment=experiment, xs=xs,
-        x_label="LS requests/s", place=at_ls_rate, leave_out=("llumnix, 80 % headroom",),
+        x_label="LS requests/s", place=at_ls_rate, leave_out=("llumnix, 80 % headroom",), also=(("neo", "neo-paper"),),
         panels=(replace(_ATTAINED, says=says[0]), replace(_OUT, says=says[1])),
     )  # fmt: skip
 

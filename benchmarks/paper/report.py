@@ -217,6 +217,16 @@ class Findings:
         rows = self._rows(name, column)
         return [self.value(name, x, column, figure) / self.value(of, x, other, figure) for _, x in rows]
 
+    def across_best(self, name: str, by: str, of: str, other: str, figure: str) -> list[float]:
+        """Return ``across`` of the column that has most of figure ``by`` in its row, for each row."""
+        best: dict[str, Mapping[str, Any]] = {}
+        for row in self._entry(name)["rows"]:
+            if row["x"] not in best or row["figures"][by] > best[row["x"]]["figures"][by]:
+                best[row["x"]] = row
+        return [
+            self.value(name, x, row["column"], figure) / self.value(of, x, other, figure) for x, row in best.items()
+        ]
+
     def gains(self, names: str | Sequence[str], column: str, other: str, figure: str) -> list[float]:
         """Return what ``column`` has more than ``other``, in all rows."""
         rows = self._rows(names, column)
@@ -285,7 +295,7 @@ def names_of(findings: Findings) -> dict[str, Any]:
     """Return what the page's template may ask."""
     return {
         "table": findings.table, "v": findings.value, "ratio": findings.ratio, "values": findings.values,
-        "ratios": findings.ratios, "gains": findings.gains, "across": findings.across, "verdict": verdict,
-        "negatives_first": negatives_first,
+        "ratios": findings.ratios, "gains": findings.gains, "across": findings.across,
+        "across_best": findings.across_best, "verdict": verdict, "negatives_first": negatives_first,
         "cells": {name: says for name, (says, _) in CELLS.items()},
     }  # fmt: skip

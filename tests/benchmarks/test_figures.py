@@ -30,6 +30,8 @@ def test_each_figure_has_the_systems_of_its_experiment_at_each_value_of_its_axis
     base = EXPERIMENTS[figure.experiment]
     made = figure.experiment_of(base)
     columns = {case.column for case in base.cases if case.x == base.cases[0].x} - set(figure.leave_out)
+    assert {column for column, _ in figure.also} <= columns and columns.isdisjoint(system for _, system in figure.also)
+    columns |= {system for _, system in figure.also}
     assert len(figure.xs) >= 5 and sorted(figure.xs) == list(figure.xs)
     assert {(case.x, case.column) for case in made.cases} == {(f"{x:g}", each) for x in figure.xs for each in columns}
     of_one = [case for case in made.cases if case.column == made.cases[0].column]

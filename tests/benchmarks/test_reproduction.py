@@ -317,6 +317,11 @@ def test_a_page_takes_its_tables_and_numbers_from_the_record(plain_tables: None)
     )
 
 
+def test_the_best_column_of_each_row_is_compared_with_another_experiments(plain_tables: None) -> None:
+    asked = "{{ across_best('one', 'rate', 'two', 'p', 'rate') | join('; ') }}"
+    assert render(record_of(rate=(1.0, 2.0, 5.0, 4.0)), asked) == f"{2 / 11}; {5 / 15}"
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
