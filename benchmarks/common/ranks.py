@@ -21,8 +21,9 @@ from omniserve import Engine, EngineConfig
 from omniserve.layers.patching import patched_model
 from omniserve.layers.weights.sharding import shard
 from omniserve.parallel.follow import summary_of
-from omniserve.parallel.group import RankGroup, pin_to_share
+from omniserve.parallel.group import RankGroup
 from omniserve.parallel.place import Place
+from omniserve.parallel.shares import pin_to_share
 
 QWEN_HALF_B: dict[str, Any] = {
     "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,

@@ -65,6 +65,9 @@ class ExecutionConfig:
     which would round them."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model or its tokenizer, when it is loaded by its name; it can do anything."""
+    numa: Literal["auto", "off"] = "auto"
+    """``auto``: ranks on the CPU of one machine are spread over its NUMA nodes, if that is possible evenly: each has
+    cores and memory of one. ``off``: each has an equal share of the cores, whatever their nodes."""
 
     def __post_init__(self) -> None:
         for name in ("step_graphs_limit_s", "step_graphs_gib"):
@@ -75,6 +78,8 @@ class ExecutionConfig:
             raise ValueError(f"ls_prefix_share must be a share in [0, 1), got {self.ls_prefix_share}")
         if self.step_graphs not in ("auto", "on", "off"):
             raise ValueError(f"step_graphs must be auto, on or off, got {self.step_graphs!r}")
+        if self.numa not in ("auto", "off"):
+            raise ValueError(f"numa must be auto or off, got {self.numa!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,16 +7,19 @@ at the speed of a copy. An idle-priority thread touches the pool's huge pages ah
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import omniserve.ops  # noqa: F401 - loads the extension
+from omniserve.core.numa import read_nodes
+
+logger = logging.getLogger(__name__)
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -48,10 +51,11 @@ def allocate_pool(
     torch's own page-locked memory would be rounded up to a power of two.
 
     `cores` are those of the threads that will read, by default all that this process may use. If they belong to several
-    NUMA nodes, pages are spread over these in turn; otherwise a page belongs to the node that first touches it.
+    NUMA nodes, pages are spread over these in turn, unless the kernel refuses that, as it may in a container. Otherwise
+    the process's memory policy says where a page is; without one, on the node that first touches it.
 
     Raises:
-        RuntimeError: The kernel refuses to spread the pages, or CUDA to page-lock them.
+        RuntimeError: CUDA refuses to page-lock the memory.
     """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     region = _Region(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -59,9 +63,12 @@ def allocate_pool(
         region.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(region, dtype=torch.uint8)  # the tensor keeps the region alive
     memory = memory[-memory.data_ptr() % _HUGE_PAGE_BYTES :][:num_bytes]
-    nodes = _numa_nodes(cores if cores is not None else os.sched_getaffinity(0))
+    nodes = read_nodes(set(cores if cores is not None else os.sched_getaffinity(0)))
     if len(nodes) > 1:
-        torch.ops.omniserve_host.interleave(memory, torch.tensor(sorted(nodes)))
+        try:
+            torch.ops.omniserve_host.interleave(memory, torch.tensor([node.number for node in nodes]))
+        except RuntimeError as error:
+            logger.warning("%s: a page is of the NUMA node of the core that touches it first", error)
     if pin_memory:
         memory.zero_()  # on all cores; page-locking would touch the pages on one core
         error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
@@ -73,8 +80,3 @@ def allocate_pool(
         region.locked_at, region.locked_on = memory.data_ptr(), torch.cuda.current_device()
         region.process_id = os.getpid()
     return memory.view(dtype).view(*shape)
-
-
-def _numa_nodes(cores: Iterable[int]) -> set[int]:
-    folders = (folder for core in cores for folder in Path(f"/sys/devices/system/cpu/cpu{core}").glob("node[0-9]*"))
-    return {int(folder.name.removeprefix("node")) for folder in folders}

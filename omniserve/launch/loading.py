@@ -139,6 +139,7 @@ class EngineLoader:
         from omniserve.layers.patching import patched_model
         from omniserve.parallel.follow import summary_of
         from omniserve.parallel.group import RankGroup
+        from omniserve.parallel.shares import take_weights
 
         group = RankGroup(
             self.config,
@@ -151,6 +152,7 @@ class EngineLoader:
         try:
             model = self.load_rank(group.place, progress)
             patched = patched_model(model, compile=self.config.execution.compile, keep=group.place.layers)
+            take_weights(patched)
             progress("waiting for the other ranks' parts of the model")
             group.await_loaded(summary_of(patched))
             if self.config.execution.compile:

@@ -10,15 +10,23 @@ import sys
 import time
 from collections.abc import Sequence
 
-from omniserve.core import link
+from omniserve.core import link, numa
 from omniserve.core.arguments import ArgumentParser
 from omniserve.core.errors import PeerLost, PeerRefused
 from omniserve.core.logs import add_log_flags, set_up_logs
 from omniserve.layers.model_classes import import_model_classes
+from omniserve.parallel.shares import pin_to_share, place_joined
 
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 SECRET_VARIABLE = "OMNISERVE_RANK_SECRET"
+
+
+def _numa(text: str) -> str:
+    """Read where a rank is to be; an argparse type."""
+    if text not in ("auto", "off") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be auto, off or the number of a NUMA node, got {text!r}")
+    return text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,6 +44,14 @@ def _parser() -> argparse.ArgumentParser:
         help="which rank this is, from 1; by default torchrun's RANK, or the first that is free",
     )
     parser.add_argument("--once", action="store_true", help="end when the engine ends; else join its next one")
+    parser.add_argument(
+        "--numa",
+        type=_numa,
+        default="auto",
+        metavar="NODE",
+        help="the NUMA node whose cores and memory this rank has; off: any; auto: with torchrun's LOCAL_RANK and "
+        "LOCAL_WORLD_SIZE, and no GPU, ranks are spread over the nodes (default: auto)",
+    )
     parser.add_argument("--share-cores", type=int, metavar="RANKS", help=argparse.SUPPRESS)
     add_log_flags(parser)
     return parser
@@ -54,13 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             secret = os.environ.pop(SECRET_VARIABLE).encode()
         else:
             raise ValueError("give --secret-file, the file that the engine's --rank-secret-file has")
+        if args.numa.isdecimal():
+            numa.node_numbered(int(args.numa), os.sched_getaffinity(0))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.once:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the engine, which ends this process
     try:
-        join(address, secret, rank=args.rank, once=args.once, share_cores=args.share_cores)
+        join(address, secret, rank=args.rank, once=args.once, share_cores=args.share_cores, where=args.numa)
     except PeerRefused as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -70,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     if not args.once:
         time.sleep(_FIRST_PAUSE_S)
-        # A new process begins with nothing left of this one's collectives.
+        # A new process begins with nothing left of this one's collectives, and with all cores.
+        numa.release()
         os.environ[SECRET_VARIABLE] = secret.decode()
         os.execv(sys.executable, [sys.executable, "-m", "omniserve.rank", *(arguments or sys.argv[1:])])
     return 0
@@ -83,16 +102,30 @@ def join(
     rank: int | None = None,
     once: bool = False,
     share_cores: int | None = None,
+    where: str = "auto",
 ) -> None:
     """Join an engine, and serve as its rank until it ends; wait for it first, unless ``once``.
+
+    Args:
+        address: The engine's.
+        secret: The engine's.
+        rank: Which one; None: the first that is free.
+        once: Do not wait for the engine.
+        share_cores: The number of ranks that share the cores of this machine, all of this engine; None: not known.
+        where: A NUMA node, ``auto`` or ``off``.
 
     Raises:
         PeerRefused: It refuses this process.
         PeerLost, OSError: It is gone.
+        ValueError: There is no such node.
     """
+    if share_cores:
+        assert rank is not None
+        pin_to_share(rank, share_cores, where)
+    else:
+        place_joined(where)
     import_model_classes()
     from omniserve.parallel.follow import follow  # imports torch, which takes seconds
-    from omniserve.parallel.group import pin_to_share
 
     pause_s = _FIRST_PAUSE_S
     while True:
@@ -105,7 +138,4 @@ def join(
             logging.getLogger("omniserve.rank").info("no engine listens at %s:%d yet (%s)", *address, error)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    if share_cores:
-        assert rank is not None
-        pin_to_share(rank, share_cores)
     follow(joined, rank)

@@ -24,6 +24,7 @@ from omniserve.ops.stage_link import StageLink
 from omniserve.parallel import messages
 from omniserve.parallel.group import versions
 from omniserve.parallel.meeting import connect_collectives, stage_link
+from omniserve.parallel.shares import take_weights
 from omniserve.remote.handshake import Hello, introduce
 from omniserve.remote.network_hosts import HostUser, NetworkHosts
 from omniserve.remote.prefill_ranks import RankReceiver, RankSender
@@ -113,6 +114,7 @@ class _Follower:
         place = self._place
         model = self._assignment.load(place)
         patched = patched_model(model, compile=self._assignment.compile, keep=place.layers)
+        take_weights(patched)
         logger.info("rank %d of %d has its part of the model", place.rank, place.num_shards * place.num_stages)
         self._link.send(messages.Loaded(summary_of(patched)))
         try:

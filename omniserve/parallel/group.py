@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from omniserve.core import link
+from omniserve.core import link, numa
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import PeerLost
 from omniserve.core.link import Link
@@ -33,7 +33,6 @@ from omniserve.core.logs import log_flags
 from omniserve.core.setup import RunnerSetup
 from omniserve.core.version import __version__
 from omniserve.core.work import HostEvent
-from omniserve.host.cores import available_cores, cores_allowed, share_quota
 from omniserve.layers.patching import PatchedModel
 from omniserve.ops import collectives
 from omniserve.ops.collectives import CollectiveCall
@@ -42,12 +41,15 @@ from omniserve.ops.stage_link import StageLink
 from omniserve.parallel import messages
 from omniserve.parallel.meeting import connect_collectives, stage_link
 from omniserve.parallel.place import Place
+from omniserve.parallel.shares import pin_to_share
 from omniserve.remote.handshake import Hello, Welcome, refuse
 
 logger = logging.getLogger(__name__)
 
 SECRET_VARIABLE: Final = "OMNISERVE_RANK_SECRET"
 """Environment variable with the group's secret, for a rank that rank 0 has started."""
+RANK_COMMAND: Final = (sys.executable, "-m", "omniserve.rank")
+"""What starts a rank."""
 _LOOPBACK = "127.0.0.1"
 _START_S = 900.0
 _LOOK_S = 0.2
@@ -61,19 +63,6 @@ _GRACE_S = 3.0
 def versions() -> str:
     """Return what all ranks must have alike."""
     return f"omniserve {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
-
-
-def pin_to_share(rank: int, num_ranks: int) -> None:
-    """Keep this thread, and those that it starts, to a rank's share of the cores of this machine.
-
-    With fewer cores than ranks several ranks share one. A CPU quota is shared likewise.
-    """
-    cores = sorted(cores_allowed())
-    each = len(cores) // num_ranks
-    share = cores[rank * each : (rank + 1) * each] if each else [cores[rank % len(cores)]]
-    os.sched_setaffinity(0, share)
-    share_quota(num_ranks)
-    torch.set_num_threads(available_cores())
 
 
 class RankGroup:
@@ -103,7 +92,7 @@ class RankGroup:
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
         self._config = config.parallel
-        self._compile = config.execution.compile
+        self._compile, self._numa = config.execution.compile, config.execution.numa
         self.size = self._config.num_ranks
         """The number of ranks, rank 0 included."""
         self.place = Place.of(0, self._config)
@@ -128,10 +117,10 @@ class RankGroup:
         self._address = self._listener.getsockname()[:2]
         try:
             if is_local:
+                numa.release()  # the cores of an engine of before are not those of all ranks
+                self._start(secret, shares_cores=shares_cores)
                 if shares_cores:
-                    self._pin_and_start(secret)
-                else:
-                    self._start(secret, None)
+                    pin_to_share(0, self.size, self._numa)
             else:
                 progress(f"waiting for {self.size - 1} ranks to join at {self._address[0]}:{self._address[1]}")
             self._gather(secret)
@@ -142,17 +131,13 @@ class RankGroup:
 
     # -- start ---------------------------------------------------------------------------------------------------
 
-    def _pin_and_start(self, secret: bytes) -> None:
-        cores = sorted(cores_allowed())
-        self._start(secret, cores)
-        pin_to_share(0, self.size)
-
-    def _start(self, secret: bytes, cores: Sequence[int] | None) -> None:
+    def _start(self, secret: bytes, *, shares_cores: bool) -> None:
         for rank in range(1, self.size):
-            command = [sys.executable, "-m", "omniserve.rank", "--join", f"{_LOOPBACK}:{self._address[1]}"]
-            command += ["--rank", str(rank), "--once"]
-            if cores is not None:
-                command += ["--share-cores", str(self.size)]
+            command = [*RANK_COMMAND, "--join", f"{_LOOPBACK}:{self._address[1]}", "--rank", str(rank), "--once"]
+            if shares_cores:
+                command += ["--share-cores", str(self.size), "--numa", self._numa]
+            else:
+                command += ["--numa", "off"]
             command += log_flags()
             environment = {**os.environ, SECRET_VARIABLE: secret.decode()}
             self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from omniserve.core.work import KVMove, MoveDirection
 from omniserve.host.memory import allocate_pool
 from tests.events import WORK_DONE, kind_of
 from tests.host.helpers import assert_same_bits, collect, make_spec, make_tier, poison, wait_until
+from tests.machines import write_machine
 from tests.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -173,6 +175,20 @@ def test_pages_are_spread_over_existing_nodes_only() -> None:
     for nowhere in (1023, 1024, -1):
         with pytest.raises(RuntimeError, match=r"cannot be interleaved|no NUMA node"):
             torch.ops.omniserve_host.interleave(memory, torch.tensor([nowhere]))
+
+
+def test_a_kernel_that_refuses_to_spread_pages_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The made-up machine has nodes that the kernel does not; in a container it may refuse for any node."""
+    monkeypatch.setattr("omniserve.core.numa.SYSTEM", write_machine(tmp_path / "system", {1022: "0", 1023: "1"}))
+    monkeypatch.setattr("omniserve.core.numa.STATUS", tmp_path / "status")
+    pool = allocate_pool((8 << 20,), torch.uint8, cores=(0, 1))
+    assert "pages cannot be interleaved" in caplog.text
+    assert pool.fill_(1).sum() == 8 << 20
+    caplog.clear()
+    allocate_pool((8 << 20,), torch.uint8, cores=(0,))
+    assert not caplog.text, "one node"
 
 
 def test_poison_is_nan_in_every_pool() -> None:

@@ -8,7 +8,7 @@ import functools
 import multiprocessing
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -35,7 +35,7 @@ PRELOADED = ["tests.prefill.servers"]
 class ForkedRanks(RankGroup):
     """Ranks that are forked from a process that has imported everything and has no threads: they are there at once."""
 
-    def _start(self, secret: bytes, cores: Sequence[int] | None) -> None:
+    def _start(self, secret: bytes, *, shares_cores: bool) -> None:
         # A prefill engine has imported all by then, too, and has no other thread yet.
         is_prefill_engine = multiprocessing.parent_process() is not None
         context = multiprocessing.get_context("fork" if is_prefill_engine else "forkserver")
