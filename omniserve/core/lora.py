@@ -22,7 +22,7 @@ class LoRA:
     folder: str
     """The folder with its files, as PEFT saves them."""
     digest: str
-    """Of its files: KV that was computed with it is found again by requests for the same one alone."""
+    """A digest of its files. KV that was computed with it is found again by requests for the same one alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

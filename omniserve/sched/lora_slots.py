@@ -31,7 +31,7 @@ class _Resident:
     is_ready: bool = False
     """Its weights have been read."""
     is_closing: bool = False
-    """It lets no more requests in: another adapter waits for its slot."""
+    """Another adapter waits for its slot, so it lets no more requests in."""
     is_in_turn: bool = False
     """Others waited when it got its slot: those that it let in then run, whoever waits."""
     has_served: bool = False
