@@ -43,7 +43,7 @@ Phases (--phases), each of --rounds rounds; in a round the contenders take turns
 
 Weights (--weights) in several forms are a load each, with the name of the form, and take turns as contenders do:
 
-    dense     in --dtype; the other forms are made of these
+    dense     in --dtype; the other forms are made of these. Beside other forms OmniServe alone serves them
     Q4_0      a GGUF file for OmniServe and llama.cpp: 32 weights share a scale, embedding and head too
     Q8_0      the same with 8 bits
     W4A16     compressed-tensors, for OmniServe and vLLM: linears of 4 bits, 128 weights share a scale; embedding and
@@ -92,7 +92,7 @@ from benchmarks.peers.engines import OBJECTIVES, Settings, engines, parse_peer, 
 from benchmarks.peers.loads import PHASES, QUICK, Sizes
 from benchmarks.peers.model import SHAPES, SavedModel
 from benchmarks.peers.report import markdown, plot
-from benchmarks.peers.weights import DENSE, DENSE_LABELS, FORMS, OMNISERVE, VLLM, W4A16, weights_in, weights_of
+from benchmarks.peers.weights import DENSE, DENSE_LABELS, FORMS, OMNISERVE, VLLM, W4A16, Weights, weights_in, weights_of
 from omniserve.ops.isa import instruction_set_in_use
 from omniserve.simulate.report import require_matplotlib
 
@@ -170,13 +170,17 @@ def settings_of(args: argparse.Namespace) -> tuple[Settings, dict[str, Any]]:
         OSError, ValueError: A GGUF file cannot be read.
     """
     about: dict[str, Any]
+    weights: tuple[Weights, ...]
     if args.gguf is not None:
         found, vocab_size = weights_in(args.gguf.absolute())
         weights, about = (found,), {"model": args.gguf.name, "weights": [found.label]}
     else:
         model = SavedModel.made(args.model)
-        taking_part = {OMNISERVE, *(name for name, _ in args.peer)}
-        weights = tuple(weights_of(model, form, args.dtype, taking_part) for form in dict.fromkeys(args.weights))
+        everyone, forms = [OMNISERVE, *(name for name, _ in args.peer)], dict.fromkeys(args.weights)
+        weights = tuple(
+            weights_of(model, form, args.dtype, [OMNISERVE] if form == DENSE and len(forms) > 1 else everyone)
+            for form in forms
+        )
         vocab_size = model.vocab_size
         about = {"model": args.model, "shape": model.config, "weights": [each.label for each in weights]}
     settings = Settings(

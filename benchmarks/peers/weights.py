@@ -48,12 +48,10 @@ def weights_of(model: SavedModel, form: str, dtype: str, engines: Collection[str
         form: ``dense``: in the dtype that is served. ``Q4_0``, ``Q8_0``: a GGUF file with all matrices in that type.
             ``W4A16``: a folder whose linears, but for the head, are compressed-tensors' of 4 bits.
         dtype: bfloat16 or float32.
-        engines: Names of the engines that take part: for the others no file is made.
+        engines: Names of the engines that serve them if they can: for the others no file is made.
     """
     if form == DENSE:
-        files = {OMNISERVE: model.folder, VLLM: model.folder}
-        if LLAMA_CPP in engines:
-            files[LLAMA_CPP] = _gguf(model, dtype)
+        files = {name: model.folder if name != LLAMA_CPP else _gguf(model, dtype) for name in engines}
         return Weights(
             label=DENSE_LABELS[dtype], files=files, memory_bytes=model.memory_bytes(dtype),
             cost=ModelCost.of(model.config),

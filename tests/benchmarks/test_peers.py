@@ -33,6 +33,7 @@ from benchmarks.peers.model import SHAPES, ModelCost, SavedModel
 from benchmarks.peers.processes import Engine, Pool, cpu_seconds
 from benchmarks.peers.report import gain, markdown, plot
 from benchmarks.peers.weights import (
+    DENSE,
     FORMS,
     LLAMA_CPP,
     OMNISERVE,
@@ -369,8 +370,42 @@ def test_each_engine_serves_the_weights_that_it_can(saved: SavedModel, monkeypat
         assert name == f"{each.name}, {each.weights}"
         (weights,) = [weights for weights in forms if weights.label == each.weights]
         assert each.arguments[each.arguments.index("--model") + 1] == str(weights.files[each.name])
+    (ours,) = engines(peers, dataclasses.replace(settings, weights=(weights_of(saved, DENSE, "float32", [OMNISERVE]),)))
+    assert ours == OMNISERVE and not (saved.folder / "float32.gguf").exists()
     (alone,) = engines([], dataclasses.replace(settings, weights=tuple(forms[1:2])))
     assert alone == OMNISERVE
+
+
+@pytest.mark.parametrize(
+    ("flags", "case", "served"),
+    [
+        ([], "bf16", {"bf16": [LLAMA_CPP, OMNISERVE]}),
+        (["--dtype", "float32"], "fp32", {"fp32": [LLAMA_CPP, OMNISERVE]}),
+        (["--weights", "Q8_0", "dense"], "quantized", {"Q8_0": [LLAMA_CPP, OMNISERVE], "bf16": [OMNISERVE]}),
+        (["--weights", "W4A16"], "W4A16", {"W4A16": [OMNISERVE, VLLM]}),
+    ],
+)
+def test_the_command_line_says_what_is_served_and_compared(
+    saved: SavedModel, monkeypatch: pytest.MonkeyPatch, flags: list[str], case: str, served: dict[str, list[str]]
+) -> None:
+    pytest.importorskip("gguf", reason="the gguf extra is not installed")
+    monkeypatch.setattr(SavedModel, "made", lambda name: saved)
+    (saved.folder / "llama-server").touch()
+    args = peers.parse_arguments(["--peer", f"llama.cpp={saved.folder}", "--model", "tiny", *flags])
+    settings, about = peers.settings_of(args)
+    assert peers.case_of(args) == case
+    assert {weights.label: sorted(weights.files, key=str.lower) for weights in settings.weights} == served
+    assert about["weights"] == list(served) and settings.vocab_size == TINY["vocab_size"]
+
+
+def test_a_gguf_file_is_served_as_it_is(saved: SavedModel) -> None:
+    pytest.importorskip("gguf", reason="the gguf extra is not installed")
+    path = weights_of(saved, "Q4_0", "bfloat16", [OMNISERVE]).files[OMNISERVE]
+    args = peers.parse_arguments(["--gguf", str(path), "--decode-output", "9", "--quick"])
+    settings, about = peers.settings_of(args)
+    assert peers.case_of(args) == "gguf" and about == {"model": "Q4_0.gguf", "weights": ["Q4_0"]}
+    assert settings.weights[0].files == {OMNISERVE: path, LLAMA_CPP: path}
+    assert peers.sizes_of(args) == dataclasses.replace(QUICK, decode_output=9)
 
 
 def test_the_floor_reads_codes_in_the_bytes_that_hold_them() -> None:
