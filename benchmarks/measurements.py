@@ -63,7 +63,9 @@ def _of(record: str, *arguments: str, case: str = "", minutes: float) -> Measure
 
 
 PEERS = ("benchmarks.peers", "--peer", "vllm=PEERS/vllm", "--peer", "llama.cpp=PEERS/llama.cpp")
-VLLM = PEERS[:3]
+VLLM, LLAMA_CPP = PEERS[:3], (PEERS[0], *PEERS[3:])
+PARTS = ("--phases", "decode", "prefill", "--decode-output", "64", "--kv-gib", "1")
+TINYLLAMA = ("--model", "tinyllama-1.1b-shape", *PARTS)
 ABLATED = {"omniserve": 20, "omniserve-paper": 8, "neo": 8, "apex": 8, "conserve": 6, "bros": 6}
 """Policies whose mechanisms ``benchmarks.ablate`` switches off, and about how many minutes that takes."""
 MEASUREMENTS: tuple[Measurement, ...] = (
@@ -77,6 +79,17 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     Measurement(
         record="peers", case="prefix_cache", minutes=12, needs="vLLM",
         command=(*VLLM, "--prefix-cache", "--phases", "be", "shared", "--rounds", "5"),
+    ),
+    Measurement(
+        record="peers", case="quantized", minutes=15, needs="llama.cpp",
+        command=(*LLAMA_CPP, *TINYLLAMA, "--weights", "dense", "Q4_0", "Q8_0"),
+    ),
+    Measurement(
+        record="peers", case="W4A16", minutes=6, needs="vLLM", command=(*VLLM, *TINYLLAMA, "--weights", "W4A16")
+    ),
+    Measurement(
+        record="peers", case="gguf", minutes=5, needs="llama.cpp, and the model of `make real`",
+        command=(*LLAMA_CPP, *PARTS, "--gguf", ".cache/real/gemma-3-270m-q4_k_m.gguf"),
     ),
     _of("coserve", case="time", minutes=12),
     _of("coserve", "--load", "memory", case="memory", minutes=6),

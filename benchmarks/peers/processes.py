@@ -35,6 +35,8 @@ class Engine:
     version: str
     settled_arguments: tuple[str, ...] = ()
     """Further arguments where a server is wanted that neither compiles nor measures beside what it serves."""
+    weights: str = ""
+    """Label of the weights that it serves."""
 
 
 def private_folders(folder: Path) -> dict[str, str]:
@@ -136,7 +138,8 @@ class Pool:
 
     @contextmanager
     def _started(self, name: str) -> Iterator[ServerProcess]:
-        home, log = self._folder / "homes" / name, self._folder / f"{name}.log"
+        plain = name.replace(", ", "-")
+        home, log = self._folder / "homes" / plain, self._folder / f"{plain}.log"
         engine = self._engines[name]
         engine = dataclasses.replace(engine, arguments=(*engine.arguments, *engine.settled_arguments))
         with running(engine, cpus=self._cpus, home=home, log=log) as (server, _):

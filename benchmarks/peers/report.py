@@ -10,7 +10,8 @@ from typing import Any
 from benchmarks.common.summary import cells, medians
 from benchmarks.common.terminal import table_of
 from benchmarks.common.timing import median_ratio
-from benchmarks.peers.engines import OBJECTIVES, OMNISERVE
+from benchmarks.peers.engines import OBJECTIVES
+from benchmarks.peers.weights import DENSE_LABELS, OMNISERVE
 from omniserve.simulate.report import require_matplotlib
 
 Results = Mapping[str, Any]
@@ -71,8 +72,18 @@ def gain(ours: Mapping[int, float], theirs: Mapping[int, float], *, more_is_bett
     return median_ratio(*(pair if more_is_better else pair[::-1]))
 
 
+def dense_case(results: Results, phase: str, case: str) -> str | None:
+    """Return the same load with dense weights, of a load that is named after other weights; None if there is none."""
+    load, _, label = case.rpartition(", ")
+    found = [f"{load}, {dense}" for dense in DENSE_LABELS.values() if dense != label]
+    return next((name for name in found if name in names(results, "case", phase=phase)), None)
+
+
 def speed_table(results: Results) -> str:
-    """Return a table of what each engine does alone; brackets: how many times as long as the machine's floor takes."""
+    """Return a table of what each engine does alone; brackets: how many times as long as the machine's floor takes.
+
+    With weights in several forms the last column has how many times as good OmniServe is as with dense ones.
+    """
     rows = []
     engines = [name for name in names(results, "contender") if "," not in name]
     for phase, figures in FIGURES.items():
@@ -93,10 +104,17 @@ def speed_table(results: Results) -> str:
                     if engine != OMNISERVE and OMNISERVE in engines:
                         times = gain(values[OMNISERVE], values[engine], more_is_better=more_is_better)
                         row[f"{OMNISERVE} / {engine}"] = "" if times is None else f"{times:.2f}"
+                if dense := dense_case(results, phase, case):
+                    other = {n: found[figure] for n, found in of_case(results, phase, dense, OMNISERVE).items()}
+                    times = gain(values.get(OMNISERVE, {}), other, more_is_better=more_is_better)
+                    row[f"{OMNISERVE} / dense"] = "" if times is None else f"{times:.2f}"
                 rows.append(row)
-    idle = results.get("idle_cores", {})
-    if idle:
-        rows.append({"": "idle: cores in use"} | {name: f"{cores:.2f}" for name, cores in idle.items()})
+    idle: dict[str, dict[str, str]] = {}
+    for name, cores in results.get("idle_cores", {}).items():
+        engine, _, label = name.partition(", ")
+        title = ", ".join(filter(None, ("idle", label))) + ": cores in use"
+        idle.setdefault(label, {"": title})[engine] = f"{cores:.2f}"
+    rows += idle.values()
     return table_of(rows) if rows else "(nothing was measured alone)"
 
 
@@ -177,7 +195,7 @@ def _bars(axis: Any, results: Results, phase: str, colours: Mapping[str, Any]) -
         if floor := floor_of(results, phase, case, figure):
             axis.hlines(factor * statistics.median(floor.values()), group - 0.4, group + 0.4, color="black")
     units = {unit for _, unit, _, _ in FIGURES[phase]}
-    ticks = [case if len(units) == 1 else unit for case, (_, unit, _, _) in groups]
+    ticks = [case.replace(", ", "\n") if len(units) == 1 else unit for case, (_, unit, _, _) in groups]
     axis.set_xticks(range(len(groups)), ticks)
     axis.set(title=phase, ylabel=units.pop() if len(units) == 1 else "")
 

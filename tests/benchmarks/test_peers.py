@@ -15,22 +15,37 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.common.client import RequestRecord, Wire
 from benchmarks.common.machine_speed import MachineSpeed, SpeedMeter
 from benchmarks.common.models import random_llama
-from benchmarks.common.record import ROOT, portable, read_rows
+from benchmarks.common.record import ROOT, portable, read_rows, write_record
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import comparison, processes
+from benchmarks.peers import engines as peers_engines
 from benchmarks.peers.comparison import Comparison, interleaved
-from benchmarks.peers.engines import LLAMA_CPP, OMNISERVE, VLLM, Settings, contenders, parse_peer
+from benchmarks.peers.engines import Settings, contenders, engines, parse_peer
 from benchmarks.peers.gguf import write_gguf
 from benchmarks.peers.loads import PHASES, QUICK, Sizes, decode_rate
 from benchmarks.peers.model import SHAPES, ModelCost, SavedModel
 from benchmarks.peers.processes import Engine, Pool, cpu_seconds
 from benchmarks.peers.report import gain, markdown, plot
+from benchmarks.peers.weights import (
+    DENSE,
+    FORMS,
+    LLAMA_CPP,
+    OMNISERVE,
+    VLLM,
+    W4A16,
+    Weights,
+    weights_in,
+    weights_of,
+    write_w4a16,
+)
+from omniserve.layers.weights.quantized import dense_of
+from omniserve.layers.weights.quantized_checkpoints import QuantizedCheckpoint
 
 TINY = SHAPES["tiny"]
 SHORT = dataclasses.replace(QUICK, prefill_samples=1, ls_rate=20.0, ls_seconds=0.2, be_requests=2, be_output=2)
@@ -59,6 +74,9 @@ def test_a_bad_command_line_ends_before_anything_starts(capsys: pytest.CaptureFi
         (["--phases", "training"], "invalid choice"),
         (["--rounds", "0"], "must be 1 or more"),
         (["--threads", "100000"], "--threads must be from 1 to"),
+        (["--weights", "Q2_K"], "invalid choice"),
+        (["--gguf", "/no/such/file.gguf"], "there is no such file"),
+        (["--decode-output", "1"], "--decode-output must be 2 or more"),
     ):
         with pytest.raises(SystemExit):
             peers.parse_arguments(arguments)
@@ -70,6 +88,7 @@ def test_a_bad_command_line_ends_before_anything_starts(capsys: pytest.CaptureFi
 
 def engine(name: str, **fields: Any) -> Engine:
     plain: dict[str, Any] = {"program": (), "arguments": (), "environment": {}, "wire": Wire(), "version": "1"}
+    plain["weights"] = "bf16"
     return Engine(name=name, **plain | fields)
 
 
@@ -228,7 +247,7 @@ def test_gguf_holds_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
     shape = TINY | {"tie_word_embeddings": False}
     model = random_llama(dtype=torch.bfloat16, **shape)
     model.save_pretrained(tmp_path)
-    write_gguf(tmp_path, model.config.to_dict(), tmp_path / "weights.gguf", torch.bfloat16)
+    write_gguf(tmp_path, model.config.to_dict(), tmp_path / "weights.gguf", "bfloat16")
     read = GGUF(tmp_path / "weights.gguf")
     assert read.fields["general.architecture"] == "llama" and read.fields["llama.block_count"] == 2
     assert read.fields["llama.rope.dimension_count"] == 32 and read.fields["llama.rope.freq_base"] == 10000.0
@@ -252,7 +271,7 @@ def test_gguf_holds_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
 def test_gguf_in_fp32_has_the_values_of_the_bf16_checkpoint(tmp_path: Path) -> None:
     model = random_llama(dtype=torch.bfloat16, **TINY)
     model.save_pretrained(tmp_path)
-    write_gguf(tmp_path, model.config.to_dict(), tmp_path / "weights.gguf", torch.float32)
+    write_gguf(tmp_path, model.config.to_dict(), tmp_path / "weights.gguf", "float32")
     tensors = GGUF(tmp_path / "weights.gguf").tensors
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     assert "output.weight" not in tensors  # tied: llama.cpp takes the embedding
@@ -262,9 +281,142 @@ def test_gguf_in_fp32_has_the_values_of_the_bf16_checkpoint(tmp_path: Path) -> N
 def test_gguf_of_another_model_is_refused(tmp_path: Path) -> None:
     save_file({"model.layers.0.self_attn.q_proj.bias": torch.zeros(4)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"q_proj\.bias, which is none of a Llama without biases"):
-        write_gguf(tmp_path, TINY | {"rms_norm_eps": 1e-6}, tmp_path / "x.gguf", torch.bfloat16)
-    with pytest.raises(ValueError, match=r"got torch\.float16"):
-        write_gguf(tmp_path, TINY, tmp_path / "x.gguf", torch.float16)
+        write_gguf(tmp_path, TINY | {"rms_norm_eps": 1e-6}, tmp_path / "x.gguf", "bfloat16")
+    with pytest.raises(ValueError, match="got float16"):
+        write_gguf(tmp_path, TINY, tmp_path / "x.gguf", "float16")
+
+
+# -- forms of weights -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> SavedModel:
+    """Give a small untied model whose inputs fill groups of 128."""
+    shape = TINY | {"hidden_size": 128, "tie_word_embeddings": False}
+    model = random_llama(dtype=torch.bfloat16, **shape)
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return SavedModel(name="small", folder=folder, config=model.config.to_dict())
+
+
+@pytest.mark.parametrize(("form", "num_bits"), [("Q4_0", 4), ("Q8_0", 8)])
+def test_gguf_holds_codes_of_all_matrices(saved: SavedModel, form: str, num_bits: int) -> None:
+    gguf = pytest.importorskip("gguf", reason="the gguf extra is not installed")
+    found = weights_of(saved, form, "bfloat16", {OMNISERVE, LLAMA_CPP})
+    assert found.label == form and found.files.keys() == {OMNISERVE, LLAMA_CPP} and found.cost is not None
+    own = load_file(saved.folder / "model.safetensors")
+    reader = gguf.GGUFReader(found.files[OMNISERVE])
+    assert reader.fields["general.file_type"].contents() == {"Q4_0": 2, "Q8_0": 7}[form]
+    read = {tensor.name: tensor for tensor in reader.tensors}
+    assert len(read) == 3 + 2 * 9
+    matrices = [tensor for tensor in reader.tensors if len(tensor.shape) > 1]
+    assert len(matrices) == 2 + 2 * 7 and {tensor.tensor_type.name for tensor in matrices} == {form}
+    bytes_a_weight = sum(tensor.n_bytes for tensor in matrices) / sum(tensor.n_elements for tensor in matrices)
+    assert found.cost.layer_weight_bytes == found.cost.head_weight_bytes == bytes_a_weight
+    for name, weight in (("output", own["lm_head.weight"]), ("blk.1.ffn_up", own["model.layers.1.mlp.up_proj.weight"])):
+        tensor = read[f"{name}.weight"]
+        widened = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        # A code is at most half a step off, and in Q4_0 a whole one at the end that the codes reach less far.
+        step = 2 * weight.float().unflatten(1, (-1, 32)).abs().amax(2) / (2**num_bits - 1)
+        off = (widened - weight.float()).abs().unflatten(1, (-1, 32)).amax(2)
+        assert bool((off <= 1.15 * step).all()) and off.max() > 0
+    weights, vocab_size = weights_in(found.files[OMNISERVE])
+    assert vocab_size == TINY["vocab_size"] and weights.label == form and weights.cost is None
+    assert weights.memory_bytes == found.memory_bytes == found.files[OMNISERVE].stat().st_size
+
+
+def test_w4a16_is_read_back_as_weights_that_are_rounded_once(saved: SavedModel) -> None:
+    found = weights_of(saved, W4A16, "bfloat16", {OMNISERVE, VLLM})
+    assert found.files.keys() == {OMNISERVE, VLLM}
+    folder = found.files[OMNISERVE]
+    own = load_file(saved.folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    checkpoint = QuantizedCheckpoint(folder, config["quantization_config"])
+    assert checkpoint.weights == {name for name in own if "_proj." in name} and len(checkpoint.weights) == 14
+    for name in checkpoint.weights:
+        codes = checkpoint.weight(name)
+        assert codes.form.bits == 4 and codes.form.group == 128
+        groups = own[name].float().unflatten(1, (-1, 128))
+        off = (dense_of(codes).unflatten(1, (-1, 128)) - groups).abs()
+        # Half a step, and what the scale loses in bf16; the largest positive weight of a group is half a step beyond.
+        assert bool((off <= 0.6 * groups.abs().amax(2, keepdim=True) / 7.5).all()) and off.max() > 0
+    dense = checkpoint.state_dict(torch.bfloat16)
+    assert dense.keys() == own.keys()
+    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"):
+        assert torch.equal(dense[name], own[name])
+    assert (folder / "tokenizer.json").is_file()
+
+
+def test_w4a16_of_inputs_that_fill_no_groups_is_refused(tmp_path: Path) -> None:
+    random_llama(dtype=torch.bfloat16, **TINY).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="groups of 128 inputs; a weight has 64"):
+        write_w4a16(tmp_path, tmp_path / "w4a16")
+
+
+def test_each_engine_serves_the_weights_that_it_can(saved: SavedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf", reason="the gguf extra is not installed")
+    monkeypatch.setattr(peers_engines, "_said", lambda command: "1.0")
+    (saved.folder / "llama-server").touch()
+    peers = [(VLLM, saved.folder), (LLAMA_CPP, saved.folder)]
+    forms = [weights_of(saved, form, "bfloat16", {OMNISERVE, VLLM, LLAMA_CPP}) for form in FORMS]
+    settings = Settings(weights=tuple(forms), vocab_size=1024, dtype="bfloat16", cpus=(0,), kv_gib=1, slots=4)
+    found = engines(peers, settings)
+    assert list(found) == [
+        "OmniServe, bf16", "vLLM, bf16", "llama.cpp, bf16", "OmniServe, Q4_0", "llama.cpp, Q4_0", "OmniServe, Q8_0",
+        "llama.cpp, Q8_0", "OmniServe, W4A16", "vLLM, W4A16",
+    ]  # fmt: skip
+    for name, each in found.items():
+        assert name == f"{each.name}, {each.weights}"
+        (weights,) = [weights for weights in forms if weights.label == each.weights]
+        assert each.arguments[each.arguments.index("--model") + 1] == str(weights.files[each.name])
+    (ours,) = engines(peers, dataclasses.replace(settings, weights=(weights_of(saved, DENSE, "float32", [OMNISERVE]),)))
+    assert ours == OMNISERVE and not (saved.folder / "float32.gguf").exists()
+    (alone,) = engines([], dataclasses.replace(settings, weights=tuple(forms[1:2])))
+    assert alone == OMNISERVE
+
+
+@pytest.mark.parametrize(
+    ("flags", "case", "served"),
+    [
+        ([], "bf16", {"bf16": [LLAMA_CPP, OMNISERVE]}),
+        (["--dtype", "float32"], "fp32", {"fp32": [LLAMA_CPP, OMNISERVE]}),
+        (["--weights", "Q8_0", "dense"], "quantized", {"Q8_0": [LLAMA_CPP, OMNISERVE], "bf16": [OMNISERVE]}),
+        (["--weights", "W4A16"], "W4A16", {"W4A16": [OMNISERVE, VLLM]}),
+    ],
+)
+def test_the_command_line_says_what_is_served_and_compared(
+    saved: SavedModel, monkeypatch: pytest.MonkeyPatch, flags: list[str], case: str, served: dict[str, list[str]]
+) -> None:
+    pytest.importorskip("gguf", reason="the gguf extra is not installed")
+    monkeypatch.setattr(SavedModel, "made", lambda name: saved)
+    (saved.folder / "llama-server").touch()
+    args = peers.parse_arguments(["--peer", f"llama.cpp={saved.folder}", "--model", "tiny", *flags])
+    settings, about = peers.settings_of(args)
+    assert peers.case_of(args) == case
+    assert {weights.label: sorted(weights.files, key=str.lower) for weights in settings.weights} == served
+    assert about["weights"] == list(served) and settings.vocab_size == TINY["vocab_size"]
+
+
+def test_a_gguf_file_is_served_as_it_is(saved: SavedModel) -> None:
+    pytest.importorskip("gguf", reason="the gguf extra is not installed")
+    path = weights_of(saved, "Q4_0", "bfloat16", [OMNISERVE]).files[OMNISERVE]
+    args = peers.parse_arguments(["--gguf", str(path), "--decode-output", "9", "--quick"])
+    settings, about = peers.settings_of(args)
+    assert peers.case_of(args) == "gguf" and about == {"model": "Q4_0.gguf", "weights": ["Q4_0"]}
+    assert settings.weights[0].files == {OMNISERVE: path, LLAMA_CPP: path}
+    assert peers.sizes_of(args) == dataclasses.replace(QUICK, decode_output=9)
+
+
+def test_the_floor_reads_codes_in_the_bytes_that_hold_them() -> None:
+    dense, codes = ModelCost.of(TINY), ModelCost.of(TINY, 0.5, 1.0)
+    memory = MachineSpeed(bytes_per_s=1.0, flop_per_s=1e30)
+    assert codes.weight_bytes == dense.layer_weights / 2 + dense.head_weights
+    assert dense.decode_step_s(memory, 1, 0) == 2 * (dense.layer_weights + dense.head_weights)
+    kv = 2 * 3 * 10 * dense.kv_values
+    assert codes.decode_step_s(memory, 3, 10) == codes.weight_bytes + kv
+    products = MachineSpeed(bytes_per_s=1e30, flop_per_s=1.0)
+    assert codes.prefill_s(products, 9) == dense.prefill_s(products, 9)
 
 
 # -- servers that take turns ----------------------------------------------------------------------------------------
@@ -360,9 +512,10 @@ def test_cpu_time_is_that_of_a_process_group(tmp_path: Path) -> None:
     assert cpu_seconds(10, tmp_path) == pytest.approx(127 / 100)  # 100 ticks a second
 
 
-def compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str, phases: list[str], rounds: int, sizes: Sizes = SHORT
-) -> dict[str, Any]:
+@pytest.fixture
+def meter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a made-up speed of the machine in place of a measured one."""
+
     class Meter:
         flop_per_s_by_product: dict[str, float] = {}  # noqa: RUF012
 
@@ -370,25 +523,41 @@ def compared(
             pass
 
         def sample(self) -> MachineSpeed:
-            return MachineSpeed(bytes_per_s=1e9, flop_per_s=1e9)
+            return MachineSpeed(bytes_per_s=1e9, flop_per_s=1e12)
 
     monkeypatch.setattr(comparison, "SpeedMeter", Meter)
-    model = SavedModel(name="tiny", folder=tmp_path, config=dict(TINY))
-    (tmp_path / "model.safetensors").write_bytes(b"0" * 100)
-    settings = Settings(model=model, dtype="bfloat16", cpus=(0,), kv_gib=1, slots=4)
-    saved: list[str] = []
+
+
+def form(label: str, layer_weight_bytes: float = 2.0, memory_bytes: int = 100) -> Weights:
+    cost = ModelCost.of(TINY, layer_weight_bytes, layer_weight_bytes)
+    return Weights(label=label, files={}, memory_bytes=memory_bytes, cost=cost)
+
+
+def compared(
+    tmp_path: Path, tokens: dict[str, str], phases: list[str], rounds: int, sizes: Sizes = SHORT,
+    forms: tuple[Weights, ...] = (form("bf16"),), earlier: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the results of engines by name, which is "NAME, WEIGHTS" with several forms, and their first tokens."""
+    settings = Settings(weights=forms, vocab_size=1024, dtype="bfloat16", cpus=(0,), kv_gib=1, slots=4)
+    kept: list[str] = []
+    stubs = {
+        key: dataclasses.replace(
+            stub_engine(key, token), name=key.split(",")[0], weights=key.partition(", ")[2] or forms[0].label
+        )
+        for key, token in tokens.items()
+    }
     made = Comparison(
-        {OMNISERVE: stub_engine(OMNISERVE), VLLM: stub_engine(VLLM, token)}, settings, sizes=sizes, rounds=rounds,
-        seed=3, in_turns=False, folder=tmp_path, save=lambda results: saved.append(json.dumps(results)),
+        stubs, settings, sizes=sizes, rounds=rounds, seed=3, in_turns=False, folder=tmp_path, earlier=earlier,
+        save=lambda results: kept.append(json.dumps(results)),
     )  # fmt: skip
     made.run(phases)
-    assert json.loads(saved[-1]) == made.results
+    assert json.loads(kept[-1]) == made.results
     return made.results
 
 
-@pytest.mark.usefixtures("hurry")
-def test_contenders_take_turns_on_each_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = compared(tmp_path, monkeypatch, "x", ["start", "prefill", "coserve"], rounds=2)
+@pytest.mark.usefixtures("hurry", "meter")
+def test_contenders_take_turns_on_each_load(tmp_path: Path) -> None:
+    results = compared(tmp_path, {OMNISERVE: "x", VLLM: "x"}, ["start", "prefill", "coserve"], rounds=2)
     assert results["failed"] == []
     order = [(s["case"], s["round"], s["contender"]) for s in results["samples"] if s["phase"] == "prefill"]
     turns = [(0, OMNISERVE), (0, VLLM), (1, VLLM), (1, OMNISERVE)]
@@ -402,25 +571,74 @@ def test_contenders_take_turns_on_each_load(tmp_path: Path, monkeypatch: pytest.
         assert text in markdown(results)
 
 
+@pytest.mark.usefixtures("hurry", "meter")
+def test_forms_of_weights_take_turns_as_contenders_do(tmp_path: Path) -> None:
+    tokens = {"OmniServe, bf16": "x", "OmniServe, Q4_0": "y", "llama.cpp, Q4_0": "y"}  # codes have tokens of their own
+    sizes, forms = dataclasses.replace(SHORT, prefill_prompts=(32,)), (form("bf16"), form("Q4_0", 0.5))
+    results = compared(tmp_path, tokens, ["decode", "prefill"], rounds=3, sizes=sizes, forms=forms)
+    assert results["failed"] == [] and results["idle_cores"].keys() == tokens.keys()
+    order = [(s["case"], s["round"], s["contender"]) for s in results["samples"] if s["phase"] == "prefill"]
+    turns = [("bf16", OMNISERVE), ("Q4_0", OMNISERVE), ("Q4_0", LLAMA_CPP)]
+    assert order == [
+        (f"32 tokens, {label}", number, name) for number in range(3) for label, name in turns[number:] + turns[:number]
+    ]
+    floors = {s["case"]: s["floor"]["tokens_per_s"] for s in results["speeds"] if s["phase"] == "decode"}
+    assert floors["1 at once, Q4_0"] > floors["1 at once, bf16"]  # the read rate bounds both
+    text = markdown(results)
+    head, *lines = text.splitlines()
+    assert f"{OMNISERVE} / dense" in head and "decode, 1 at once, Q4_0: tokens/s" in text
+    column = [cell.strip() for cell in head.split("|")].index(f"{OMNISERVE} / dense")
+    shown = {line.split("|")[1].strip(): line.split("|")[column].strip() for line in lines if line.count("|") > column}
+    assert shown["prefill, 32 tokens, bf16: TTFT, ms"] == "" and float(shown["prefill, 32 tokens, Q4_0: TTFT, ms"]) > 0
+    assert "idle, Q4_0: cores in use" in shown
+    plot(results, tmp_path / "plot.svg")
+    assert "Q4_0" in (tmp_path / "plot.svg").read_text()
+
+
+@pytest.mark.usefixtures("hurry", "meter")
+def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    tokens, sizes = {OMNISERVE: "x", VLLM: "x"}, dataclasses.replace(SHORT, prefill_prompts=(32,))
+    whole = compared(tmp_path, tokens, ["prefill"], rounds=2, sizes=sizes)
+    part = whole | {"samples": whole["samples"][:-1], "failed": [{"error": "of before"}]}
+    results = compared(tmp_path, tokens, ["prefill"], rounds=2, sizes=sizes, earlier=json.loads(json.dumps(part)))
+    assert results["samples"][:-1] == whole["samples"][:-1] and results["speeds"] == whole["speeds"]
+    assert results["samples"][-1] != whole["samples"][-1] and results["failed"] == []
+    assert results["first_tokens"].keys() == {OMNISERVE, VLLM}
+
+
+def test_a_run_of_other_settings_does_not_go_on(tmp_path: Path) -> None:
+    record, config = tmp_path / "record.json", {"rounds": 3, "sizes": SHORT}
+    with pytest.raises(OSError):
+        peers.earlier_results(record, "quantized", config, 0)
+    write_record(record, name="peers", case="quantized", config=config, seed=0, results={"samples": [1]})
+    assert peers.earlier_results(record, "quantized", config, 0) == {"samples": [1]}
+    for other, seed in ((config | {"rounds": 2}, 0), (config, 1)):
+        with pytest.raises(ValueError, match="with other settings, or of another commit"):
+            peers.earlier_results(record, "quantized", other, seed)
+
+
 def test_servers_are_started_in_turns_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"0" * 1000)
-    model = SavedModel(name="tiny", folder=tmp_path, config=dict(TINY))
-    settings = Settings(model=model, dtype="float32", cpus=(0,), kv_gib=3, slots=4)
-    needed = comparison.needed_bytes(2, settings)
-    assert needed == 2 * (2000 + (3 << 30) + (2 << 30)) + 2000  # fp32: twice the bytes of the checkpoint
+    forms = form("fp32", memory_bytes=2000), form("Q4_0", memory_bytes=300)
+    settings = Settings(weights=forms, vocab_size=1024, dtype="float32", cpus=(0,), kv_gib=3, slots=4)
+    found = {
+        "OmniServe, fp32": engine(OMNISERVE, weights="fp32"), "OmniServe, Q4_0": engine(OMNISERVE, weights="Q4_0"),
+        "llama.cpp, Q4_0": engine(LLAMA_CPP, weights="Q4_0"),
+    }  # fmt: skip
+    needed = comparison.needed_bytes(found.values(), settings)
+    beside = 2 * comparison.ENGINE_BYTES[OMNISERVE] + comparison.ENGINE_BYTES[LLAMA_CPP]
+    assert needed == 2000 + 300 + 300 + 3 * (3 << 30) + beside
     for available, expected, asked in ((needed, False, False), (needed - 1, True, False), (needed, True, True)):
         monkeypatch.setattr(comparison, "available_bytes", lambda available=available: available)
         made = Comparison(
-            {"a": engine("a"), "b": engine("b")}, settings, sizes=SHORT, rounds=1, seed=0, in_turns=asked,
-            folder=tmp_path, save=lambda results: None,
-        )  # fmt: skip
+            found, settings, sizes=SHORT, rounds=1, seed=0, in_turns=asked, folder=tmp_path, save=lambda results: None
+        )
         assert made.in_turns is expected
 
 
-@pytest.mark.usefixtures("hurry")
-def test_a_peer_with_another_model_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("hurry", "meter")
+def test_a_peer_with_another_model_is_noted(tmp_path: Path) -> None:
     sizes = dataclasses.replace(SHORT, prefill_prompts=(32,))
-    results = compared(tmp_path, monkeypatch, "y", ["prefill"], rounds=1, sizes=sizes)
+    results = compared(tmp_path, {OMNISERVE: "x", VLLM: "y"}, ["prefill"], rounds=1, sizes=sizes)
     (failed,) = results["failed"]
     assert failed["contender"] == VLLM and "0 of 8 first tokens" in failed["error"]
 

@@ -471,7 +471,8 @@ def page(
     versions = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
     lines = [
         "# Models", "",
-        "Which checkpoint formats of few bits are read as they are: [quantized.md](quantized.md).",
+        "Which checkpoint formats of few bits are read as they are, how exactly and how fast:",
+        "[quantized.md](quantized.md).",
         "",
         f"Written by `python -m tests.parity.zoo --write`, with {versions}: each causal language model of",
         "transformers, tiny and random, in fp32. *Exact*: over random histories of mixed, chunked, preempted,",
