@@ -67,8 +67,8 @@ def allocate_pool(
     if len(nodes) > 1:
         try:
             torch.ops.omniserve_host.interleave(memory, torch.tensor([node.number for node in nodes]))
-        except RuntimeError as error:
-            logger.warning("%s: a page is of the NUMA node of the core that touches it first", error)
+        except RuntimeError as refusal:
+            logger.warning("%s: a page is of the NUMA node of the core that touches it first", refusal)
     if pin_memory:
         memory.zero_()  # on all cores; page-locking would touch the pages on one core
         error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
