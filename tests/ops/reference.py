@@ -203,12 +203,21 @@ def add_lora(y: Tensor, x: Tensor, slots_T: Tensor, a: Tensor, b: Tensor, scales
 
     The stacks ``[adapters, ...]`` hold packed weights. Both products are rounded to x's dtype.
     """
-    num_in, num_out, rank = x.shape[-1], y.shape[-1], b.shape[2] * (b.shape[3] // PANEL)
-    rows, out = x.reshape(len(slots_T), num_in), y.reshape(len(slots_T), num_out).clone()
+    rank = b.shape[2] * (b.shape[3] // PANEL)
+
+    def unpacked(stack: Tensor, num_in: int, num_out: int) -> Tensor:
+        return torch.stack([packed_rows(torch.arange(num_out), packed, num_in, num_out) for packed in stack])
+
+    return add_dense_lora(y, x, slots_T, unpacked(a, x.shape[-1], rank), unpacked(b, rank, y.shape[-1]), scales_S)
+
+
+def add_dense_lora(y: Tensor, x: Tensor, slots_T: Tensor, a_SRI: Tensor, b_SOR: Tensor, scales_S: Tensor) -> Tensor:
+    """Return what ``add_lora`` does, with stacks that are not packed, as on CUDA."""
+    rows, out = x.reshape(len(slots_T), x.shape[-1]), y.reshape(len(slots_T), y.shape[-1]).clone()
     for row, slot in enumerate(slots_T.tolist()):
         if 1 <= slot <= len(scales_S):
-            low = packed_linear(rows[row], a[slot - 1], None, rank)
-            more = packed_linear(low, b[slot - 1], None, num_out)
+            low = (a_SRI[slot - 1].double() @ rows[row].double()).to(x.dtype)
+            more = (b_SOR[slot - 1].double() @ low.double()).to(x.dtype)
             out[row] = (out[row].double() + scales_S[slot - 1].double() * more.double()).to(x.dtype)
     return out.view(y.shape)
 
