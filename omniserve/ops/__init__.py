@@ -1,8 +1,8 @@
 """The operators ``torch.ops.omniserve.*``; importing this loads the compiled extension and starts nothing.
 
 Each operator has a schema and a CPU kernel in C++ (``csrc``), a fake that tells torch.compile and opcheck the shape and
-dtype of its result (below), and a Triton kernel for CUDA where it only moves rows (``cuda``, ``kernels``). Its slow
-reference and its samples are with the tests (``tests/ops/table.py``).
+dtype of its result (below), and Triton kernels for CUDA if it moves rows between the tiers or adds LoRA adapters
+(``cuda``, ``kernels``). Its slow reference and its samples are with the tests (``tests/ops/table.py``).
 
 Legend: T packed tokens, D hidden, N query heads, H head size, P seats, R requests, I and O input and output features.
 """

@@ -20,6 +20,9 @@ ROW_OPERATORS = {
 """Operators that only move rows, and the modules of their kernels. `residual_store` has no CUDA form: on a GPU rows
 leave through the mailbox, with `piggyback_send`."""
 
+OPERATORS = ROW_OPERATORS | {"add_lora": "lora"}
+"""All operators with a CUDA form, and the modules of their kernels."""
+
 
 @functools.cache
 def kernels(name: str) -> ModuleType:
@@ -38,7 +41,7 @@ def kernels(name: str) -> ModuleType:
     return import_module(f"omniserve.ops.kernels.{name}")
 
 
-def _row_operator(name: str, module: str) -> Callable[..., Tensor | None]:
+def _operator(name: str, module: str) -> Callable[..., Tensor | None]:
     def call(*args: Tensor) -> Tensor | None:
         result: Tensor | None = getattr(kernels(module), name)(*args)
         return result
@@ -46,5 +49,5 @@ def _row_operator(name: str, module: str) -> Callable[..., Tensor | None]:
     return call
 
 
-for _name, _module in ROW_OPERATORS.items():
-    torch.library.impl(f"omniserve::{_name}", "CUDA", _row_operator(_name, _module))
+for _name, _module in OPERATORS.items():
+    torch.library.impl(f"omniserve::{_name}", "CUDA", _operator(_name, _module))

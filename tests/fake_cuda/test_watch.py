@@ -166,6 +166,23 @@ def test_what_a_step_may_do(gpu: FakeRuntime) -> None:
     assert graph.launches == {"aten::add_": 1, "aten::gt": 1, "aten::masked_fill_": 1}
 
 
+@pytest.mark.parametrize("num_rows", [3, 300])
+def test_a_capture_may_hold_adapters_of_any_slots(num_rows: int, gpu: FakeRuntime) -> None:
+    stacks = ones(4, 8, 40), ones(4, 30, 8), ones(4)
+    slots = ones(num_rows, dtype=torch.int32)
+    results = []
+
+    def add() -> None:
+        y, x = ones(num_rows, 60)[:, ::2], ones(1, num_rows, 40)
+        results.append(torch.ops.omniserve.add_lora(y, x, slots, *stacks))
+
+    add()
+    graph = capture(add)
+    assert graph.launches["_shrink_kernel"] == graph.launches["_expand_kernel"] == 1
+    for result in results:
+        assert is_on_device(result) and result.shape == (num_rows, 30) and result.is_contiguous()
+
+
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has the real CUDA")
 def test_nothing_is_left_behind(device_guard: None) -> None:
     """The other tests of this folder leave nothing behind either, in whatever order they run."""

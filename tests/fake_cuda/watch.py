@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from omniserve.ops.attention.base import per_head
-from omniserve.ops.cuda import ROW_OPERATORS, kernels
+from omniserve.ops.cuda import OPERATORS, kernels
 from tests.fake_cuda.runtime import FakeRuntime
 
 _aten = torch.ops.aten
@@ -148,10 +148,10 @@ class FakeCuda(TorchDispatchMode):
     def _own_operator(self, func: Any, args: Any) -> Any:
         """Run what is registered for CUDA, up to its launch."""
         name = func._schema.name.removeprefix("omniserve::")
-        if name not in ROW_OPERATORS:
+        if name not in OPERATORS:
             self.runtime.broken(f"{func} has no kernel for CUDA")
         with self:
-            return getattr(kernels(ROW_OPERATORS[name]), name)(*args)
+            return getattr(kernels(OPERATORS[name]), name)(*args)
 
 
 class _Functions(TorchFunctionMode):
@@ -216,7 +216,7 @@ def fake_gpu() -> Iterator[FakeRuntime]:
     runtime = FakeRuntime()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         runtime.install(patch)
-        for name in ("rows", "mailbox", "blocks", "attention"):
+        for name in ("rows", "mailbox", "blocks", "attention", "lora"):
             replace_kernels(kernels(name), runtime, patch)
         # torch's own reads the elements one by one.
         patch.setattr(FakeTensor, "tolist", lambda tensor: tensor.to("cpu").tolist())

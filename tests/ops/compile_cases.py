@@ -1,6 +1,7 @@
 """The cases compiled without a GPU: a launch of every kernel for each shape, dtype and feature that matters, by name.
 
-Legend: T packed tokens, H head size, G query heads to a KV head, S block size.
+Legend: T packed tokens, H head size, G query heads to a KV head, S block size, I and O input and output features,
+R rank.
 """
 
 from __future__ import annotations
@@ -56,13 +57,16 @@ QUICK = (
     *(("piggyback_receive bf16", capability) for capability in DEVICES),
     *(("piggyback_send bf16", capability) for capability in DEVICES),
     *((f"copy_blocks bf16 {way}", 90) for way in ("to host", "to host, reversed", "back", "back, reversed")),
+    *(("add_lora bf16 I4096 O4096 R16 decode", capability) for capability in (90, 100)),
+    *(("add_lora bf16 I4096 O4096 R64 prompt", capability) for capability in (80, 90, 100)),
+    ("add_lora fp32 I4096 O4096 R64 prompt", 89),
 )
 """(case, compute capability) that the default run of the tests compiles."""
 
 
 def cases() -> dict[str, Launch]:
     """Return every case."""
-    return dict(_attention()) | dict(_rows()) | dict(_blocks())
+    return dict(_attention()) | dict(_rows()) | dict(_blocks()) | dict(_lora())
 
 
 def _attention() -> Iterator[tuple[str, Launch]]:
@@ -153,6 +157,32 @@ def _blocks() -> Iterator[tuple[str, Launch]]:
         yield label, _everywhere(functools.partial(copy, cache, cache, pool, ids, ids))
 
 
+LORA_ROWS = {"decode": 8, "chunk": 512, "prompt": 4096}
+"""Rows of a launch of add_lora."""
+
+
+def _lora() -> Iterator[tuple[str, Launch]]:
+    for dtype, num_in, num_out, rank, kind in (
+        ("bf16", 4096, 4096, 16, "decode"),
+        ("bf16", 14336, 4096, 64, "decode"),
+        ("bf16", 4095, 1023, 24, "chunk"),
+        ("bf16", 4096, 4096, 64, "prompt"),
+        ("bf16", 4096, 14336, 256, "prompt"),
+        ("fp32", 4096, 4096, 64, "prompt"),
+    ):
+        launch = functools.partial(_add_lora, DTYPES[dtype], LORA_ROWS[kind], num_in, num_out, rank)
+        yield f"add_lora {dtype} I{num_in} O{num_out} R{rank} {kind}", _everywhere(launch)
+
+
+def _add_lora(dtype: torch.dtype, num_rows: int, num_in: int, num_out: int, rank: int, num_adapters: int = 4) -> None:
+    from omniserve.ops.kernels.lora import add_lora
+
+    y, x = torch.empty(num_rows, num_out, dtype=dtype), torch.empty(num_rows, num_in, dtype=dtype)
+    a = torch.empty(num_adapters, rank, num_in, dtype=dtype)
+    b = torch.empty(num_adapters, num_out, rank, dtype=dtype)
+    add_lora(y, x, torch.zeros(num_rows, dtype=torch.int32), a, b, torch.empty(num_adapters))
+
+
 def _everywhere(launch: Callable[[], Any]) -> Launch:
     return lambda device: launch()
 
@@ -180,6 +210,12 @@ def moves() -> Iterator[Launch]:
         pool, ids = torch.empty(num_layers, 5, 8, 2, 16, 128, dtype=cache.dtype), torch.zeros(2, num_blocks).long()
         copy = functools.partial(blocks.copy_blocks, cache, cache, pool, to_host=True, is_reversed=False)
         yield _everywhere(functools.partial(copy, ids[0], ids[1]))
+
+
+def lora_steps() -> Iterator[Launch]:
+    """Yield launches of add_lora that differ as steps do: numbers of rows and of adapters."""
+    for num_rows, num_adapters in ((1, 1), (16, 2), (33, 16), (256, 33)):
+        yield _everywhere(functools.partial(_add_lora, torch.bfloat16, num_rows, 4096, 4096, 16, num_adapters))
 
 
 def attention_steps() -> Iterator[Launch]:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.ops.compile_cases import DEVICES, QUICK, Launch, attention_steps, cases, moves, steps
+from tests.ops.compile_cases import DEVICES, QUICK, Launch, attention_steps, cases, lora_steps, moves, steps
 
 TABLES = Path(__file__).with_name("kernel_resources")
 _PTX_ACCESS = re.compile(r"\b(?:(?:ld|st|atom|red)\.(?:\w+\.)*global\S*|bar\.sync)")
@@ -92,16 +92,20 @@ def describe(kernel: Any, *, with_accesses: bool) -> dict[str, Any]:
             ptx = kernel.asm["ptx"]
             about |= {"ptx": _PTX_ACCESS.findall(ptx), "sass": sass, "is_async": "cp.async" in ptx}
             about |= {"wgmma": "wgmma" in ptx, "tcgen05": "tcgen05" in ptx}
+            about |= {"mma": sorted(set(re.findall(r"mma\.sync\S*", ptx)))}
     return about
 
 
 def print_quick() -> None:
-    """Print QUICK, and how many kernels are compiled for what differs between steps, moves, and steps of decodes."""
+    """Print QUICK, and how many kernels are compiled for what differs between steps and moves.
+
+    These are steps that move rows, moves, steps of decodes, and steps with adapters.
+    """
     known = cases()
     for name, capability in QUICK:
         for kernel in compiled([known[name]], capability):
             print(json.dumps({"case": name, "sm": capability} | describe(kernel, with_accesses=True)), flush=True)
-    varied = (steps(), moves(), attention_steps())
+    varied = (steps(), moves(), attention_steps(), lora_steps())
     print(json.dumps([len({id(kernel) for kernel in compiled(launches, 90)}) for launches in varied]))
 
 

@@ -201,17 +201,24 @@ def packed_linear(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features
 def add_lora(y: Tensor, x: Tensor, slots_T: Tensor, a: Tensor, b: Tensor, scales_S: Tensor) -> Tensor:
     """Return ``y + scale * (x @ A.T) @ B.T``, ``[*, O]``, with the adapter of each row; slots count from 1.
 
-    ``a`` is the packed weight ``[adapters * R, I]``, ``b`` has one of each adapter. The first product is rounded to x's
+    ``a`` is the packed weight ``[adapters * R, I]``, ``b`` has one of each adapter. Both products are rounded to x's
     dtype.
     """
-    num_in, num_out, rank = x.shape[-1], y.shape[-1], b.shape[2] * (b.shape[3] // PANEL)
-    a_FI = packed_rows(torch.arange(len(scales_S) * rank), a, num_in, len(scales_S) * rank)
-    rows, out = x.reshape(len(slots_T), num_in), y.reshape(len(slots_T), num_out).clone()
+    num_adapters, num_in, num_out = len(scales_S), x.shape[-1], y.shape[-1]
+    rank = b.shape[2] * (b.shape[3] // PANEL)
+    a_SRI = packed_rows(torch.arange(num_adapters * rank), a, num_in, num_adapters * rank).view(-1, rank, num_in)
+    b_SOR = torch.stack([packed_rows(torch.arange(num_out), packed, rank, num_out) for packed in b])
+    return add_dense_lora(y, x, slots_T, a_SRI, b_SOR, scales_S)
+
+
+def add_dense_lora(y: Tensor, x: Tensor, slots_T: Tensor, a_SRI: Tensor, b_SOR: Tensor, scales_S: Tensor) -> Tensor:
+    """Return what ``add_lora`` does, with stacks that are not packed, as on CUDA."""
+    rows, out = x.reshape(len(slots_T), x.shape[-1]), y.reshape(len(slots_T), y.shape[-1]).clone()
     for row, slot in enumerate(slots_T.tolist()):
         if 1 <= slot <= len(scales_S):
-            low = (a_FI[(slot - 1) * rank : slot * rank].double() @ rows[row].double()).to(x.dtype)
-            b_OR = packed_rows(torch.arange(num_out), b[slot - 1], rank, num_out)
-            out[row] = (out[row].double() + scales_S[slot - 1].double() * (b_OR.double() @ low.double())).to(x.dtype)
+            low = (a_SRI[slot - 1].double() @ rows[row].double()).to(x.dtype)
+            more = (b_SOR[slot - 1].double() @ low.double()).to(x.dtype)
+            out[row] = (out[row].double() + scales_S[slot - 1].double() * more.double()).to(x.dtype)
     return out.view(y.shape)
 
 

@@ -391,20 +391,30 @@ def _packed_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator
     yield Sample(label="one row of rows", args=(x_TI[3], packed, None, 70))
 
 
-def lora_args(
+def dense_lora_args(
     slots: tuple[int, ...], num_in: int, num_out: int, rank: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Return the arguments of ``add_lora`` for three adapters and rows with these slots; results are of about 1."""
+    """Return the arguments of ``add_lora`` on CUDA for three adapters and rows with these slots.
+
+    The results are of about 1.
+    """
     generator = torch.Generator().manual_seed(len(slots))
 
     def random(*shape: int, size: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator) * size).to(device, dtype)
 
-    a = packed_weight(random(3 * rank, num_in, size=max(1, num_in) ** -0.5))
-    b = torch.stack([packed_weight(random(num_out, rank, size=rank**-0.5)) for _ in range(3)])
+    a, b = random(3, rank, num_in, size=max(1, num_in) ** -0.5), random(3, num_out, rank, size=max(1, rank) ** -0.5)
     rows = random(len(slots), num_out), random(len(slots), num_in)
     slots_T = torch.tensor(slots, dtype=torch.int32, device=device)
     return *rows, slots_T, a, b, torch.tensor([0.5, 2.0, 0.7], device=device)
+
+
+def lora_args(
+    slots: tuple[int, ...], num_in: int, num_out: int, rank: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return the arguments of ``add_lora``, as `dense_lora_args`, with packed weights."""
+    *rows, a_SRI, b_SOR, scales = dense_lora_args(slots, num_in, num_out, rank, device, dtype)
+    return *rows, packed_weight(a_SRI.flatten(0, 1)), torch.stack([*map(packed_weight, b_SOR)]), scales
 
 
 def _add_lora_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

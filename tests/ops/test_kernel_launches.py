@@ -11,15 +11,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from omniserve.ops.kernels import attention, blocks, mailbox, rows
+from omniserve.ops.kernels import attention, blocks, lora, mailbox, rows
 from tests.ops.compile_cases import DEVICES, cases
 
 KERNELS = [
     (module, name)
-    for module in (attention, blocks, mailbox, rows)
+    for module in (attention, blocks, lora, mailbox, rows)
     for name, value in vars(module).items()
     if hasattr(value, "run") and hasattr(value, "fn")  # what triton.jit makes
-    if value is not mailbox._larger  # which runs inside another one
+    if value not in (lora._adapters_of, lora._next_adapter, mailbox._larger)  # which run inside others
 ]
 
 
@@ -49,4 +49,4 @@ def test_every_kernel_is_launched_with_its_tensors_device_current(monkeypatch: p
         monkeypatch.setattr(module, name, Recorder(name))
     for launch in cases().values():
         launch(DEVICES[90])
-    assert launched == {name for _, name in KERNELS} and len(launched) == 8 and not current
+    assert launched == {name for _, name in KERNELS} and len(launched) == 10 and not current

@@ -26,6 +26,7 @@ OLDEST, NEWEST = "3.6.0", "3.9.0"
 SPILLED = {
     ("3.9.0", "attend bf16 H128 G7 S16 chunk, window, softcap, directed", "sm_100"): 56,
     ("3.9.0", "attend fp32 H128 G7 S16 prompt, window, softcap, directed", "sm_100"): 8,
+    ("3.9.0", "add_lora bf16 I4096 O4096 R16 decode", "sm_90"): 8,
 }
 """Bytes of stack that a thread takes where a Triton has too few registers: it costs time on that device, and nothing
 else. What is not named here must not spill."""
@@ -149,8 +150,23 @@ def test_attention_loads_ahead_and_multiplies_on_the_tensor_cores_that_a_device_
 
 @pytest.mark.slow
 def test_nothing_is_compiled_anew_for_another_step_or_move(lines: list[Any]) -> None:
-    # Fetching and concatenating differ in nothing that a kernel is compiled for; attention is two kernels.
-    assert lines[-1] == [1, 1, 2]
+    # Fetching and concatenating differ in nothing that a kernel is compiled for; attention and add_lora are two each.
+    assert lines[-1] == [1, 1, 2, 2]
+
+
+@pytest.mark.slow
+def test_rows_with_adapters_are_multiplied_by_one_instruction_however_many_they_are(
+    kernels: dict[tuple[str, int], list[dict[str, Any]]],
+) -> None:
+    found = {case: launched for case, launched in kernels.items() if case[0].startswith("add_lora")}
+    assert {sm for (name, sm) in found if "prompt" in name} >= {90, 100}, "they have other instructions for many rows"
+    for (name, sm), launched in found.items():
+        shrink, expand = launched
+        for kernel in launched:
+            known = ["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"] if "bf16" in name else []
+            assert kernel["mma"] == known and not kernel["wgmma"] and not kernel["tcgen05"], f"{name}, sm_{sm}"
+        assert shrink["is_async"], f"{name}, sm_{sm}: it does not load ahead"
+        assert "st.global.v4.b32" in expand["ptx"], f"{name}, sm_{sm}: it does not write 16 bytes a thread"
 
 
 @pytest.mark.slow

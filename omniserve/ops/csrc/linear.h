@@ -67,7 +67,8 @@ struct LinearArgs {
 
 constexpr int64_t kMostRank = 1024;
 
-// out[order[t]] = y[order[t]] + scale * low[t] B^T: what a LoRA adapter adds to rows of a product.
+// out[order[t]] = y[order[t]] + scale * low[t] B^T: what a LoRA adapter adds to rows of a product. The product with B is
+// rounded first.
 struct LoraArgs {
   const void* low;       // [T, R]: the rows' products with A, distance of rows low_stride elements
   const void* b;         // packed [O, R]

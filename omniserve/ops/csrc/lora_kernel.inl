@@ -15,7 +15,14 @@ static const float* low_inputs(const X* low, int64_t rank, float* widened) {
 OMNI_INLINE const BF16* low_inputs(const BF16* low, int64_t, BF16*) { return low; }
 #endif
 
-// Add the sums of one row and a panel to y, and write them.
+template <typename X>
+OMNI_INLINE VF rounded(VF v) {
+  X values[W];
+  write(values, v);
+  return load(values);
+}
+
+// Round the sums of one row and a panel, add them to y, and write that.
 template <typename X>
 OMNI_INLINE void add_scaled(const LoraArgs& args, int64_t row, int64_t feature, VF scale, const VF* sum) {
   const X* from = static_cast<const X*>(args.y) + row * args.num_out + feature;
@@ -28,7 +35,7 @@ OMNI_INLINE void add_scaled(const LoraArgs& args, int64_t row, int64_t feature, 
     from = whole;
   }
 #pragma GCC unroll 8
-  for (int v = 0; v < kVectors; ++v) write(line + v * W, load(from + v * W) + scale * sum[v]);
+  for (int v = 0; v < kVectors; ++v) write(line + v * W, load(from + v * W) + scale * rounded<X>(sum[v]));
   if (line == whole) __builtin_memcpy(to, whole, static_cast<size_t>(count) * sizeof(X));
 }
 
