@@ -33,7 +33,7 @@ from benchmarks.common.machine_speed import SpeedMeter, available_products
 from benchmarks.common.models import MODELS, SMOLLM_135M, random_llama, saved_smollm
 from benchmarks.common.summary import summarize
 from benchmarks.common.timing import OtherLoad, median_ratio, seconds
-from omniserve import SLO, Engine, EngineConfig, Request, SamplingParams
+from omniserve import SLO, Engine, EngineConfig, ExecutionConfig, Request, SamplingParams
 from omniserve.host.cores import available_cores
 from omniserve.layers.weights.packed import PackedLinear, pack
 from omniserve.layers.weights.quantized import QuantForm, QuantizedWeight, Scales, pack_quantized, packed_shape
@@ -228,6 +228,7 @@ def _next_product(product: Product, x: torch.Tensor, weights: Iterator[torch.Ten
 
 # -- a step outside of its kernels ---------------------------------------------------------------------------------
 
+_WARM_UP_STEPS = 20
 _NARROW = SMOLLM_135M | {
     "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
 }  # fmt: skip
@@ -281,6 +282,31 @@ def parts_of_a_step(num_requests: int, num_steps: int) -> dict[str, float]:
             omniserve.runner.layer_loop.make_step_inputs = original
     parts = {part: 1e6 * statistics.median(times) for part, times in samples.items()}
     return parts | {"rest": parts["step"] - sum(us for part, us in parts.items() if part != "step")}
+
+
+@COSTS.case(requests=[1, 8, 32], steps=15, repeats=9, tiny={"requests": [1], "steps": 2, "repeats": 2})
+def replayed_steps(args: argparse.Namespace) -> Trials:
+    """Decode steps whose layers are called from C++, beside the same steps from Python: milliseconds of a step.
+
+    A model with random bf16 weights in SmolLM-135M's shape.
+    """
+    with contextlib.ExitStack() as engines:
+        for num_requests in args.requests:
+            num_steps = _WARM_UP_STEPS + (args.repeats + 1) * args.steps
+            arms = {}
+            for arm, execution in (
+                ("from Python", ExecutionConfig(step_graphs="off")),
+                ("replayed", ExecutionConfig()),
+            ):
+                config = EngineConfig(device_kv_bytes=256 << 20, host_kv_bytes=0, execution=execution)
+                engine = engines.enter_context(Engine(random_llama(**SMOLLM_135M), config))
+                for i in range(num_requests):
+                    engine.add(request(f"ls{i}", 32, num_steps + 1))
+                for _ in range(_WARM_UP_STEPS):  # prefill, compilation
+                    engine.step()
+                arms[arm] = functools.partial(ms_of, engine.step, args.steps)
+            yield f"{num_requests} requests", arms
+            engines.close()
 
 
 # -- scheduling ----------------------------------------------------------------------------------------------------
@@ -367,7 +393,7 @@ def ls_alone(args: argparse.Namespace) -> Trials:
 
 # -- neighbours ----------------------------------------------------------------------------------------------------
 
-_PERIOD_S, _WARM_UP_STEPS = 0.01, 20
+_PERIOD_S = 0.01
 
 
 @COSTS.case(

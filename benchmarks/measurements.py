@@ -105,7 +105,7 @@ MEASUREMENTS: tuple[Measurement, ...] = (
         dataclasses.replace(case, parts=KERNELS, tolerance=0.3)
         for case in _cases("costs", linears=3, quantized_linears=2)
     ),
-    *_cases("costs", sampling=1, shared_cores=4, step_overhead=1, scheduling=2, ls_alone=4),
+    *_cases("costs", sampling=1, shared_cores=4, step_overhead=1, replayed_steps=2, scheduling=2, ls_alone=4),
     *_cases("features", asynchrony=2, late_joins=2, drafts=4, host_drafts=4, host_rows=3),
     *_cases("features", checkpointing=3, safepoints=3, square_wave=2, warm_stock=6, loras=3),
     *_simulated("features", deferral=5, token_deferral=5, hybrid_batch=5, apex_stages=5),

@@ -43,8 +43,9 @@ class ExecutionConfig:
     them; outputs come a step later. None: with a GPU. Without one a step runs as it is launched: True is for tests."""
     step_graphs: Literal["auto", "on", "off"] = "auto"
     """Run steps in a small set of constant shapes, captured at the start: a decode step is then one launch, its
-    piggyback rows included. ``auto``: as CUDA graphs on a GPU, not on the CPU; ``on``: on the CPU, too, where it is of
-    use for tests only; ``off``."""
+    piggyback rows included. ``auto``: as CUDA graphs on a GPU; on the CPU the layers of a decode step of up to 32
+    requests are called from C++ instead of Python. ``on``: in constant shapes on the CPU, too, where that is of use for
+    tests only; ``off``: neither."""
     step_graphs_limit_s: float = 60.0
     """Most seconds that capturing steps may take at the start, with compiling kernels; steps that are not captured run
     kernel by kernel. Some hundred steps take a few seconds, and kernels that are compiled for the first time most of

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._inductor.output_code import CompiledFxGraph
 
 from omniserve.layers.compile_cache import Argument, CachedHalf, tensors_of
+from omniserve.layers.noted_half import Noter, NotNoted
 
 Half = Callable[..., Any]
 
@@ -86,14 +87,29 @@ class BoundHalf:
     def __call__(self, *tensors: Tensor | None) -> Any:
         if self._call is None:
             return self._bind(tensors)
+        outputs = self._call(self._filled(tensors))
+        return outputs[0] if self._is_single else outputs
+
+    def note(self, noter: Noter, *tensors: Tensor | None) -> Any:
+        """Note the half's calls on these tensors, instead of making them; return the tensors of its results.
+
+        Raises:
+            NotNoted: Its calls cannot be noted, or it was never called.
+        """
+        if self._call is None:
+            raise NotNoted("it is not compiled, or torch's own code is needed around it")
+        outputs = noter.note(self._call, self._filled(tensors))
+        return outputs[0] if self._is_single else outputs
+
+    def _filled(self, tensors: Sequence[Tensor | None]) -> list[Any]:
+        """Return the graph's arguments for a call with these tensors."""
         arguments = self._arguments.copy()
         num_tokens = tensors[0].shape[0]  # type: ignore[union-attr]
         for place in self._counts:
             arguments[place] = num_tokens
         for place, number in self._inputs:
             arguments[place] = tensors[number]
-        outputs = self._call(arguments)
-        return outputs[0] if self._is_single else outputs
+        return arguments
 
     def _bind(self, tensors: Sequence[Tensor | None]) -> Any:
         """Make a call through torch's own wrapper, and find out what it hands to the graph."""

@@ -19,8 +19,10 @@ from transformers import PreTrainedModel
 
 from omniserve.core.config import LoRAConfig
 from omniserve.core.errors import UnsupportedModelError
+from omniserve.layers.bound_half import BoundHalf
 from omniserve.layers.compile_cache import CompileCache
 from omniserve.layers.compiled import USUAL_TOKENS, compile_halves, source_digest
+from omniserve.layers.noted_half import Noter
 from omniserve.layers.tracing.layer_states import RowGroup, StatePool
 from omniserve.layers.tracing.traced import TracedFamily, family_of
 from omniserve.layers.weights.groups import GroupLinear, is_plain
@@ -194,6 +196,26 @@ class PatchedModel:
             attn_TD = attend(layer, hidden_TD, q_TNH, k_TKH, v_TKH)
             hidden_TD, q_TNH, k_TKH, v_TKH = self.post_pre(layer, attn_TD, hidden_TD, *next(tables))
         return self.post_attention(last, attend(last, hidden_TD, q_TNH, k_TKH, v_TKH), hidden_TD)
+
+    @property
+    def is_bound(self) -> bool:
+        """All halves are compiled and called without torch's own code around them, so that they may be noted."""
+        return all(
+            isinstance(half, BoundHalf) and half.is_direct for half in (*self._pre.values(), *self._post.values())
+        )
+
+    def note_layers(self, noter: Noter, hidden_TD: Tensor, rotary: Rotary, attend: AttentionHook) -> Tensor:
+        """Note the calls of all layers here, as ``run_layers`` makes them; return the tensor of the last one's output.
+
+        Raises:
+            NotNoted: A half makes calls that cannot be noted.
+        """
+        for layer in self.layers:
+            noter.begin_layer()
+            q_TNH, k_TKH, v_TKH = self._pre[layer].note(noter, hidden_TD, *rotary)
+            attn_TD = attend(layer, hidden_TD, q_TNH, k_TKH, v_TKH)
+            hidden_TD = self._post[layer].note(noter, attn_TD, hidden_TD)
+        return hidden_TD
 
     def find_compiled(self, *, else_compile: bool, fused: bool = False) -> bool:
         """Take the halves that were compiled and cached before; return whether all are compiled now.

@@ -32,6 +32,7 @@ from omniserve.runner.executors import Executor, make_executors
 from omniserve.runner.layer_loop import HeldEvents, LayerLoop, MakeLoop
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.rank_broadcast import RankBroadcast
+from omniserve.runner.replayed_steps import make_replayed
 from omniserve.runner.states import StepStates
 from omniserve.runner.step_inputs import LayersOutput, PendingTokens
 from omniserve.runner.strategies import MakeStrategies, StrategyContext, make_strategies
@@ -133,6 +134,8 @@ class ModelRunner:
         """The kinds of steps that need hooks."""
         self.graphs = make_graphs(setup, self.loop, parts.broadcast)
         """Runs the steps that fit a captured shape; None: nothing is captured."""
+        self._replayed = make_replayed(setup, self.loop)
+        """Runs the decode steps whose calls were noted; None: there are none."""
         warm_up(setup, model, self._storage, attend)
         if self.graphs is not None:
             model.warm_up(fused=True)  # also the layers that no graph calls by themselves
@@ -188,7 +191,11 @@ class ModelRunner:
         hooks = [hooks for strategy in self.strategies if (hooks := strategy.hooks(plan)) is not None]
         if self.graphs is not None and (layers := self.graphs.run(plan, hooks)) is not None:
             return layers
-        return self.loop.run_with(plan, hooks) if hooks else self.loop.run(plan)
+        if hooks:
+            return self.loop.run_with(plan, hooks)
+        if self._replayed is not None and (layers := self._replayed.run(plan)) is not None:
+            return layers
+        return self.loop.run(plan)
 
     def _sample(self, plan: StepPlan, layers: LayersOutput) -> LaunchedStep:
         """Launch what follows the last layer: logits, and the tokens of the rows that are sampled."""

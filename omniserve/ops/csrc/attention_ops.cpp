@@ -202,9 +202,10 @@ void check_query(const Tensor& q, const PagedKV& kv) {
 
 }  // namespace
 
-Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
-                       Tensor seq_lens, double scale, int64_t window, double softcap, std::optional<Tensor> reversed,
-                       int64_t chunk, std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes) {
+Tensor paged_attention_into(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
+                            Tensor seq_lens, double scale, int64_t window, double softcap,
+                            std::optional<Tensor> reversed, int64_t chunk, std::optional<Tensor> sinks,
+                            std::optional<Tensor> alibi_slopes, std::optional<Tensor> given) {
   const PagedKV kv = paged_kv(k_cache, v_cache);
   check_query(q, kv);
   const AttentionParams params =
@@ -224,9 +225,19 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
     const auto* const table = static_cast<const int32_t*>(block_table.const_data_ptr());
     for (Sequence& sequence : batch) sequence.block_table = directed.data() + (sequence.block_table - table);
   }
-  Tensor out = empty_cpu({q.size(0), q.size(1), q.size(2)}, q);
+  Tensor out = given.has_value() ? *given : empty_cpu({q.size(0), q.size(1), q.size(2)}, q);
+  check_type(out, q.scalar_type(), "out");
+  check_contiguous(out, "out");
+  STD_TORCH_CHECK(out.numel() == q.numel(), "out must have q's ", shape_of(q), ", got ", shape_of(out));
   attend(with_packed_rows(q), kv, params, batch, out, omp_get_max_threads());
   return out;
+}
+
+Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
+                       Tensor seq_lens, double scale, int64_t window, double softcap, std::optional<Tensor> reversed,
+                       int64_t chunk, std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes) {
+  return paged_attention_into(q, k_cache, v_cache, block_table, query_start, seq_lens, scale, window, softcap, reversed,
+                              chunk, sinks, alibi_slopes, std::nullopt);
 }
 
 Tensor cpu_attention(Tensor q, Tensor pool, std::optional<Tensor> scales, Tensor block_table, Tensor seq_lens,

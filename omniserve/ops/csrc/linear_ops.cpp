@@ -180,15 +180,14 @@ void check_bias(const std::optional<Tensor>& bias, const Tensor& x, int64_t num_
   STD_TORCH_CHECK(bias->size(0) == num_out, "bias must have ", num_out, " elements, got ", shape_of(*bias));
 }
 
-// The product with a packed weight that has been checked.
-Tensor product(Tensor x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t num_out, DType weight_dtype,
-               const QuantForm* form) {
-  const int64_t num_in = x.size(-1);
+// Writes the product with a packed weight that has been checked.
+void product(Tensor x, const Tensor& packed, const std::optional<Tensor>& bias, DType weight_dtype,
+             const QuantForm* form, const Tensor& out) {
+  const int64_t num_in = x.size(-1), num_out = out.size(-1);
   isa_name();  // a wrong OMNISERVE_ISA is reported here, not inside a parallel region
 
   const std::optional<int64_t> distance = distance_of_rows(x);
   if (!distance) x = torch::stable::contiguous(x);
-  Tensor out = empty_like_rows(x, x.dim() - 1, num_out, x);
   const LinearArgs args{x.const_data_ptr(),
                         packed.const_data_ptr(),
                         bias.has_value() ? bias->const_data_ptr() : nullptr,
@@ -200,7 +199,7 @@ Tensor product(Tensor x, const Tensor& packed, const std::optional<Tensor>& bias
                         dtype_of(x, "x"),
                         weight_dtype,
                         form};
-  if (out.numel() == 0) return out;
+  if (out.numel() == 0) return;
   // A team of all threads or of one: libgomp ends and starts threads whenever the size of a team changes.
   const int64_t num_threads = omp_get_max_threads();
   const bool parallel = num_threads > 1 && args.num_in * num_out * args.num_rows > kParallelMacs;
@@ -233,12 +232,23 @@ Tensor product(Tensor x, const Tensor& packed, const std::optional<Tensor>& bias
       }
     }
   }
-  return out;
+}
+
+// The result of a product of x with `num_out` features, or what the caller gives for it.
+Tensor result_of(const Tensor& x, int64_t num_out, const std::optional<Tensor>& given) {
+  if (!given.has_value()) return empty_like_rows(x, x.dim() - 1, num_out, x);
+  check_type(*given, x.scalar_type(), "out");
+  check_contiguous(*given, "out");
+  STD_TORCH_CHECK(x.size(-1) > 0 && given->dim() == x.dim() && given->size(-1) == num_out &&
+                      given->numel() == x.numel() / x.size(-1) * num_out,
+                  "out must have ", num_out, " features for each row of ", shape_of(x), ", got ", shape_of(*given));
+  return *given;
 }
 
 }  // namespace
 
-Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out) {
+Tensor packed_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out,
+                          std::optional<Tensor> given) {
   STD_TORCH_CHECK(x.dim() > 0, "x must have a last dimension, got shape []");
   const DType dtype = dtype_of(x, "x");
   STD_TORCH_CHECK(num_out >= 0, "out_features must not be negative, got ", num_out);
@@ -246,18 +256,31 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
   const bool mixed = dtype == DType::f32 && packed.scalar_type() == ScalarType::BFloat16;
   if (!mixed) check_type(packed, x.scalar_type(), "packed");
   check_bias(bias, x, num_out);
-  return product(x, packed, bias, num_out, mixed ? DType::bf16 : dtype, nullptr);
+  Tensor out = result_of(x, num_out, given);
+  product(x, packed, bias, mixed ? DType::bf16 : dtype, nullptr, out);
+  return out;
 }
 
-Tensor quantized_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits, int64_t scales,
-                   int64_t group) {
+Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out) {
+  return packed_linear_into(x, packed, bias, num_out, std::nullopt);
+}
+
+Tensor quantized_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits,
+                             int64_t scales, int64_t group, std::optional<Tensor> given) {
   STD_TORCH_CHECK(x.dim() > 0, "x must have a last dimension, got shape []");
   const DType dtype = dtype_of(x, "x");
   STD_TORCH_CHECK(num_out >= 0, "out_features must not be negative, got ", num_out);
   const QuantForm form = checked_form(bits, scales, group);
   check_quantized(packed, x.size(-1), num_out, form);
   check_bias(bias, x, num_out);
-  return product(x, packed, bias, num_out, dtype, &form);
+  Tensor out = result_of(x, num_out, given);
+  product(x, packed, bias, dtype, &form, out);
+  return out;
+}
+
+Tensor quantized_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits, int64_t scales,
+                        int64_t group) {
+  return quantized_linear_into(x, packed, bias, num_out, bits, scales, group, std::nullopt);
 }
 
 void pack_linear(Tensor weight, Tensor packed) {

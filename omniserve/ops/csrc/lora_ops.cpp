@@ -73,7 +73,7 @@ void split(std::vector<Part>& parts, int64_t which, int64_t begin, int64_t end, 
 
 }  // namespace
 
-Tensor add_lora(Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor scales) {
+Tensor add_lora_into(Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor scales, std::optional<Tensor> given) {
   STD_TORCH_CHECK(x.dim() > 0 && y.dim() > 0, "x and y must have a last dimension");
   const DType dtype = dtype_of(x, "x");
   for (const auto& [tensor, name] : {std::pair<const Tensor&, const char*>{y, "y"}, {a, "a"}, {b, "b"}})
@@ -102,7 +102,10 @@ Tensor add_lora(Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor sca
   if (!y.is_contiguous()) y = torch::stable::contiguous(y);
   std::vector<int64_t> sizes;
   for (int64_t d = 0; d < y.dim(); ++d) sizes.push_back(y.size(d));
-  Tensor out = empty_cpu(sizes.data(), y.dim(), y);
+  Tensor out = given.has_value() ? *given : empty_cpu(sizes.data(), y.dim(), y);
+  check_type(out, y.scalar_type(), "out");
+  check_contiguous(out, "out");
+  STD_TORCH_CHECK(out.numel() == y.numel(), "out must have y's ", shape_of(y), ", got ", shape_of(out));
   if (out.numel() == 0) return out;
 
   // Rows with an adapter, those of one side by side; then those without, as of an adapter behind the last.
@@ -187,6 +190,10 @@ Tensor add_lora(Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor sca
     }
   }
   return out;
+}
+
+Tensor add_lora(Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor scales) {
+  return add_lora_into(y, x, slots, a, b, scales, std::nullopt);
 }
 
 }  // namespace omniserve

@@ -139,6 +139,18 @@ Tensor cpu_attention(Tensor q, Tensor pool, std::optional<Tensor> scales, Tensor
 void store_host_kv(Tensor k, Tensor v, Tensor pool, std::optional<Tensor> scales, Tensor slot_mapping);
 Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out);
 Tensor add_lora(Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor scales);
+void store_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping);
+
+// The same operators, which write to `given` instead of a new tensor if there is one.
+Tensor paged_attention_into(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start,
+                            Tensor seq_lens, double scale, int64_t window, double softcap,
+                            std::optional<Tensor> reversed, int64_t chunk, std::optional<Tensor> sinks,
+                            std::optional<Tensor> alibi_slopes, std::optional<Tensor> given);
+Tensor packed_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out,
+                          std::optional<Tensor> given);
+Tensor add_lora_into(Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor scales, std::optional<Tensor> given);
+Tensor quantized_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits,
+                             int64_t scales, int64_t group, std::optional<Tensor> given);
 void pack_linear(Tensor weight, Tensor packed);
 Tensor packed_rows(Tensor ids, Tensor packed, int64_t num_in, int64_t num_out);
 Tensor quantized_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits, int64_t scales,

@@ -41,6 +41,8 @@ void check_rows_in_range(const int64_t* rows, int64_t num_rows, int64_t count, c
                     count, ")");
 }
 
+}  // namespace
+
 void store_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping) {
   const PagedKV kv = paged_kv(k_cache, v_cache);
   const int64_t num_tokens = k.dim() == 3 ? k.size(0) : -1;
@@ -77,6 +79,8 @@ void store_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_ma
         });
   }
 }
+
+namespace {
 
 Tensor piggyback_concat(Tensor attn, Tensor results, Tensor rows) {
   check_rows(attn, "attn");
