@@ -43,8 +43,8 @@ def save_adapter(model: Any, folder: Path, rank: int, seed: int) -> None:
 
 @FEATURES.case(
     hidden=(2048, "size of a row; the other sizes are those of TinyLlama, in proportion"), layers=22, rank=16,
-    prompt=32, output=64, at_once=[1, 8, 32], repeats=5, no_compile=False,
-    tiny={"hidden": 64, "layers": 2, "prompt": 8, "output": 8, "at_once": [4], "repeats": 1, "no_compile": True},
+    prompt=32, output=64, num_requests=[1, 8, 32], repeats=5, no_compile=False,
+    tiny={"hidden": 64, "layers": 2, "prompt": 8, "output": 8, "num_requests": [4], "repeats": 1, "no_compile": True},
 )  # fmt: skip
 def loras(args: argparse.Namespace) -> Trials:
     """LoRA adapters: decoded tokens a second of requests that run at once, each with an adapter.
@@ -94,7 +94,7 @@ def loras(args: argparse.Namespace) -> Trials:
                         engine.wait(0.001)
                 return {"tokens_per_s": num_tokens / (time.perf_counter() - began_s)}
 
-            for at_once in args.at_once:
+            for at_once in args.num_requests:
                 yield f"{at_once} at once", {
                     "no slots": functools.partial(rate, plain, at_once, []),
                     "none": functools.partial(rate, adapted, at_once, []),

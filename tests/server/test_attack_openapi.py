@@ -43,7 +43,7 @@ OPERATIONS = [
     "GET /v1/models/{name}", "GET /health", "GET /health/live", "GET /health/ready", "GET /metrics",
     "POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "DELETE /v1/files/{file_id}",
     "GET /v1/files/{file_id}/content", "POST /v1/batches", "GET /v1/batches", "GET /v1/batches/{batch_id}",
-    "POST /v1/batches/{batch_id}/cancel",
+    "POST /v1/batches/{batch_id}/cancel", "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter",
 ]  # fmt: skip
 # Those that have a body or a query, of which something can be wrong.
 TAKERS = [

@@ -14,6 +14,7 @@ from omniserve.core.config import (
     EngineConfig,
     ExecutionConfig,
     HostsConfig,
+    LoRAConfig,
     ParallelConfig,
     PrefillConfig,
 )
@@ -39,6 +40,7 @@ SETTINGS = {
     "host_kv_bytes": ("host-kv-gib", 0, 0),
     "host_kv_dtype": ("host-kv-dtype", "int8", "int8"),
     "disk_kv": ("disk-kv-gib", 1.5, DiskKVConfig(gib=1.5)),
+    "lora": ("max-loras", 3, LoRAConfig(max_loras=3)),
     "hosts": ("cpu-host-timeout", 2.5, HostsConfig(cpu_host_timeout_s=2.5)),
     "prefill": ("prefill-timeout", 2.5, PrefillConfig(prefill_timeout_s=2.5)),
     "parallel": ("tensor-parallel-size", 2, ParallelConfig(tensor_parallel_size=2)),
@@ -202,8 +204,8 @@ def test_every_limit_can_be_set(name, tmp_path, capsys):
 
 def test_there_are_not_many_flags():
     """A setting that few people change is an option of ``--execution``, ``--scheduler-option`` or ``--limit``."""
-    assert len(build_parser()._actions) - len(["--help"]) <= 60
-    assert len(dataclasses.fields(EngineConfig)) <= 23
+    assert len(build_parser()._actions) - len(["--help"]) <= 64
+    assert len(dataclasses.fields(EngineConfig)) <= 24
 
 
 def test_help_tells_each_option_of_a_group(capsys):

@@ -2,6 +2,7 @@
 //
 // A panel of B is a few lines, which stay in L1 while the rows of an adapter pass.
 
+constexpr int64_t kPanelsAhead = 4;  // of B, which are short: what lies so far on is prefetched
 constexpr int kLoraRows = OMNI_LANES == 16 ? 4 : 1;  // whose sums do not wait for each other
 
 // Inputs of a row as they are multiplied: bf16 in pairs as they are, all else as fp32.
@@ -47,12 +48,17 @@ static void lora_block(const LoraArgs& args, int64_t begin, int64_t end, int64_t
   for (int t = ROWS - 1; t >= 0; --t)
     x = low_inputs(static_cast<const X*>(args.low) + (first_row + t) * args.low_stride, args.rank, widened + t * kMostRank);
   const int64_t stride = x == widened ? kMostRank : args.low_stride;
+  constexpr int64_t kStepBytes = P::kStep * kPanel * static_cast<int64_t>(sizeof(typename P::Weight));
   const VF scale = broadcast(args.scale);
   for (int64_t feature = begin; feature < end; feature += kPanel) {
     const auto* const panel = static_cast<const typename P::Weight*>(args.b) + feature / kPanel * size;
     VF sum[ROWS * kVectors] = {};
-    for (int64_t step = 0; step < num_steps; ++step)
+    const char* ahead = reinterpret_cast<const char*>(panel + kPanelsAhead * size);
+    for (int64_t step = 0; step < num_steps; ++step) {
       P::template add<ROWS, kVectors>(panel + step * P::kStep * kPanel, x + step * P::kStep, stride, sum);
+      for (int64_t i = 0; i < kStepBytes; i += kLine) __builtin_prefetch(ahead + i, 0, 2);
+      ahead += kStepBytes;
+    }
 #pragma GCC unroll 4
     for (int t = 0; t < ROWS; ++t)
       add_scaled<X>(args, args.order[first_row + t], feature, scale, sum + t * kVectors);
