@@ -1,9 +1,8 @@
-"""LoRA adapters by name: what slots for them cost, and requests of one and of several adapters in one batch."""
+"""LoRA adapters by name: requests of the model alone, of one and of several adapters."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import tempfile
@@ -49,9 +48,9 @@ def save_adapter(model: Any, folder: Path, rank: int, seed: int) -> None:
 def loras(args: argparse.Namespace) -> Trials:
     """LoRA adapters: decoded tokens a second of requests that run at once, each with an adapter.
 
-    The arms: ``no slots``, an engine that was made without; ``none``, one with eight slots, and requests of the model
-    alone; ``one``, all requests have one adapter; ``eight``, they take turns among eight. Adapters are of all linears.
-    The model has random bf16 weights. Times are from the last first token to the last token.
+    The arms, in one engine with eight slots: ``none``, requests of the model alone; ``one``, all requests have one
+    adapter; ``eight``, they take turns among eight. Adapters are of all linears. The model has random bf16 weights. Times
+    are from the last first token to the last token.
     """
     shape = {
         "hidden_size": args.hidden, "intermediate_size": args.hidden * 11 // 4, "num_hidden_layers": args.layers,
@@ -61,19 +60,19 @@ def loras(args: argparse.Namespace) -> Trials:
     config = EngineConfig(
         device_kv_bytes=512 << 20, host_kv_bytes=0, max_num_seqs=64, scheduler="sarathi",
         execution=ExecutionConfig(compile=not args.no_compile, prefix_cache=False),
+        lora=LoRAConfig(max_loras=8, max_lora_rank=args.rank),
     )  # fmt: skip
-    slots = dataclasses.replace(config, lora=LoRAConfig(max_loras=8, max_lora_rank=args.rank))
     with tempfile.TemporaryDirectory() as folder:
         model = random_llama(**shape)
         names = [f"adapter{number}" for number in range(8)]
         for seed, name in enumerate(names):
             save_adapter(model, Path(folder) / name, args.rank, seed)
-        with Engine(model, config) as plain, Engine(random_llama(**shape), slots) as adapted:
+        with Engine(model, config) as engine:
             for name in names:
-                adapted.load_lora(name, Path(folder) / name)
+                engine.load_lora(name, Path(folder) / name)
             count = 0
 
-            def rate(engine: Engine, at_once: int, adapters: list[str]) -> dict[str, float]:
+            def rate(at_once: int, adapters: list[str]) -> dict[str, float]:
                 nonlocal count
                 asked = []
                 for number in range(at_once):
@@ -96,8 +95,7 @@ def loras(args: argparse.Namespace) -> Trials:
 
             for at_once in args.num_requests:
                 yield f"{at_once} at once", {
-                    "no slots": functools.partial(rate, plain, at_once, []),
-                    "none": functools.partial(rate, adapted, at_once, []),
-                    "one": functools.partial(rate, adapted, at_once, names[:1]),
-                    "eight": functools.partial(rate, adapted, at_once, names),
+                    "none": functools.partial(rate, at_once, []),
+                    "one": functools.partial(rate, at_once, names[:1]),
+                    "eight": functools.partial(rate, at_once, names),
                 }  # fmt: skip
