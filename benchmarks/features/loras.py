@@ -49,8 +49,8 @@ def loras(args: argparse.Namespace) -> Trials:
     """LoRA adapters: decoded tokens a second of requests that run at once, each with an adapter.
 
     The arms, in one engine with eight slots: ``none``, requests of the model alone; ``one``, all requests have one
-    adapter; ``eight``, they take turns among eight. Adapters are of all linears. The model has random bf16 weights. Times
-    are from the last first token to the last token.
+    adapter; ``eight``, they take turns among eight. Adapters are of all linears, the model has random bf16 weights.
+    Times are from the last first token to the last token.
     """
     shape = {
         "hidden_size": args.hidden, "intermediate_size": args.hidden * 11 // 4, "num_hidden_layers": args.layers,
