@@ -68,7 +68,9 @@ def is_exact(model: PreTrainedModel, reference: Reference, *, compile: bool = Fa
 def test_requests_of_several_adapters_on_both_tiers(family: str, tmp_path: Path) -> None:
     """There are more adapters than slots, so that they take turns; the cache of prefixes keeps them apart."""
     model = tiny_model(family)
-    is_exact(model, with_adapters(model, tmp_path), kv="tiered")
+    # Adapters of experts are refused, and PEFT takes these for linears.
+    options = {"target_modules": ["q_proj", "k_proj", "o_proj"]} if family == "qwen3_moe" else {}
+    is_exact(model, with_adapters(model, tmp_path, **options), kv="tiered")
 
 
 @pytest.mark.parametrize("scheduler", slow_except(("apex", "conserve"), ("neo", "bros", "llumnix", "apex", "conserve")))
