@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
 from omniserve.engine.fingerprint import has_constant_steps
-from omniserve.layers.patching import PatchedModel, patched_model
+from omniserve.layers.patched_model import PatchedModel
+from omniserve.layers.patching import patched_model
 
 logger = logging.getLogger(__name__)
 

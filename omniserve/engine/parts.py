@@ -42,7 +42,8 @@ from omniserve.latency import LATENCY_MODELS, CorrectedModel, LatencyModel, Mode
 from omniserve.latency.profile import Profile, cache_folder
 from omniserve.latency.trace import StepTracer
 from omniserve.layers.kv_fingerprint import kv_fingerprint
-from omniserve.layers.patching import PatchedModel, patched_model
+from omniserve.layers.patched_model import PatchedModel
+from omniserve.layers.patching import patched_model
 from omniserve.layers.weights.loaded_model import language_model
 from omniserve.layers.weights.sharding import num_shards
 from omniserve.runner.executors import Executor

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,8 +62,6 @@ class EngineLoader:
     serves: bool = False
     profile_start_s: float = 4.0
     quantize: str | None = None
-    loras: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Folders of the LoRA adapters that requests can name, by name."""
 
     def __post_init__(self) -> None:
         if self.quantize is not None and self.config.parallel.num_ranks > 1:
@@ -79,14 +77,6 @@ class EngineLoader:
         """
         if self.config.parallel.num_ranks > 1:
             return self._make_with_ranks(progress)
-        engine = self._make(progress)
-        for name, folder in self.loras.items():
-            progress(f"reading the LoRA adapter {name}")
-            engine.load_lora(name, folder)
-        return engine
-
-    def _make(self, progress: Callable[[str], None]) -> Engine:
-        """Make the engine of one process."""
         model = self.load_model(progress)
         from omniserve.engine.engine import Engine
 

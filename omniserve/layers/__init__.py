@@ -1,6 +1,6 @@
 """Decoder layers split around their attention: any Hugging Face decoder, by its own code.
 
-* ``patching``: what is installed on a model, and taken off again; the engine calls this alone.
+* ``patching``: installs the halves on a model, and takes them off again; ``patched_model`` is what the engine calls.
 * ``tracing/``: looks at a model in a few runs, and makes the parts of its forward.
 * ``weights/``: how the weights of linears are held, and which of them a rank keeps.
 * ``model_classes``: what a program imports of transformers before it loads a model.

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.version import __version__
-from omniserve.layers.patching import PatchedModel
+from omniserve.layers.patched_model import PatchedModel
 from omniserve.layers.weights.loaded_model import language_model
 
 

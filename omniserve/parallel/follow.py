@@ -18,7 +18,8 @@ from omniserve.core.work import CancelPrefill, HostEvent, RemotePrefill, SideWor
 from omniserve.host.arrived_results import ArrivedResults, StageEvents
 from omniserve.host.tier import HostTier
 from omniserve.layers.kv_fingerprint import kv_fingerprint
-from omniserve.layers.patching import PatchedModel, patched_model
+from omniserve.layers.patched_model import PatchedModel
+from omniserve.layers.patching import patched_model
 from omniserve.ops import collectives
 from omniserve.ops.stage_link import StageLink
 from omniserve.parallel import messages

@@ -33,7 +33,7 @@ from omniserve.core.logs import log_flags
 from omniserve.core.setup import RunnerSetup
 from omniserve.core.version import __version__
 from omniserve.core.work import HostEvent
-from omniserve.layers.patching import PatchedModel
+from omniserve.layers.patched_model import PatchedModel
 from omniserve.ops import collectives
 from omniserve.ops.collectives import CollectiveCall
 from omniserve.ops.shared_memory import make_file

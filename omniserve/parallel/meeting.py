@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from omniserve.layers.patching import PatchedModel
+from omniserve.layers.patched_model import PatchedModel
 from omniserve.ops import collectives
 from omniserve.ops.collectives import DistributedGroup
 from omniserve.ops.shared_memory import SharedMemoryGroup

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from omniserve.core import numa
 
 if TYPE_CHECKING:
-    from omniserve.layers.patching import PatchedModel
+    from omniserve.layers.patched_model import PatchedModel
 
 logger = logging.getLogger(__name__)
 

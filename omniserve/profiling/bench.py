@@ -28,7 +28,7 @@ from omniserve.core.plan import DeviceChunk, StepPlan
 from omniserve.engine.capacity import fit_states, max_model_len
 from omniserve.engine.fingerprint import has_constant_steps
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.layers.patching import PatchedModel
+from omniserve.layers.patched_model import PatchedModel
 from omniserve.ops.attention import resolve_attention
 from omniserve.runner.capturable import why_not_captured
 from omniserve.runner.cuda_graphs.capture import Capture, CudaGraphCapture

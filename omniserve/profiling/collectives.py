@@ -17,7 +17,7 @@ from torch import Tensor
 
 from omniserve.latency.features import AlphaBeta
 from omniserve.latency.fitting import fit_terms
-from omniserve.layers.patching import PatchedModel
+from omniserve.layers.patched_model import PatchedModel
 from omniserve.ops import collectives
 from omniserve.ops.collectives import CollectiveCall
 from omniserve.parallel.group import RankGroup

@@ -24,7 +24,7 @@ from omniserve.kv.storage import DeviceKVStorage
 from omniserve.latency.features import AlphaBeta
 from omniserve.latency.fitting import fit_terms
 from omniserve.latency.profile import Fingerprint, Table
-from omniserve.layers.patching import PatchedModel
+from omniserve.layers.patched_model import PatchedModel
 from omniserve.profiling.bench import Served, zeroed_storage
 from omniserve.profiling.timer import Progress, Timer
 from omniserve.runner.piggyback_rows import PiggybackRows

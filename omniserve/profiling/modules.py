@@ -15,7 +15,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.host.cores import CoreSplit
 from omniserve.latency.fitting import explore
 from omniserve.latency.profile import STATES, Fingerprint, Points, Table
-from omniserve.layers.patching import PatchedModel
+from omniserve.layers.patched_model import PatchedModel
 from omniserve.profiling.bench import ModuleBench
 from omniserve.profiling.timer import Point, Progress, Timer
 

@@ -15,7 +15,7 @@ from omniserve.engine.capacity import fit_states, has_host_tier, largest_part, n
 from omniserve.engine.engine import Engine
 from omniserve.host.cores import available_cores
 from omniserve.latency import ModelShape, StepSample, features_of
-from omniserve.layers.patching import PatchedModel
+from omniserve.layers.patched_model import PatchedModel
 from omniserve.parallel.group import RankGroup
 from omniserve.profiling.loads import MEAN_ACTIVE, Arrival, grid_load, mixed_load
 from omniserve.profiling.timer import Progress, Timer

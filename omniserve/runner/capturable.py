@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.setup import RunnerSetup
-from omniserve.layers.patching import PatchedModel
+from omniserve.layers.patched_model import PatchedModel
 from omniserve.ops.attention import DeviceAttention, is_graph_safe
 from omniserve.runner.layer_loop import LayerLoop
 from omniserve.runner.rank_broadcast import RankBroadcast

@@ -21,7 +21,7 @@ from torch import Tensor
 from omniserve.core.plan import StepPlan
 from omniserve.core.work import HostEvent
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.layers.patching import BetweenHook, PatchedModel, Rotary
+from omniserve.layers.patched_model import BetweenHook, PatchedModel, Rotary
 from omniserve.ops.attention import DeviceAttention
 from omniserve.runner.piggyback_rows import PiggybackRows
 from omniserve.runner.states import StepStates

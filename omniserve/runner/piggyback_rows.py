@@ -20,7 +20,7 @@ from torch import Tensor
 
 from omniserve.core.plan import PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.host.tier import HostTier
-from omniserve.layers.patching import PatchedModel, Rotary
+from omniserve.layers.patched_model import PatchedModel, Rotary
 from omniserve.ops.streams import upload
 from omniserve.runner.step_inputs import SeatRows, StepInputs, rows_of
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from omniserve.core.plan import PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.core.work import AttentionResult, HostEvent
 from omniserve.host.tier import HostTier
-from omniserve.layers.patching import BetweenHook, PatchedModel
+from omniserve.layers.patched_model import BetweenHook, PatchedModel
 from omniserve.runner.layer_loop import LayerLoop, StepHooks, StepRun
 from omniserve.runner.rank_broadcast import RankBroadcast
 from omniserve.runner.step_inputs import LayersOutput

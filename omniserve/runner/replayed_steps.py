@@ -19,7 +19,7 @@ from torch import Tensor
 from omniserve.core.plan import DeviceChunk, StepPlan
 from omniserve.core.setup import RunnerSetup
 from omniserve.layers.noted_half import Buffers, Noter, NotNoted
-from omniserve.layers.patching import Rotary
+from omniserve.layers.patched_model import Rotary
 from omniserve.ops.attention import AttentionMetadata
 from omniserve.ops.attention.native import attend_cpu
 from omniserve.ops.replay import Replay

@@ -25,7 +25,7 @@ from omniserve.host.arrived_results import StageEvents
 from omniserve.host.cores import CoreSplit
 from omniserve.host.tier import HostTier
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.layers.patching import PatchedModel
+from omniserve.layers.patched_model import PatchedModel
 from omniserve.ops.streams import StreamEvent
 from omniserve.runner.capturable import make_graphs
 from omniserve.runner.executors import Executor, make_executors

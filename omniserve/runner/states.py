@@ -16,7 +16,7 @@ from torch import Tensor
 
 from omniserve.core.plan import DeviceChunk, PiggybackEntry, PiggybackJoin, StepPlan
 from omniserve.core.setup import RunnerSetup
-from omniserve.layers.patching import BetweenHook, PatchedModel
+from omniserve.layers.patched_model import BetweenHook, PatchedModel
 from omniserve.layers.tracing.layer_states import RowGroup, StatePool
 from omniserve.ops.streams import upload
 from omniserve.runner.step_inputs import joins_by_layer

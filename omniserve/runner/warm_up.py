@@ -14,7 +14,7 @@ import torch
 from omniserve.core.setup import RunnerSetup
 from omniserve.core.spec import ModelSpec
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.layers.patching import PatchedModel
+from omniserve.layers.patched_model import PatchedModel
 from omniserve.ops.attention import AttentionMetadata, DeviceAttention, HostLengths, resolve_attention
 from omniserve.ops.attention.native import attend_triton
 from omniserve.ops.streams import upload

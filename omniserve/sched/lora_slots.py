@@ -33,7 +33,7 @@ class _Resident:
     is_closing: bool = False
     """Another adapter waits for its slot, so it lets no more requests in."""
     is_in_turn: bool = False
-    """Others waited when it got its slot: those that it let in then run, whoever waits."""
+    """Other adapters waited when it got its slot. The requests that it let in then run, although others wait."""
     has_served: bool = False
     """A request has ended since it got its slot. Before that it does not give the slot up, or adapters would come and
     go and nothing run."""
@@ -127,9 +127,6 @@ class LoRASlots:
     def failed(self) -> dict[RequestState, str]:
         """Return the requests whose adapter could not be read, and why; they wait until they are ended."""
         return dict(self._failed)
-
-    def look_again(self, state: RequestState) -> None:
-        """Do nothing: a request that is preempted keeps its adapter."""
 
     # -- slots -------------------------------------------------------------------------------------------------------
 

@@ -237,7 +237,6 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
         profile_time_limit_s=options.limits.profile_time_limit_s,
         with_profile=with_profile,
         quantize=args.quantize,
-        loras=options.loras,
         serves=True,
         profile_start_s=options.limits.profile_start_s,
     )

@@ -1,8 +1,8 @@
 """LoRA adapters behind the API: the names that requests may give as their model, and the calls that load and unload.
 
 The calls are vLLM's. They take folders inside those that the server was started with (``--lora-dir``), from holders of
-keys with ``admin: true``, or from anyone if the server asks for no keys. An adapter that was loaded by a call is loaded
-again when the engine is started again.
+keys with ``admin: true``, or from anyone if the server asks for no keys. Adapters that are named at the start are
+loaded likewise. All are loaded again when the engine is started again.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,13 @@ class LoRAModels:
 
     Args:
         base: The name of the model.
-        at_start: Folders of the adapters that the engine loads as it starts, by name.
-        folders: Folders from which others may be loaded.
+        folders: Folders from which calls may load.
     """
 
-    def __init__(self, base: str, at_start: Mapping[str, str] = {}, folders: Iterable[Path] = ()) -> None:
+    def __init__(self, base: str, folders: Iterable[Path] = ()) -> None:
         self._base = base
-        self._at_start = frozenset(at_start)
         self._folders = [folder.resolve() for folder in folders]
-        self._served = {name: _Served(folder, int(time.time())) for name, folder in at_start.items()}
+        self._served: dict[str, _Served] = {}
         self._changing = asyncio.Lock()
 
     @property
@@ -75,13 +74,20 @@ class LoRAModels:
             for name, served in self._served.items()
         ]  # fmt: skip
 
-    async def load(self, client: EngineClient, name: str, path: str, *, replaces: bool) -> None:
+    async def load_from(self, client: EngineClient, name: str, path: str, *, replaces: bool) -> None:
+        """Load an adapter from one of the folders for calls, as ``load`` does.
+
+        Raises:
+            ApiError: It is in none of them; or as ``load``.
+        """
+        await self.load(client, name, str(self._checked(path)), replaces=replaces)
+
+    async def load(self, client: EngineClient, name: str, folder: str, *, replaces: bool = False) -> None:
         """Load an adapter; return when requests can name it.
 
         Raises:
-            ApiError: Its name is taken, it is not in a folder for adapters, or the engine refuses it.
+            ApiError: Its name is taken, or the engine refuses it.
         """
-        folder = self._checked(path)
         if name == self._base or name.startswith(f"{self._base}:"):
             raise ApiError(f"{name!r} is a name of the base model; choose another", param="lora_name")
         async with self._changing:
@@ -90,8 +96,8 @@ class LoRAModels:
                     f"the LoRA adapter {name!r} is loaded already; unload it first, or set load_inplace to true",
                     param="lora_name",
                 )
-            await client.change_lora(name, str(folder))
-            self._served[name] = _Served(str(folder), int(time.time()))
+            await client.change_lora(name, folder)
+            self._served[name] = _Served(folder, int(time.time()))
         logger.info("loaded the LoRA adapter %s from %s", name, folder)
 
     async def unload(self, client: EngineClient, name: str) -> None:
@@ -108,14 +114,18 @@ class LoRAModels:
         logger.info("unloaded the LoRA adapter %s", name)
 
     async def restore(self, client: EngineClient) -> None:
-        """Bring an engine that was started again to the adapters that the last one had."""
+        """Load the adapters of the last engine in one that was started again; those that it refuses are gone.
+
+        Raises:
+            ApiError: It has ended.
+        """
         async with self._changing:
-            for name in self._at_start - self._served.keys():
-                await client.change_lora(name, None)
             for name, served in list(self._served.items()):
                 try:
                     await client.change_lora(name, served.folder)
                 except ApiError as error:
+                    if error.status != HTTPStatus.BAD_REQUEST:  # the engine has ended again
+                        raise
                     logger.error("the LoRA adapter %s is gone with the engine: %s", name, error.message)
                     del self._served[name]
 
@@ -178,7 +188,7 @@ def router(models: LoRAModels, engine: Any, bodies: BodyReader, unknown_fields: 
     async def load(http: Request) -> Response:
         check_admin(http)
         request: LoadLoRARequest = await fields(http, LoadLoRARequest)
-        await models.load(engine.client, request.lora_name, request.lora_path, replaces=request.load_inplace)
+        await models.load_from(engine.client, request.lora_name, request.lora_path, replaces=request.load_inplace)
         text = f"Success: LoRA adapter '{request.lora_name}' added successfully."
         return PlainTextResponse(text, headers=ignored_header(request))
 

@@ -25,6 +25,7 @@ from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.engine_process import EngineMaker
+from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields
 from omniserve.server.generation_defaults import find_generation_defaults
 from omniserve.server.loras import LoRAModels
@@ -85,6 +86,12 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
         defaults = await asyncio.to_thread(find_generation_defaults, options.generation_config, options.tokenizer)
     except (OSError, ValueError) as error:
         raise EngineStopped(f"--generation-config {options.generation_config}: {error}") from None
+    loras = LoRAModels(options.model_name, options.lora_dirs)
+    try:
+        for name, folder in options.loras.items():
+            await loras.load(engine.client, name, folder)
+    except ApiError as error:
+        raise EngineStopped(f"--lora-modules: {error.message}") from None
     logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
     keys = options.keys.keys if options.keys is not None else ()
     return Service(
@@ -96,7 +103,7 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
         private_callers=frozenset(key.name for key in keys if key.private_prefixes),
         unknown_fields=UnknownFields(refuse=options.unknown_fields == "refuse"),
         defaults=defaults,
-        loras=LoRAModels(options.model_name, options.loras, options.lora_dirs),
+        loras=loras,
     )
 
 

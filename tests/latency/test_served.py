@@ -15,7 +15,7 @@ from omniserve import Engine, EngineConfig, ExecutionConfig, patch
 from omniserve.engine.fingerprint import has_constant_steps
 from omniserve.host.cores import CoreSplit
 from omniserve.latency import Profile
-from omniserve.layers.patching import PatchedModel
+from omniserve.layers.patched_model import PatchedModel
 from omniserve.profiling import fingerprint_of, measure, profile_model, steps
 from omniserve.profiling.bench import ModuleBench, Served
 from omniserve.profiling.host import _HostBench

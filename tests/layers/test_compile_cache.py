@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from omniserve import patch
 from omniserve.layers import compile_cache
 from omniserve.layers.compiled import CompiledHalf
-from omniserve.layers.patching import PatchedModel
+from omniserve.layers.patched_model import PatchedModel
 from tests.parity.models import MODELS, tiny_model
 from tests.quick import slow_except
 
@@ -126,7 +126,7 @@ def test_a_model_that_differs_does_not_take_them(change: Any) -> None:
     assert not patch(model).__dict__["omniserve"].find_compiled(else_compile=False)
 
 
-@pytest.mark.parametrize("part", ["patching.source_digest", "compile_cache._code_digest"])
+@pytest.mark.parametrize("part", ["patched_model.source_digest", "compile_cache._code_digest"])
 @pytest.mark.usefixtures("filled")
 def test_other_code_does_not_take_them(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert patched().find_compiled(else_compile=False)

@@ -10,7 +10,8 @@ from torch import nn
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.compiled import structure
-from omniserve.layers.patching import PatchedModel, patch, patched_model, unpatch
+from omniserve.layers.patched_model import PatchedModel
+from omniserve.layers.patching import patch, patched_model, unpatch
 from tests.parity.models import tiny_model
 
 

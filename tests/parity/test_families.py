@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from omniserve.core.spec import AttentionSpec
 from omniserve.layers.compiled import structure
-from omniserve.layers.patching import PatchedModel, patch, unpatch
+from omniserve.layers.patched_model import PatchedModel
+from omniserve.layers.patching import patch, unpatch
 from omniserve.layers.tracing.traced import TracedFamily
 from tests.parity.models import MODELS, tiny_model
 from tests.quick import slow_except
@@ -246,7 +247,7 @@ def test_three_graphs_serve_any_depth_and_token_count(
     # bf16: fused code rounds at other places than eager; hidden states here are of order 10, one ulp is 0.06.
     # An example: as on a GPU with an older torch.
     monkeypatch.setattr("omniserve.layers.compiled.needs_example", lambda on_gpu: has_example)
-    monkeypatch.setattr("omniserve.layers.patching._WARM_UP_ROWS", {"cpu": 40})
+    monkeypatch.setattr("omniserve.layers.patched_model._WARM_UP_ROWS", {"cpu": 40})
     monkeypatch.setattr("omniserve.layers.compile_cache.CompileCache.find", lambda *_: None)
     for num_layers in (2, 6):
         model = tiny_model("llama", dtype, num_layers=num_layers)

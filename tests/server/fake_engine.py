@@ -7,7 +7,6 @@ import logging
 import os
 import time
 import types
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -333,7 +332,6 @@ class FakeLoader:
     work_log: str | None = None
     fail_while: Path | None = None
     with_faults: bool = True
-    loras: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, progress) -> FakeEngine:
         progress("faking")
@@ -341,9 +339,6 @@ class FakeLoader:
             raise ValueError(self.fail)
         if self.fail_while is not None and self.fail_while.exists():
             raise ValueError("the fake engine may not start yet")
-        engine = FakeEngine(
+        return FakeEngine(
             self.vocab_size, self.eos_token_id, self.config, work_log=self.work_log, with_faults=self.with_faults
         )
-        for name, folder in self.loras.items():
-            engine.loras.add(engine.loras.read(name, folder))
-        return engine

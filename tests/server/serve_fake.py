@@ -45,7 +45,6 @@ def read_flags(flags: list[str]) -> tuple[ServerOptions, FakeLoader]:
         fail_while=args.fail_while,
         work_log=args.work_log,
         with_faults=not args.no_faults,
-        loras=options.loras,
     )
     return options, loader
 

@@ -61,6 +61,14 @@ def test_adapters_of_the_start_are_models_by_their_names(start_server, folder):
     )
 
 
+def test_an_adapter_of_the_start_that_cannot_be_read_is_an_error(start_server, folder):
+    (folder / "none" / "adapter_config.json").write_text('{"r": 4}')
+    flags = "--lora-modules", f"x={folder / 'none'}", "--lora-modules", f"fake={folder / 'a'}"
+    server = start_server(*flags)
+    assert server.wait() == 1
+    assert any("--lora-modules" in line and "base model" in line for line in server.log), server.log
+
+
 def test_calls_load_replace_and_unload(start_server, folder):
     server = start_server("--lora-dir", str(folder))
     assert post(server, "load", lora_name="x", lora_path="a").text == "Success: LoRA adapter 'x' added successfully."
@@ -109,8 +117,8 @@ def test_only_keys_with_admin_load_and_unload(start_server, folder, tmp_path):
 
 def test_an_engine_that_comes_back_has_the_adapters_again(start_process, folder):
     server = start_process(
-        "--lora-modules", f"x={folder / 'a'}", "--lora-modules", f"y={folder / 'a'}", "--lora-dir", str(folder),
-        "--limit", "engine_restarts=3",
+        *(f"--lora-modules={name}={folder / path}" for name, path in (("x", "a"), ("y", "a"), ("v", "ccc"))),
+        "--lora-dir", str(folder), "--limit", "engine_restarts=3",
     ).wait_until_ready()  # fmt: skip
     post(server, "load", lora_name="z", lora_path="bb"), post(server, "load", lora_name="w", lora_path="ccc")
     post(server, "unload", lora_name="y")
@@ -148,4 +156,4 @@ def test_slots_and_rank_follow_from_the_flags(folder):
     assert (lora_of(*given).max_loras, lora_of(*given).max_lora_rank) == (2, 40)
     assert lora_of("--lora-dir", str(folder)).max_loras == 8
     assert (lora_of("--lora-dir", str(folder), "--max-loras", "3", "--max-lora-rank", "64").sizes) == (3, 64)
-    assert parse_args(given)[1].loras == {"x": str(folder / "a"), "y": str(folder / "bb")}
+    assert parse_args(given)[0].loras == {"x": str(folder / "a"), "y": str(folder / "bb")}

@@ -1,6 +1,6 @@
 """LoRA adapters by name: in one step each row has its own, or none. Papers: LoRA 4.1; Punica 4.
 
-A row carries the slot of its adapter in a column behind all others (``patching.PatchedModel``), so it takes it along
+A row carries the slot of its adapter in a column behind all others (``patched_model.py``), so it takes it along
 wherever it goes. While a half runs, ``rows_with`` says which adapters its rows have, and each linear that can be
 adapted adds what they make (``add_lora``). The weights of all slots lie in stacks, which are as large from the start as
 they can become: adapters come and go without a change of compiled code.
@@ -123,7 +123,7 @@ class LoRAStacks:
         for path, weight in files.weights.items():
             linear = self._linears.get(path)
             if linear is None:
-                raise LoRAError(f"{files.folder} adapts {path}, {self._why_not(path)}")
+                raise LoRAError(f"{files.folder} adapts {path}, {self._why_not}")
             (rank, num_in), num_out = weight.a.shape, weight.b.shape[0]
             if (num_in, num_out) != (linear.in_features, linear.out_features):
                 raise LoRAError(
@@ -136,7 +136,8 @@ class LoRAStacks:
                     f"set max_lora_rank (--max-lora-rank) to {rank}"
                 )
 
-    def _why_not(self, path: str) -> str:
+    @property
+    def _why_not(self) -> str:
         kinds = sorted({name.rpartition(".")[2] for name in self._linears})
         return f"which this model does not have, or which cannot be adapted by name; these can: {', '.join(kinds)}"
 

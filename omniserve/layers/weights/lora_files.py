@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor
 
 from omniserve.core.lora import LoRAError
@@ -82,7 +82,7 @@ def read_lora(folder: str | Path) -> LoRAFiles:
         config_text = (folder / _CONFIG).read_bytes()
         config = json.loads(config_text)
         content = (folder / _WEIGHTS).read_bytes()
-        tensors = load_file(folder / _WEIGHTS)
+        tensors = load(content)
     except (OSError, ValueError, SafetensorError) as error:
         raise LoRAError(f"{folder} cannot be read: {error}") from error
     if not isinstance(config, dict):

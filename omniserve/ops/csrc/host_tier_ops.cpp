@@ -3,9 +3,7 @@
 // GIL, and std::invalid_argument arrives in Python as ValueError.
 #include <algorithm>
 #include <limits>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -13,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "handles.h"
 #include "host_server.h"
 #include "host_tier.h"
 #include "host_tier_memory.h"
@@ -28,23 +27,15 @@ struct Entry {
   std::unique_ptr<HostTier> tier;
 };
 
-struct Registry {
-  std::mutex mutex;
-  std::map<int64_t, std::shared_ptr<Entry>> entries;
-  int64_t next_handle = 0;
-};
-
-Registry& registry() {
-  static Registry* const all = new Registry;  // never destroyed: at exit a thread may still be inside a tier
+Handles<Entry>& tiers() {
+  static Handles<Entry>* const all = new Handles<Entry>;
   return *all;
 }
 
-// Keeps the entry alive while a call is inside it.
 std::shared_ptr<Entry> find(int64_t handle) {
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  const auto found = registry().entries.find(handle);
-  if (found == registry().entries.end()) throw std::invalid_argument("no host tier has this handle");
-  return found->second;
+  std::shared_ptr<Entry> found = tiers().find(handle);
+  if (!found) throw std::invalid_argument("no host tier has this handle");
+  return found;
 }
 
 std::vector<int64_t> to_vector(const Tensor& tensor, const char* name) {
@@ -144,9 +135,7 @@ int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor re
   auto entry = std::make_shared<Entry>(Entry{pool_LBK2SH, results_SMD, scales_LBK2S, mailbox_SW, flags_3S,
                                              per_head_L2N, nullptr});
   entry->tier = std::make_unique<HostTier>(std::move(config));
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().entries.emplace(registry().next_handle, std::move(entry));
-  return registry().next_handle++;
+  return tiers().add(std::move(entry));
 }
 
 void interleave(Tensor memory, Tensor nodes) {
@@ -291,13 +280,8 @@ int64_t close(int64_t tier, double timeout_s) { return find(tier)->tier->close(t
 // A tier whose threads do not end stays for good, with its memory.
 int64_t destroy(int64_t tier, double timeout_s) {
   const int64_t num_left = close(tier, timeout_s);
-  std::shared_ptr<Entry> last;  // declared first, so it dies after the lock
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  const auto found = registry().entries.find(tier);
-  if (num_left > 0 || found == registry().entries.end()) return num_left;
-  last = std::move(found->second);
-  registry().entries.erase(found);
-  return 0;
+  if (num_left == 0) tiers().remove(tier);
+  return num_left;
 }
 
 }  // namespace

@@ -5,14 +5,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <iterator>
-#include <memory>
-#include <new>
 #include <optional>
 #include <vector>
 
 #include "op_checks.h"
+#include "scratch.h"
 
 namespace omniserve {
 namespace {
@@ -22,27 +20,6 @@ constexpr int64_t kParallelBytes = int64_t{1} << 16;  // of rows that are looked
 constexpr int64_t kTasksPerThread = 16;               // a thread that lost its core for a while leaves some to others
 constexpr int64_t kMinTaskPanels = 2;                 // two panels are read faster than one after the other
 constexpr int64_t kMaxTaskPanels = 4;
-
-// Memory of one thread that grows and stays: pages that are mapped anew at each call cost more than a small product.
-class Scratch {
- public:
-  void* of(int64_t bytes) {
-    if (bytes > size_) {
-      const int64_t size = (bytes + 4095) / 4096 * 4096;
-      memory_.reset(std::aligned_alloc(64, static_cast<size_t>(size)));
-      size_ = memory_ ? size : 0;
-      if (!memory_) throw std::bad_alloc();
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<void, Free> memory_;
-  int64_t size_ = 0;
-};
 
 // Panels of one call, those of all parts of the rows in a line. Each thread has a share of neighbours, so that it reads
 // one stretch of the weight, and rows that it wrote itself the last time: lines that another core has written take

@@ -6,14 +6,12 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
-#include <new>
 #include <utility>
 #include <vector>
 
 #include "linear.h"
 #include "op_checks.h"
+#include "scratch.h"
 
 namespace omniserve {
 namespace {
@@ -22,32 +20,9 @@ constexpr int64_t kParallelMacs = int64_t{1} << 16;
 constexpr int64_t kTaskPanels = 8;
 constexpr int64_t kTasksPerThread = 4;  // in a row: neighbours are read faster
 
-// Memory of one thread that grows and stays.
-class Buffer {
- public:
-  char* of(int64_t bytes) {
-    if (bytes > size_) {
-      size_ = (bytes + 4095) / 4096 * 4096;
-      memory_.reset(static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(size_))));
-      if (!memory_) {
-        size_ = 0;
-        throw std::bad_alloc();
-      }
-    }
-    return memory_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(char* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<char, Free> memory_;
-  int64_t size_ = 0;
-};
-
-Buffer& buffer(int which) {
-  static thread_local Buffer buffers[3];
-  return buffers[which];
+Scratch& scratch(int which) {
+  static thread_local Scratch scratches[3];
+  return scratches[which];
 }
 
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -61,8 +36,8 @@ struct Part {
 void multiply(const LinearArgs& args, int64_t begin, int64_t end, int64_t first, int64_t last) {
   const int64_t rows = (last - first + kTileOfRows - 1) / kTileOfRows * kTileOfRows;
   const int64_t features = (end - begin + kPanel - 1) / kPanel * kPanel;
-  auto* const sums = reinterpret_cast<float*>(buffer(1).of(rows * features * 4));
-  char* const packed_x = buffer(2).of(linear_rows_bytes(args, rows));
+  auto* const sums = static_cast<float*>(scratch(1).of(rows * features * 4));
+  void* const packed_x = scratch(2).of(linear_rows_bytes(args, rows));
   linear_pack_rows(args, packed_x, first, last);
   linear_features(args, packed_x, sums, begin, end, first, last);
 }
@@ -129,7 +104,8 @@ Tensor add_lora_into(Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tenso
   auto* const out_rows = static_cast<char*>(out.mutable_data_ptr());
   const bool in_order = num_adapted > 0 && order[static_cast<size_t>(num_adapted) - 1] - order[0] == num_adapted - 1 &&
                         std::is_sorted(order.begin(), order.begin() + num_adapted);
-  char* const low = buffer(0).of(aligned(num_adapted * low_stride * element) + (in_order ? 0 : num_adapted * x_bytes));
+  auto* const low = static_cast<char*>(
+      scratch(0).of(aligned(num_adapted * low_stride * element) + (in_order ? 0 : num_adapted * x_bytes)));
   char* const gathered = low + aligned(num_adapted * low_stride * element);
   const LinearArgs down{in_order ? x_rows + order[0] * x_bytes : gathered,
                         a.const_data_ptr(),

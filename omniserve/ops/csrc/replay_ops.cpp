@@ -6,13 +6,12 @@
 // without the GIL.
 #include <array>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "handles.h"
 #include "op_checks.h"
 
 namespace omniserve {
@@ -42,35 +41,20 @@ constexpr auto kCallers = callers(std::make_index_sequence<kMostArguments + 1>()
 
 using Calls = std::vector<std::function<void()>>;
 
-struct Registry {
-  std::mutex mutex;
-  std::map<int64_t, std::shared_ptr<Calls>> entries;
-  int64_t next_handle = 0;
-};
-
-Registry& registry() {
-  static Registry* const all = new Registry;  // never destroyed: at exit a thread may still be inside a replay
+Handles<Calls>& replays() {
+  static Handles<Calls>* const all = new Handles<Calls>;
   return *all;
 }
 
 std::shared_ptr<Calls> find(int64_t handle) {
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  const auto found = registry().entries.find(handle);
-  STD_TORCH_CHECK(found != registry().entries.end(), "no replay has the handle ", handle);
-  return found->second;
+  std::shared_ptr<Calls> found = replays().find(handle);
+  STD_TORCH_CHECK(found != nullptr, "no replay has the handle ", handle);
+  return found;
 }
 
-int64_t create() {
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  const int64_t handle = registry().next_handle++;
-  registry().entries.emplace(handle, std::make_shared<Calls>());
-  return handle;
-}
+int64_t create() { return replays().add(std::make_shared<Calls>()); }
 
-void destroy(int64_t handle) {
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().entries.erase(handle);
-}
+void destroy(int64_t handle) { replays().remove(handle); }
 
 void add_kernel(int64_t handle, int64_t function, std::vector<int64_t> arguments) {
   STD_TORCH_CHECK(arguments.size() <= kMostArguments, "a kernel may have ", kMostArguments, " arguments, got ",

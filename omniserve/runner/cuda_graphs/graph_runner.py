@@ -24,7 +24,7 @@ from omniserve.core.config import GIB
 from omniserve.core.plan import StepPlan
 from omniserve.core.setup import RunnerSetup
 from omniserve.kv.storage import DeviceKVStorage
-from omniserve.layers.patching import PatchedModel, Rotary
+from omniserve.layers.patched_model import PatchedModel, Rotary
 from omniserve.ops.attention import AttentionMetadata, DeviceAttention
 from omniserve.runner.cuda_graphs.budget import Budget
 from omniserve.runner.cuda_graphs.capture import Attend, Capture, CudaGraphCapture, FullStep, PiecewiseStep

@@ -149,7 +149,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     )
     # Nothing here has an objective, so nothing has to be predicted.
     loader = EngineLoader(model=model, dtype=args.dtype, device=args.device, config=config, with_profile=False,
-                          quantize=args.quantize, loras=loras)  # fmt: skip
+                          quantize=args.quantize)  # fmt: skip
     job = OfflineJob(input=args.input, output=args.output, errors=args.errors, endpoint=args.endpoint)
     return asyncio.run(run_offline(job, options, loader))
 

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.xglm.modeling_xglm import XGLMAttention
 
 from omniserve.core.errors import UnsupportedModelError
-from omniserve.layers.patching import PatchedModel, patch, unpatch
+from omniserve.layers.patched_model import PatchedModel
+from omniserve.layers.patching import patch, unpatch
 from omniserve.layers.tracing import TracedFamily, family_of
 from omniserve.layers.tracing.model_config import USUAL_LENGTH
 from omniserve.layers.tracing.overrides import _OVERRIDES, _attend_plainly, overrides

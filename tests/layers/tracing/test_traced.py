@@ -16,7 +16,8 @@ from transformers.masking_utils import create_causal_mask
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.compiled import ShareProducts, structure
-from omniserve.layers.patching import PatchedModel, patch, unpatch
+from omniserve.layers.patched_model import PatchedModel
+from omniserve.layers.patching import patch, unpatch
 from omniserve.layers.tracing.attention_interface import (
     Mask,
     attention_replaced,

@@ -17,7 +17,8 @@ from omniserve import Engine, EngineConfig
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.layers.compiled import structure
-from omniserve.layers.patching import PatchedModel, patch, unpatch
+from omniserve.layers.patched_model import PatchedModel
+from omniserve.layers.patching import patch, unpatch
 from omniserve.layers.weights.groups import GroupLinear
 from tests.parity.models import prepackable_model, tiny_model
 

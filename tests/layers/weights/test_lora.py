@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from omniserve import patch, unpatch
 from omniserve.core.config import LoRAConfig
 from omniserve.core.lora import LoRAError
-from omniserve.layers.patching import PatchedModel, patched_model
+from omniserve.layers.patched_model import PatchedModel
+from omniserve.layers.patching import patched_model
 from omniserve.layers.weights.lora_files import read_lora
 from tests.parity.models import tiny_model
 

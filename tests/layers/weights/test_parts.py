@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
 from omniserve.core.config import EngineConfig
 from omniserve.launch.loading import EngineLoader
-from omniserve.layers.patching import PatchedModel, patched_model
+from omniserve.layers.patched_model import PatchedModel
+from omniserve.layers.patching import patched_model
 from omniserve.layers.weights.checkpoint_files import CheckpointFiles, NotInParts
 from omniserve.layers.weights.parts import read_weights, unread_weights
 from omniserve.layers.weights.sharding import shard
