@@ -210,6 +210,7 @@ def test_urgency_is_the_share_of_the_speed_that_is_missing():
     assert num_urgent(180, 100, 64) == 32
     assert num_urgent(91, 100, 64) == 1
     assert num_urgent(10, 0, 64) == num_urgent(10, -5, 64) == 64
+    assert num_urgent(0, -1, 64) == 64, "the window is over before it is known what a line takes"
 
 
 def test_pace_is_learned_from_what_was_done():

@@ -320,8 +320,8 @@ def test_late_batch_hurries_from_its_first_line_on(start_server, tmp_path, slow_
     log = tmp_path / "work"
     server = start_server("--limit", "batch_concurrency=2", "--work-log", str(log)).wait_until_ready()
     client = server.client()
-    lines = [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=10) for i in range(40)]
-    batch = wait_for(client, submit(client, lines, window="2s").id)
+    lines = [completion_line(i, prompt=[SLOW, *prompt_of(0, i)], max_tokens=10) for i in range(80)]
+    batch = wait_for(client, submit(client, lines, window="4s").id)
     escalated = [entry.split() for entry in log.read_text().splitlines() if entry.startswith("LS")]
     # The end of the window may meet lines on their way to the engine, booked or about to be.
     assert escalated and abs(batch.omniserve["escalated"] - len(escalated)) <= 2

@@ -73,9 +73,11 @@ def num_urgent(remaining_s: float, left_s: float, concurrency: int) -> int:
     window, all if that is over.
     """
     usable_s = _USABLE * left_s
+    if usable_s <= 0:
+        return concurrency
     if remaining_s <= usable_s:
         return 0
-    return math.ceil(concurrency * (1 - max(0.0, usable_s) / remaining_s))
+    return math.ceil(concurrency * (1 - usable_s / remaining_s))
 
 
 class Urgency:
