@@ -34,9 +34,22 @@ packed_linear = op_named("packed_linear")
 quantized_linear = op_named("quantized_linear")
 quantized_rows = op_named("quantized_rows")
 
-MULTIPLIES_BF16 = ("amx_bf16", "avx512_bf16")
-"""Instruction sets whose products are of bf16: they round the weight, but beside few rows multiply the codes."""
-FEW_ROWS = 4
+BLOCK_ROWS = {"amx_bf16": 4, "avx512_bf16": 12}
+"""Instruction sets whose products are of bf16, and rows beside which they multiply any codes; more may be multiplied
+with a weight that is rounded to bf16."""
+
+
+def most_rows_of_codes(form: CodeForm) -> int:
+    """Return up to how many rows of bf16 are multiplied with codes in bf16."""
+    isa = instruction_set_in_use()
+    if isa == "avx512_bf16" and form.group >= 32:
+        return 10**9
+    return BLOCK_ROWS.get(isa, 0)
+
+
+def is_product_of_codes(form: CodeForm, x: Tensor) -> bool:
+    return x.dtype is torch.bfloat16 and x.shape[0] <= most_rows_of_codes(form)
+
 
 forms = st.sampled_from(CODE_FORMS)
 
@@ -53,11 +66,11 @@ def weight_of_zeros(num_in: int, num_out: int, form: CodeForm) -> Tensor:
     return dense_weight(packed, num_in, num_out, form)
 
 
-def product_of_dense(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor | None:
+def product_of_dense(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: CodeForm) -> Tensor | None:
     """Return what quantized_linear must return, to the bit; None where it multiplies codes in bf16."""
-    if x.dtype is torch.bfloat16 and instruction_set_in_use() in MULTIPLIES_BF16:
-        if x.shape[0] <= FEW_ROWS:
-            return None
+    if is_product_of_codes(form, x):
+        return None
+    if x.dtype is torch.bfloat16 and instruction_set_in_use() in BLOCK_ROWS:
         return packed_linear(x, packed_weight(weight_OI.bfloat16()), bias_O, weight_OI.shape[0])
     bias_O = None if bias_O is None else bias_O.float()
     return packed_linear(x.float(), packed_weight(weight_OI), bias_O, weight_OI.shape[0]).to(x.dtype)
@@ -96,7 +109,7 @@ def test_the_product_has_the_bits_of_the_dense_weights(
     weight_OI = dense_weight(packed, num_in, num_out, form)
     out = quantized_linear(x, packed, bias_O, num_out, *form.arguments)
     assert out.dtype is dtype and out.shape == (num_rows, num_out) and out.isfinite().all()
-    expected = product_of_dense(x, weight_OI, bias_O)
+    expected = product_of_dense(x, weight_OI, bias_O, form)
     if expected is None:
         check_is_rounded_once(out, x, weight_OI, bias_O, form)
     else:
@@ -106,14 +119,16 @@ def test_the_product_has_the_bits_of_the_dense_weights(
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     form=forms,
-    num_rows=st.integers(1, FEW_ROWS),
+    num_rows=st.one_of(st.integers(1, 13), st.integers(1, 150)),
     num_in=st.integers(1, 1100),
     num_out=st.integers(1, 70),
     has_bias=st.booleans(),
 )
-def test_few_rows_of_bf16_are_rounded_once(
+def test_products_of_codes_in_bf16_are_rounded_once(
     form: CodeForm, num_rows: int, num_in: int, num_out: int, has_bias: bool
 ) -> None:
+    if (most_rows := most_rows_of_codes(form)) > 0:  # else the dense weight in fp32 is multiplied, which is as exact
+        num_rows = min(num_rows, most_rows)
     x, _, bias = linear_args(num_rows, num_in, num_out, CPU, torch.bfloat16, torch.bfloat16)
     bias_O = bias if has_bias else None
     packed = packed_codes(form, num_out, num_in)
@@ -133,7 +148,7 @@ def test_codes_in_bf16_are_nearer_to_float64_than_the_weight_in_bf16(form: CodeF
     def mean_square(outs: list[Tensor]) -> float:
         return float((torch.cat(outs).double() - x.double() @ weight_OI.double().T).square().mean())
 
-    few = [quantized_linear(rows, packed, None, 96, *form.arguments) for rows in x.split(FEW_ROWS)]
+    few = [quantized_linear(rows, packed, None, 96, *form.arguments) for rows in x.split(4)]
     dense = packed_linear(x, narrow, None, 96)
     assert mean_square(few) < mean_square([dense])
     assert mean_square([quantized_linear(x, packed, None, 96, *form.arguments)]) <= mean_square([dense])
@@ -145,7 +160,7 @@ def test_batch_and_threads_do_not_change_a_bit(form: CodeForm, dtype: torch.dtyp
     x, _, bias = linear_args(150, 1301, 203, CPU, dtype, dtype)
     codes, numbers = random_codes(form, 203, 1301)
     packed = reference.pack_codes(codes, numbers, *form.arguments)
-    changes = dtype is torch.bfloat16 and instruction_set_in_use() in MULTIPLIES_BF16
+    most_few = min(most_rows_of_codes(form), 150) if dtype is torch.bfloat16 else 0
     before = torch.get_num_threads()
 
     def product(rows: Tensor) -> Tensor:
@@ -153,23 +168,24 @@ def test_batch_and_threads_do_not_change_a_bit(form: CodeForm, dtype: torch.dtyp
 
     try:
         torch.set_num_threads(2)
-        whole, few = product(x), product(x[:FEW_ROWS])
+        whole, few = product(x), product(x[:most_few])
         torch.set_num_threads(1)
-        for count in (5, 6, 7, 8, 9, 12, 13, 25, 150):
-            assert torch.equal(product(x[:count]), whole[:count])
-        for count in range(1, FEW_ROWS + 1):
-            assert torch.equal(product(x[:count]), few[:count])
-        alone = torch.cat([product(row) for row in x[:FEW_ROWS].split(1)])
-        part = reference.pack_codes(codes[3:90], tuple(number[3:90] for number in numbers), *form.arguments)
-        of_some_features = quantized_linear(x[:7], part, bias[3:90].contiguous(), 87, *form.arguments)
+        for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 25, 31, 149, 150):
+            assert torch.equal(product(x[:count]), (few if count <= most_few else whole)[:count])
+        alone = torch.cat([product(row) for row in x[:20].split(1)])
+        # Of one row several panels are computed at once: of one, two, three and seven, here.
+        for first, last in ((3, 30), (3, 67), (3, 90), (0, 203)):
+            part = reference.pack_codes(codes[first:last], tuple(each[first:last] for each in numbers), *form.arguments)
+            for rows, expected in ((x, whole), (x[:1], alone), (x[:2], alone)):
+                out = quantized_linear(rows, part, bias[first:last].contiguous(), last - first, *form.arguments)
+                assert torch.equal(out, expected[: len(rows), first:last])
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(alone, few)
-    assert torch.equal(of_some_features, whole[:7, 3:90])
-    assert torch.equal(few, whole[:FEW_ROWS]) != changes
+    assert torch.equal(alone[:most_few], few[:20])
+    assert torch.equal(alone, whole[:20]) != (0 < most_few < 150)
 
 
-@pytest.mark.parametrize("num_rows", [4, 6])
+@pytest.mark.parametrize("num_rows", [4, 6, 14])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", CODE_FORMS, ids=str)
 def test_nan_and_infinity_stay_where_they_belong(form: CodeForm, dtype: torch.dtype, num_rows: int) -> None:
@@ -224,7 +240,7 @@ def test_what_pack_quantized_writes_means_what_dense_of_returns(form: CodeForm, 
 
 OF_AN_INSTRUCTION_SET = (
     test_the_product_has_the_bits_of_the_dense_weights,
-    test_few_rows_of_bf16_are_rounded_once,
+    test_products_of_codes_in_bf16_are_rounded_once,
     test_codes_in_bf16_are_nearer_to_float64_than_the_weight_in_bf16,
     test_sums_of_few_rows_of_bf16_are_kept_in_fp32,
 )
@@ -247,6 +263,6 @@ if __name__ == "__main__":
     for each_form in CODE_FORMS:
         for each_dtype in DTYPES:
             test_batch_and_threads_do_not_change_a_bit(each_form, each_dtype)
-            for each_count in (4, 6):
+            for each_count in (4, 6, 14):
                 test_nan_and_infinity_stay_where_they_belong(each_form, each_dtype, each_count)
     print(instruction_set_in_use())

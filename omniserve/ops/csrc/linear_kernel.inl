@@ -54,6 +54,26 @@ OMNI_INLINE VF upper_halves(VU pairs) {
 #endif
 }
 
+// Inputs of codes whose products are summed before they are scaled: a group, or, of a long one, at most kPart.
+constexpr int64_t kPart = 128;
+OMNI_INLINE int64_t parts_of_group(const QuantForm& form) { return (form.group + kPart - 1) / kPart; }
+OMNI_INLINE int64_t num_parts(const LinearArgs& args) {
+  const int64_t group = args.form->group;
+  return args.num_in / group * parts_of_group(*args.form) + (args.num_in % group + kPart - 1) / kPart;
+}
+
+// Whether a row of packed x has, behind its inputs, the sums of its parts in fp32; and where.
+OMNI_INLINE bool has_sums_of_x(const LinearArgs& args) { return args.form != nullptr && args.form->has_offset(); }
+OMNI_INLINE int64_t sums_at(const LinearArgs& args) { return (args.num_in + 31) / 32 * 32; }
+
+// Elements between two rows of packed x.
+template <typename Packed>
+OMNI_INLINE int64_t x_stride(const LinearArgs& args) {
+  constexpr int64_t kBytes = sizeof(Packed);
+  const bool sums = kBytes == 2 && has_sums_of_x(args);
+  return packed_row_bytes(sums ? sums_at(args) + 2 * num_parts(args) : args.num_in, kBytes) / kBytes;
+}
+
 // The products of one step of a panel of fp32 or fp16: of one input.
 template <typename T>
 struct Product {
@@ -279,7 +299,7 @@ static void features_of(const LinearArgs& args, const void* packed_x, float* sum
   const int64_t size = panel_size(args.num_in, args.weight_dtype);
   const auto* const weight = static_cast<const typename P::Weight*>(args.weight);
   Panel<P> panel;
-  panel.piece.stride = packed_row_bytes(args.num_in, sizeof(Packed)) / static_cast<int64_t>(sizeof(Packed));
+  panel.piece.stride = x_stride<Packed>(args);
   panel.first_row = first_row;
   panel.last_row = last_row;
   for (int64_t step = 0; step == 0 || step < num_steps; step += piece_steps) {  // without inputs, too
@@ -321,11 +341,15 @@ OMNI_INLINE void pack_row(const BF16* x, int64_t num_in, BF16* packed) {
 
 template <typename X, typename Packed>
 static void pack_typed(const LinearArgs& args, void* packed_x, int64_t begin, int64_t end) {
-  const int64_t stride = packed_row_bytes(args.num_in, sizeof(Packed)) / static_cast<int64_t>(sizeof(Packed));
+  const int64_t stride = x_stride<Packed>(args);
   for (int64_t t = begin; t < end; ++t) {
     Packed* const to = static_cast<Packed*>(packed_x) + (t - begin) * stride;
     pack_row(static_cast<const X*>(args.x) + t * args.x_stride, args.num_in, to);
     __builtin_memset(to + args.num_in, 0, static_cast<size_t>(stride - args.num_in) * sizeof(Packed));
+#if OMNI_DPBF16
+    if constexpr (sizeof(Packed) == 2)
+      if (has_sums_of_x(args)) sum_parts(args, to);
+#endif
   }
 }
 
@@ -338,7 +362,10 @@ LinearRows rows(const LinearArgs& args) {
 }
 
 int64_t row_bytes(const LinearArgs& args) {
-  return packed_row_bytes(args.num_in, OMNI_DPBF16 && args.dtype == DType::bf16 ? 2 : 4);
+#if OMNI_DPBF16
+  if (args.dtype == DType::bf16) return x_stride<BF16>(args) * 2;
+#endif
+  return x_stride<float>(args) * 4;
 }
 
 void pack(const LinearArgs& args, void* packed_x, int64_t begin, int64_t end) {
@@ -359,14 +386,21 @@ void features(const LinearArgs& args, const void* packed_x, float* sums, int64_t
     features_of<decltype(product)>(args, packed_x, sums, begin, end, first_row, last_row);
   };
   if (args.form != nullptr) {
+    const int64_t num_rows = last_row - first_row;
+#if OMNI_DPBF16
+    if (args.dtype == DType::bf16) {
+      const auto* const x = static_cast<const BF16*>(packed_x);
+      if (are_paired(args, args.num_rows)) return pairs_of_codes(args, x, sums, begin, end, first_row, num_rows);
 #if OMNI_TILES
-    if (args.dtype == DType::bf16)
-      return tile_quantized_features(args, packed_x, sums, begin, end, first_row, last_row);
-#elif OMNI_DPBF16
-    if (args.dtype == DType::bf16)
-      return quantized_features<Products, ToPairs>(args, packed_x, sums, begin, end, first_row, last_row);
+      return tile_quantized_features(args, x, sums, begin, end, first_row, last_row);
+#else
+      return quantized_features<Products, ToPairs>(args, x, sums, begin, end, first_row, last_row);
 #endif
-    return quantized_features<Product<float>, ToFloats>(args, packed_x, sums, begin, end, first_row, last_row);
+    }
+#endif
+    const auto* const x = static_cast<const float*>(packed_x);
+    if (num_rows <= kMultipliedRows) return few_rows_of_codes(args, x, sums, begin, end, first_row, num_rows);
+    return quantized_features<Product<float>, ToFloats>(args, x, sums, begin, end, first_row, last_row);
   }
   if (args.weight_dtype == DType::f32) return typed(Product<float>());
   if (args.weight_dtype == DType::f16) return typed(Product<F16>());

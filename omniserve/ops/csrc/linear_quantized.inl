@@ -1,5 +1,6 @@
-// Codes of few bits to a dense piece of a panel; included by linear_kernel.inl. A piece stays in L1, where the products
-// of a dense weight read it: an output has the bits that the dense weight would give.
+// Products with codes of few bits; included by linear_kernel.inl. Rows of fp32 are multiplied with the weight that codes
+// mean: as it is read, or from a dense piece of a panel, which stays in L1; an output has the bits that the dense weight
+// would give. Rows of bf16 are multiplied with the codes as bf16 where there is VDPBF16PS: pairs_of_codes.
 
 constexpr int64_t kExpanded = 128;      // inputs of a piece, at most; pieces begin at multiples of it
 constexpr int64_t kCodesAhead = 2048;   // bytes of the codes that are prefetched
@@ -262,8 +263,7 @@ struct MultiplyOf {
 };
 
 // Rows up to which weights are multiplied as they are read. More rows share what is expanded.
-template <typename Packed>
-constexpr int64_t kMultipliedRows = OMNI_LANES == 16 && sizeof(Packed) == 4 ? 8 : 4;
+constexpr int64_t kMultipliedRows = OMNI_LANES == 16 ? 8 : 4;
 
 #if OMNI_DPBF16
 // The codes less their zero as pairs of bf16, in which all are exact.
@@ -298,61 +298,110 @@ struct PairValues {
   }
 };
 
-// Few rows of bf16: codes are multiplied as they are read, in pairs, and the sums of a group by its scale.
-template <int ROWS>
+constexpr int64_t kPieceInputs = 512;  // of which the codes of a panel stay in L1
+
+// Rows up to which pairs are multiplied; more are faster with a weight in bf16 on tiles, or if its groups are small.
+OMNI_INLINE bool are_paired(const LinearArgs& args, int64_t num_rows) {
+#if OMNI_TILES
+  return num_rows <= 4;
+#else
+  return num_rows <= kBlockRows || args.form->group >= 32;
+#endif
+}
+
+// Sum the parts of a row of packed x.
+OMNI_INLINE void sum_parts(const LinearArgs& args, BF16* row) {
+  auto* sums = reinterpret_cast<float*>(row + sums_at(args));
+  for (int64_t begin = 0, end; begin < args.num_in; begin = end) {
+    end = min64(min64(begin + kPart, begin / args.form->group * args.form->group + args.form->group), args.num_in);
+    float sum = 0;
+    for (int64_t i = begin; i < end; ++i) sum += to_float(row[i]);
+    *sums++ = sum;
+  }
+}
+
+// Some inputs of rows of bf16 and of one or more panels of codes.
+struct PairsPiece {
+  const uint8_t* panel;
+  int64_t panel_bytes;  // distance of panels
+  int64_t ahead;        // bytes from the codes to those that are prefetched meanwhile
+  const BF16* x;        // packed rows
+  int64_t stride;       // of x
+  int64_t first_part, last_part;
+  float* sums;          // [panels, sums_rows, kPanel]
+  int64_t sums_rows;
+  bool goes_on;         // sums has those of the parts before
+};
+
+// Rows of bf16: codes are multiplied as they are read, in pairs, and the sums of a part by its scale. One row of one
+// panel has two sums, which would wait for themselves: few rows take several panels at once.
+template <int ROWS, int PANELS>
 struct MultiplyPairsOf {
+  static constexpr int kSums = PANELS * ROWS * kVectors;
+
   template <int BITS, Scales SCALES>
-  static __attribute__((noinline)) void run(const LinearArgs& args, const uint8_t* panel, const BF16* x,
-                                            int64_t stride, float* sums) {
+  static __attribute__((noinline)) void run(const LinearArgs& args, const PairsPiece& piece) {
     const Reader<BITS, SCALES> reader(*args.form);
     constexpr bool kOffset = Reader<BITS, SCALES>::kOffset;
     const PairValues<BITS < 8 ? BITS : 4, kOffset> values;
-    const int64_t num_in = (args.num_in + 7) / 8 * 8;
-    const __m512bh ones = (__m512bh)(VU{} + 0x3f803f80u);
-    for (int64_t s = 0; s < ROWS * kPanel; s += W) store(sums + s, VF{});
-    const uint8_t* record = panel;
-    for (int64_t first = 0; first < num_in; first += reader.block, record += reader.record_bytes)
-      for (int64_t begin = 0; begin < reader.block && first + begin < num_in; begin += reader.group) {
-        __m512 sum[ROWS * kVectors] = {}, of_x[ROWS] = {};
-        const int64_t end = min64(begin + reader.group, num_in - first);
-        for (int64_t input = begin; input < end; input += 8) {
-          const uint8_t* const ahead = record + reader.scale_bytes + input * kPanel * BITS / 8 + kCodesAhead;
-          __builtin_prefetch(ahead, 0, 2);
-          __builtin_prefetch(ahead + kLine, 0, 2);
-          if (BITS == 8) __builtin_prefetch(ahead + 2 * kLine, 0, 2), __builtin_prefetch(ahead + 3 * kLine, 0, 2);
-          typename Reader<BITS, SCALES>::Eight eight[kVectors];
-#pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) eight[v] = reader.eight(record, input, v * W);
-          const BF16* const rows = x + first + input;
+    const int64_t parts = parts_of_group(*args.form), num_in = (args.num_in + 7) / 8 * 8, stride = piece.stride;
+    const auto* const sums_of_x = reinterpret_cast<const float*>(piece.x + sums_at(args));
+    if (!piece.goes_on)
+      for (int p = 0; p < PANELS; ++p)
+        for (int64_t s = 0; s < ROWS * kPanel; s += W) store(piece.sums + p * piece.sums_rows * kPanel + s, VF{});
+    for (int64_t part = piece.first_part; part < piece.last_part; ++part) {
+      const int64_t group = part / parts, begin = group * reader.group + part % parts * kPart;
+      const int64_t end = min64(min64(begin + kPart, (group + 1) * reader.group), num_in);
+      const int64_t block = begin / reader.block, first = begin - block * reader.block;
+      const uint8_t* const record = piece.panel + block * reader.record_bytes;
+      __m512 sum[kSums] = {};
+      const BF16* x = piece.x + begin;
+      for (int64_t input = first, last = first + end - begin; input < last; input += 8, x += 8) {
+        typename Reader<BITS, SCALES>::Eight eight[PANELS * kVectors];
 #pragma GCC unroll 4
-          for (int pair = 0; pair < 4; ++pair) {
-            __m512bh codes[kVectors];
+        for (int p = 0; p < PANELS; ++p) {
+          const uint8_t* const line = record + p * piece.panel_bytes + reader.scale_bytes + input * kPanel * BITS / 8 + piece.ahead;
+          __builtin_prefetch(line, 0, 2);
+          __builtin_prefetch(line + kLine, 0, 2);
+          if (BITS == 8) __builtin_prefetch(line + 2 * kLine, 0, 2), __builtin_prefetch(line + 3 * kLine, 0, 2);
 #pragma GCC unroll 2
-            for (int v = 0; v < kVectors; ++v) codes[v] = pair_of<BITS, kOffset>(values, eight[v], pair);
-#pragma GCC unroll 8
-            for (int t = 0; t < ROWS; ++t) {
-              int32_t both;
-              __builtin_memcpy(&both, rows + t * stride + 2 * pair, sizeof(both));
-              const __m512bh row = (__m512bh)_mm512_set1_epi32(both);
-#pragma GCC unroll 2
-              for (int v = 0; v < kVectors; ++v)
-                sum[t * kVectors + v] = _mm512_dpbf16_ps(sum[t * kVectors + v], codes[v], row);
-              if constexpr (kOffset) of_x[t] = _mm512_dpbf16_ps(of_x[t], ones, row);
-            }
-          }
+          for (int v = 0; v < kVectors; ++v)
+            eight[p * kVectors + v] = reader.eight(record + p * piece.panel_bytes, input, v * W);
         }
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) {
-          const ScaleOf by = scale_of<SCALES>(record, begin / reader.group, v * W);
+#pragma GCC unroll 4
+        for (int pair = 0; pair < 4; ++pair) {
+          __m512bh codes[PANELS * kVectors];
 #pragma GCC unroll 8
+          for (int v = 0; v < PANELS * kVectors; ++v) codes[v] = pair_of<BITS, kOffset>(values, eight[v], pair);
+#pragma GCC unroll 16
           for (int t = 0; t < ROWS; ++t) {
-            float* const to = sums + t * kPanel + v * W;
-            VF all = load(to) + (VF)sum[t * kVectors + v] * by.scale;
-            if constexpr (kOffset) all += (VF)of_x[t] * by.offset;
-            store(to, all);
+            int32_t both;
+            __builtin_memcpy(&both, x + t * stride + 2 * pair, sizeof(both));
+            const __m512bh row = (__m512bh)_mm512_set1_epi32(both);
+#pragma GCC unroll 4
+            for (int p = 0; p < PANELS; ++p)
+#pragma GCC unroll 2
+              for (int v = 0; v < kVectors; ++v) {
+                __m512& to = sum[(p * ROWS + t) * kVectors + v];
+                to = _mm512_dpbf16_ps(to, codes[p * kVectors + v], row);
+              }
           }
         }
       }
+#pragma GCC unroll 4
+      for (int p = 0; p < PANELS; ++p)
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+          const ScaleOf by = scale_of<SCALES>(record + p * piece.panel_bytes, first / reader.group, v * W);
+#pragma GCC unroll 16
+          for (int t = 0; t < ROWS; ++t) {
+            float* const to = piece.sums + (p * piece.sums_rows + t) * kPanel + v * W;
+            VF all = load(to) + (VF)sum[(p * ROWS + t) * kVectors + v] * by.scale;
+            if constexpr (kOffset) all += broadcast(sums_of_x[t * stride / 2 + part]) * by.offset;
+            store(to, all);
+          }
+        }
+    }
   }
 
   template <int BITS, bool OFFSET, typename V, typename E>
@@ -364,17 +413,6 @@ struct MultiplyPairsOf {
       return pairs_of(bytes_of<OFFSET>(bytes), bytes_of<OFFSET>(bytes + kPanel));
     }
   }
-};
-#endif
-
-template <typename Packed, int ROWS>
-struct Multiplier {
-  typedef MultiplyOf<ROWS> Type;
-};
-#if OMNI_DPBF16
-template <int ROWS>
-struct Multiplier<BF16, ROWS> {
-  typedef MultiplyPairsOf<ROWS> Type;
 };
 #endif
 
@@ -410,43 +448,87 @@ static void expand(const LinearArgs& args, const uint8_t* panel, int64_t begin, 
   if (all < end) __builtin_memset(to + (all - begin) * kPanel, 0, static_cast<size_t>((end - all) * kPanel) * sizeof(*to));
 }
 
-// Features of at most kMultipliedRows<Packed> rows.
-template <typename Packed>
-static void few_rows_of_codes(const LinearArgs& args, const Packed* x, float* sums, int64_t begin, int64_t end,
+// Features of at most kMultipliedRows rows of fp32.
+static void few_rows_of_codes(const LinearArgs& args, const float* x, float* sums, int64_t begin, int64_t end,
                               int64_t first_row, int64_t num_rows) {
-  const int64_t stride = packed_row_bytes(args.num_in, sizeof(Packed)) / static_cast<int64_t>(sizeof(Packed));
-  const int64_t size = panel_bytes(args.num_in, *args.form);
+  const int64_t stride = x_stride<float>(args), size = panel_bytes(args.num_in, *args.form);
   for (int64_t feature = begin; feature < end; feature += kPanel) {
     claim_rows(args, feature, first_row, num_rows);
     const uint8_t* const codes = static_cast<const uint8_t*>(args.weight) + feature / kPanel * size;
     const auto multiply = [&](auto does) { of_form<decltype(does)>(*args.form, args, codes, x, stride, sums); };
     // Rows up to a power of two, which are in packed x, though they may be nobody's.
     if (num_rows == 1)
-      multiply(typename Multiplier<Packed, 1>::Type());
+      multiply(MultiplyOf<1>());
     else if (num_rows == 2)
-      multiply(typename Multiplier<Packed, 2>::Type());
+      multiply(MultiplyOf<2>());
     else if (num_rows <= 4)
-      multiply(typename Multiplier<Packed, 4>::Type());
-    else if constexpr (kMultipliedRows<Packed> == 8)
-      multiply(typename Multiplier<Packed, 8>::Type());
+      multiply(MultiplyOf<4>());
+    else if constexpr (kMultipliedRows == 8)
+      multiply(MultiplyOf<8>());
     write_sums(args, sums, feature, first_row, num_rows);
   }
 }
 
+#if OMNI_DPBF16
+// Rows of a block of pairs: up to kBlockRows, or more that are in packed x, though they may be nobody's.
+OMNI_INLINE void multiply_pairs(const LinearArgs& args, const PairsPiece& piece, int64_t rows, int64_t panels) {
+  const auto multiply = [&](auto does) { of_form<decltype(does)>(*args.form, args, piece); };
+  if (rows == 1 && panels == 4) return multiply(MultiplyPairsOf<1, 4>());
+  if (rows == 1 && panels == 2) return multiply(MultiplyPairsOf<1, 2>());
+  if (rows == 1) return multiply(MultiplyPairsOf<1, 1>());
+  if (rows == 2 && panels == 2) return multiply(MultiplyPairsOf<2, 2>());
+  if (rows == 2) return multiply(MultiplyPairsOf<2, 1>());
+  if (rows <= 4) return multiply(MultiplyPairsOf<4, 1>());
+  if (rows <= 8) return multiply(MultiplyPairsOf<8, 1>());
+  multiply(MultiplyPairsOf<kBlockRows, 1>());
+}
+
+// Features of rows of bf16. Of more rows than a block has, the codes of a piece of the inputs stay in L1.
+static void pairs_of_codes(const LinearArgs& args, const BF16* x, float* sums, int64_t begin, int64_t end,
+                           int64_t first_row, int64_t num_rows) {
+  const int64_t parts = num_parts(args), size = panel_bytes(args.num_in, *args.form);
+  const bool is_block = num_rows <= kBlockRows;
+  const int64_t piece_parts = is_block ? max64(parts, 1) : max64(kPieceInputs / min64(args.form->group, kPart), 1);
+  const int64_t most_panels = num_rows == 1 ? 4 : num_rows == 2 ? 2 : 1;
+  PairsPiece piece;
+  piece.panel_bytes = size;
+  piece.ahead = is_block ? kCodesAhead : size;
+  piece.stride = x_stride<BF16>(args);
+  piece.sums_rows = (num_rows + kTileOfRows - 1) / kTileOfRows * kTileOfRows;
+  for (int64_t part = 0; part == 0 || part < parts; part += piece_parts) {  // without inputs, too
+    piece.first_part = part;
+    piece.last_part = min64(part + piece_parts, parts);
+    piece.goes_on = part > 0;
+    for (int64_t feature = begin, panels; feature < end; feature += panels * kPanel) {
+      const int64_t left = (end - feature + kPanel - 1) / kPanel;
+      panels = most_panels;
+      while (panels > left) panels /= 2;
+      piece.panel = static_cast<const uint8_t*>(args.weight) + feature / kPanel * size;
+      for (int64_t row = 0; row < num_rows; row += kBlockRows) {
+        const int64_t rows = min64(kBlockRows, num_rows - row);
+        piece.x = x + row * piece.stride;
+        piece.sums = sums + (feature - begin) * piece.sums_rows + row * kPanel;
+        const bool is_last = piece.last_part == parts;
+        for (int64_t p = 0; is_last && p < panels; ++p) claim_rows(args, feature + p * kPanel, first_row + row, rows);
+        multiply_pairs(args, piece, rows, panels);
+        for (int64_t p = 0; is_last && p < panels; ++p)
+          write_sums(args, piece.sums + p * piece.sums_rows * kPanel, feature + p * kPanel, first_row + row, rows);
+      }
+    }
+  }
+}
+#endif
+
 // Inputs and features of codes times rows: a piece of a panel is expanded, then multiplied as if it were dense. P is
 // the product of the dense weight.
 template <typename P, typename To>
-static void quantized_features(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
+static void quantized_features(const LinearArgs& args, const typename P::Packed* x, float* sums, int64_t begin, int64_t end,
                           int64_t first_row, int64_t last_row) {
-  typedef typename P::Packed Packed;
-  const auto* const x = static_cast<const Packed*>(packed_x);
-  if (last_row - first_row <= kMultipliedRows<Packed>)
-    return few_rows_of_codes(args, x, sums, begin, end, first_row, last_row - first_row);
   alignas(64) typename P::Weight dense[kExpanded * kPanel];
   const int64_t num_rows = last_row - first_row, size = panel_bytes(args.num_in, *args.form);
   const auto* const weight = static_cast<const uint8_t*>(args.weight);
   Panel<P> panel;
-  panel.piece.stride = packed_row_bytes(args.num_in, sizeof(Packed)) / static_cast<int64_t>(sizeof(Packed));
+  panel.piece.stride = x_stride<typename P::Packed>(args);
   panel.piece.panel = panel.next = dense;
   panel.first_row = first_row;
   panel.last_row = last_row;
@@ -472,11 +554,9 @@ static void quantized_features(const LinearArgs& args, const void* packed_x, flo
 
 #if OMNI_TILES
 // The same on tiles: as tile_features, whose sums these are.
-static void tile_quantized_features(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,
+static void tile_quantized_features(const LinearArgs& args, const BF16* x, float* sums, int64_t begin, int64_t end,
                                int64_t first_row, int64_t last_row) {
   const int64_t num_rows = last_row - first_row, padded_rows = (num_rows + kTileRows - 1) / kTileRows * kTileRows;
-  const auto* const x = static_cast<const BF16*>(packed_x);
-  if (num_rows <= kMultipliedRows<BF16>) return few_rows_of_codes(args, x, sums, begin, end, first_row, num_rows);
   const int64_t size = panel_bytes(args.num_in, *args.form);
   const auto* const weight = static_cast<const uint8_t*>(args.weight);
   alignas(64) BF16 dense[kExpanded * kPanel];
@@ -484,7 +564,7 @@ static void tile_quantized_features(const LinearArgs& args, const void* packed_x
   for (int tile = 0; tile < 8; ++tile) config.shape(tile, kTileRows, kTileRowBytes);
   tile_configure(config);
   TilePiece piece;
-  piece.x_bytes = packed_row_bytes(args.num_in, 2);
+  piece.x_bytes = x_stride<BF16>(args) * 2;
   piece.panel = dense;
   piece.ahead = reinterpret_cast<const char*>(dense);
   piece.ahead_step = 0;
