@@ -39,6 +39,7 @@ ALLOWED = {
     "server": {"core", "sampling", "launch"},
     "prefill": {"core", "kv", "remote", "engine", "launch", "layers", "parallel"},
     "cluster": {"core", "remote", "parallel", "prefill"},
+    "__main__": {"core"},  # the command, which runs the modules below by their names
 }
 """Cluster, {server, prefill}, launch, {profiling, simulate}, engine, parallel, {sched, runner},
 {latency, kv, layers, remote, host, sampling}, ops, core."""

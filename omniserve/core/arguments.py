@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
+
+command: str | None = None
+"""What the program was called by, such as ``omniserve serve``; None: ``python -m`` and its module."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -14,6 +18,11 @@ class ArgumentParser(argparse.ArgumentParser):
 
     A flag that does not exist is told with the nearest one that does.
     """
+
+    def __init__(self, prog: str | None = None, **options: Any) -> None:
+        if prog is not None and command is not None:
+            prog = re.sub(r"^python -m omniserve\.\w+", command, prog)
+        super().__init__(prog=prog, **options)
 
     def error(self, message: str) -> NoReturn:
         """End the program with status 2 and a line on standard error."""

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from omniserve.core.errors import EngineStopped
 from omniserve.core.version import __version__
 from omniserve.server import generate, loras, openapi
-from omniserve.server.connections import HeadAsGet, RequestLog
+from omniserve.server.connections import HeadAsGet, RequestLog, UnderPath
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.fields import StrictModel, ignored_header, read_fields, validate
 from omniserve.server.keys import KeyRing
@@ -48,6 +48,7 @@ def create_app(
     guard_all: bool = False,
     cors_origins: Sequence[str] = (),
     host: str = "127.0.0.1",
+    root_path: str = "",
     traces: OtlpTraces | None = None,
 ) -> ASGIApp:
     """Return the ASGI application of a service; the options are those of ``ServerOptions``.
@@ -85,7 +86,8 @@ def create_app(
         app.add_middleware(
             PageGuard, origins=cors_origins, on_loopback=is_loopback(host), on_refused=service.metrics.refused
         )
-    return RequestLog(app, traces)  # around it all, so that internal errors have ids, too
+    outermost = RequestLog(app, traces)  # around it all, so that internal errors have ids, too
+    return UnderPath(outermost, root_path) if root_path else outermost
 
 
 # Errors of the tokenizer's routes.
@@ -183,16 +185,17 @@ def _tokenizer(service: Service) -> APIRouter:
 def _state(service: Service) -> APIRouter:
     """Return /v1/models, /health and /metrics; the port opens when the engine is ready for the first time."""
     routes = APIRouter()
-    model = {"id": service.model_name, "object": "model", "created": int(time.time()), "owned_by": "omniserve"}
+    base = {"object": "model", "created": int(time.time()), "owned_by": "omniserve"}
+    models_by_name = {name: {"id": name, **base} for name in service.model_names}
 
     @routes.get("/v1/models", responses=answers(openapi.ModelList))
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [model, *service.loras.cards()]})
+        return JSONResponse({"object": "list", "data": [*models_by_name.values(), *service.loras.cards()]})
 
     @routes.get("/v1/models/{name:path}", responses=answers(openapi.Model, 404))
     async def one_model(name: str) -> Response:
         lora = service.lora_of(name)
-        return JSONResponse(next((card for card in service.loras.cards() if card["id"] == lora), model))
+        return JSONResponse(models_by_name.get(name) or next(c for c in service.loras.cards() if c["id"] == lora))
 
     @routes.get("/health/live", responses=answers(openapi.Status))
     async def live() -> Response:

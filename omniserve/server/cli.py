@@ -10,6 +10,8 @@ import functools
 import logging
 import os
 import re
+import ssl
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,8 +66,8 @@ class ServerOptions:
     """Folder or hub id of the tokenizer."""
     trust_remote_code: bool = False
     """Run code that comes with it."""
-    model_name: str
-    """The name that the model is served under."""
+    model_names: tuple[str, ...]
+    """The names that the model is served under; answers have the first unless a request gives another."""
     chat_template: str | None = None
     """Write chats with this template: the name of one of the model's, or a Jinja file (default: the model's own)."""
     generation_config: str = "auto"
@@ -77,6 +79,12 @@ class ServerOptions:
     """Port to listen on; 0 takes a free one."""
     keys: KeyRing | None = None
     """Keys of those that may call; None: calls need no key."""
+    root_path: str = ""
+    """The path under which a proxy shows this server, such as /llm for /llm/v1/models; it may cut it off or not."""
+    ssl_certfile: str | None = None
+    """Serve HTTPS, with the certificate, and those that vouch for it, of this PEM file."""
+    ssl_keyfile: str | None = None
+    """The private key of the certificate, a PEM file without a password (default: in the certificate's)."""
     guard_all: bool = False
     """Ask for a key for /health and /metrics, too."""
     limits: Limits = field(default_factory=Limits)
@@ -105,6 +113,10 @@ class ServerOptions:
             raise ValueError(f"--port must be in 0..65535, got {self.port}")
         if self.guard_all and self.keys is None:
             raise ValueError("--guard-all needs keys; give --api-key or --api-key-file")
+        if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
+            raise ValueError(f"--root-path must be a path such as /llm, got {self.root_path!r}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("--ssl-keyfile needs --ssl-certfile, the certificate of the key")
         if self.otlp_endpoint is not None:
             checked_endpoint(self.otlp_endpoint)
 
@@ -114,6 +126,9 @@ _FIELDS = (
     "generation_config",
     "host",
     "port",
+    "root_path",
+    "ssl_certfile",
+    "ssl_keyfile",
     "guard_all",
     "unknown_fields",
     "otlp_endpoint",
@@ -129,7 +144,12 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m omniserve.server", description="Serve a model behind OpenAI's API, for classes of requests."
     )
     add_engine_flags(parser)
-    parser.add_argument("--served-model-name", metavar="NAME", help="name in the API (default: as --model)")
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names in the API, of which answers have the first (default: as --model)",
+    )
     add_profile_flag(parser)
     add_field_flags(parser, ServerOptions, _FIELDS)
     add_field_flags(parser, BatchSettings, _BATCH_FIELDS)
@@ -163,16 +183,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def options_from(args: argparse.Namespace, *, tokenizer: str, model_name: str, config: EngineConfig) -> ServerOptions:
+def options_from(
+    args: argparse.Namespace, *, tokenizer: str, model_names: tuple[str, ...], config: EngineConfig
+) -> ServerOptions:
     """Return the options that the parsed flags ask for, of a server of an engine with these settings.
 
     Raises:
         ValueError: A flag's value does not fit; the message names it.
     """
+    if args.ssl_certfile is not None:
+        _check_certificate(args.ssl_certfile, args.ssl_keyfile)
     return ServerOptions(
         tokenizer=tokenizer,
         trust_remote_code=config.execution.trust_remote_code,
-        model_name=model_name,
+        model_names=model_names,
         keys=_keys(args.api_key or (), args.api_key_file or (), config.classes),
         loras=loras_from(args),
         lora_dirs=_folders(args.lora_dir or ()),
@@ -181,6 +205,16 @@ def options_from(args: argparse.Namespace, *, tokenizer: str, model_name: str, c
         batches=BatchSettings(**{name: getattr(args, name) for name in _BATCH_FIELDS}),
         **{name: getattr(args, name) for name in _FIELDS},
     )
+
+
+def _check_certificate(certfile: str, keyfile: str | None) -> None:
+    """Raise ValueError if the server could not serve with these files; it reads them once its model is loaded."""
+    try:
+        # Without a password no one is asked for one.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password="")
+    except OSError as error:  # of ssl, too
+        files = f"--ssl-certfile {certfile}" + (f" with --ssl-keyfile {keyfile}" if keyfile is not None else "")
+        raise ValueError(f"{files}: {error.strerror or error}") from None
 
 
 def _folders(given: Sequence[Path]) -> tuple[Path, ...]:
@@ -215,13 +249,13 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
     A bad one ends the program with status 2 and a message, ``--print-config`` with status 0 and the settings.
     """
     parser = build_parser()
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(_with_model_flag(list(sys.argv[1:] if arguments is None else arguments)))
     _warn_of_variables(parser)
     try:
         config = config_from(args)
         model = model_from(args)
-        name = args.served_model_name or args.model or BUILTIN_MODEL_NAME
-        options = options_from(args, tokenizer=model, model_name=name, config=config)
+        names = tuple(args.served_model_name or [args.model or BUILTIN_MODEL_NAME])
+        options = options_from(args, tokenizer=model, model_names=names, config=config)
     except ValueError as error:
         parser.error(str(error))
     if args.print_config:
@@ -241,6 +275,13 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
         profile_start_s=options.limits.profile_start_s,
     )
     return options, loader
+
+
+def _with_model_flag(arguments: list[str]) -> list[str]:
+    """Return the command line with a model that stands first, without a flag, behind ``--model``."""
+    if not arguments or arguments[0].startswith("-"):
+        return arguments
+    return ["--model", *arguments]
 
 
 class _SettingsParser(ArgumentParser, configargparse.ArgumentParser):

@@ -150,6 +150,20 @@ class Connections:
         return False
 
 
+class UnderPath:
+    """An ASGI application under a path, which its calls may have or lack: what is inside sees paths without it."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix(self._root_path)
+        if path.startswith("/"):  # else another path begins alike
+            scope = {**scope, "path": path}
+        await self._app({**scope, "root_path": self._root_path}, receive, send)
+
+
 class _Connection(H11Protocol):
     """A connection, made by uvicorn."""
 
@@ -167,7 +181,8 @@ class _Connection(H11Protocol):
                 transport.abort()
                 return
             self._answer(error)
-            transport.write_eof()  # and no more: closed with unread bytes, it would take the answer back
+            if transport.can_write_eof():  # not with TLS
+                transport.write_eof()  # and no more: closed with unread bytes, it would take the answer back
             self.loop.call_later(_GOODBYE_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:

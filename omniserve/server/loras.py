@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -44,12 +44,12 @@ class LoRAModels:
     """The adapters of a server, by name, beside its base model.
 
     Args:
-        base: The name of the model.
+        bases: The names of the model.
         folders: Folders from which calls may load.
     """
 
-    def __init__(self, base: str, folders: Iterable[Path] = ()) -> None:
-        self._base = base
+    def __init__(self, bases: Sequence[str], folders: Iterable[Path] = ()) -> None:
+        self._bases = bases
         self._folders = [folder.resolve() for folder in folders]
         self._served: dict[str, _Served] = {}
         self._changing = asyncio.Lock()
@@ -61,15 +61,15 @@ class LoRAModels:
 
     def named_by(self, model: str) -> str | None:
         """Return the adapter that a model's name stands for, its own or ``BASE:NAME``; None: there is none."""
-        name = model.removeprefix(f"{self._base}:")
-        return next((each for each in (model, name) if each in self._served), None)
+        names = [model, *(model.removeprefix(f"{base}:") for base in self._bases)]
+        return next((each for each in names if each in self._served), None)
 
     def cards(self) -> list[dict[str, Any]]:
         """Return the objects of /v1/models."""
         return [
             {
                 "id": name, "object": "model", "created": served.created, "owned_by": "omniserve",
-                "root": served.folder, "parent": self._base,
+                "root": served.folder, "parent": self._bases[0],
             }
             for name, served in self._served.items()
         ]  # fmt: skip
@@ -88,7 +88,7 @@ class LoRAModels:
         Raises:
             ApiError: Its name is taken, or the engine refuses it.
         """
-        if name == self._base or name.startswith(f"{self._base}:"):
+        if any(name == base or name.startswith(f"{base}:") for base in self._bases):
             raise ApiError(f"{name!r} is a name of the base model; choose another", param="lora_name")
         async with self._changing:
             if name in self._served and not replaces:

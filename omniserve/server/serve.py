@@ -86,7 +86,7 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
         defaults = await asyncio.to_thread(find_generation_defaults, options.generation_config, options.tokenizer)
     except (OSError, ValueError) as error:
         raise EngineStopped(f"--generation-config {options.generation_config}: {error}") from None
-    loras = LoRAModels(options.model_name, options.lora_dirs)
+    loras = LoRAModels(options.model_names, options.lora_dirs)
     try:
         for name, folder in options.loras.items():
             await loras.load(engine.client, name, folder)
@@ -98,7 +98,7 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
         engine=engine,
         info=info,
         codec=codec,
-        model_name=options.model_name,
+        model_names=options.model_names,
         limits=options.limits,
         private_callers=frozenset(key.name for key in keys if key.private_prefixes),
         unknown_fields=UnknownFields(refuse=options.unknown_fields == "refuse"),
@@ -170,9 +170,12 @@ class _Main:
                 guard_all=self._options.guard_all,
                 cors_origins=self._options.cors_origins,
                 host=self._options.host,
+                root_path=self._options.root_path,
                 traces=traces,
             ),
             http=self._connections.protocol,  # type: ignore[arg-type]  # a class, it says, but it only calls it
+            ssl_certfile=self._options.ssl_certfile,
+            ssl_keyfile=self._options.ssl_keyfile,
             access_log=False,
             log_config=None,
             log_level="warning",
@@ -187,7 +190,8 @@ class _Main:
         listener.listen(_BACKLOG)  # now, so that a program that reads the next line can connect
         serving = asyncio.create_task(server.serve([listener]))
         host, port = listener.getsockname()[:2]
-        logger.info("serving %s on http://%s:%d/v1", service.model_name, host, port)
+        scheme, path = "http" if self._options.ssl_certfile is None else "https", self._options.root_path
+        logger.info("serving %s on %s://%s:%d%s/v1", service.model_name, scheme, host, port, path)
         await _first_of(serving, self._stop.wait(), self._engine.stopped.wait())
         if self._engine.stopped.is_set():
             logger.error("the engine has stopped: %s", self._engine.failure)

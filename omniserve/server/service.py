@@ -40,7 +40,7 @@ class Service:
         engine: EngineSupervisor,
         info: EngineInfo,
         codec: TextCodec,
-        model_name: str,
+        model_names: tuple[str, ...],
         limits: Limits,
         private_callers: frozenset[str] = frozenset(),
         unknown_fields: UnknownFields | None = None,
@@ -50,8 +50,8 @@ class Service:
         self.engine = engine
         self.info = info
         self.codec = codec
-        self.model_name = model_name
-        self.loras = loras or LoRAModels(model_name)
+        self.model_names = model_names
+        self.loras = loras or LoRAModels(model_names)
         engine.on_restart = self.loras.restore
         self.defaults = defaults or GenerationDefaults()
         self.metrics = ServerMetrics([spec.name for spec in info.classes], [spec.slo for spec in info.classes])
@@ -66,6 +66,11 @@ class Service:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def model_name(self) -> str:
+        """The first of the names that the model is served under."""
+        return self.model_names[0]
 
     @property
     def client(self) -> EngineClient:
@@ -102,11 +107,11 @@ class Service:
         Raises:
             ApiError: There is no such model.
         """
-        if name is None or name == self.model_name:
+        if name is None or name in self.model_names:
             return None
         if (lora := self.loras.named_by(name)) is not None:
             return lora
-        known = ", ".join(repr(each) for each in (self.model_name, *(card["id"] for card in self.loras.cards())))
+        known = ", ".join(repr(each) for each in (*self.model_names, *(card["id"] for card in self.loras.cards())))
         raise ApiError(
             f"the model {name!r} is not served here; this server has {known}",
             status=404,

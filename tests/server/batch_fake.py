@@ -22,7 +22,7 @@ def run(tokenizer: str) -> int:
     from omniserve.server.cli import ServerOptions
     from omniserve.server.limits import Limits
 
-    options = ServerOptions(tokenizer=tokenizer, model_name="fake", limits=Limits(batch_concurrency=4))
+    options = ServerOptions(tokenizer=tokenizer, model_names=("fake",), limits=Limits(batch_concurrency=4))
     job = OfflineJob(
         input=Path("in.jsonl"), output=Path("out.jsonl"), errors=Path("out.errors.jsonl"), endpoint="/v1/completions"
     )

@@ -62,7 +62,7 @@ class InProcessServer(Server):
     def note(self, line: str) -> None:
         """Keep a line of the log."""
         self.log.append(line)
-        if match := re.search(r"on (http://\S+)/v1", line):
+        if match := re.search(r"on (https?://\S+)/v1", line):
             self.url = match[1]
             self._listening.set()
 

@@ -105,7 +105,7 @@ class RunningServer(Server):
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.log.append(line)
-            if match := re.search(r"on (http://\S+)/v1", line):
+            if match := re.search(r"on (https?://\S+)/v1", line):
                 self.url = match[1]
                 self._listening.set()
         self._listening.set()

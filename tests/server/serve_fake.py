@@ -31,14 +31,14 @@ def read_flags(flags: list[str]) -> tuple[ServerOptions, FakeLoader]:
     parser.set_defaults(port=0)
     parser.add_argument("--tokenizer")
     parser.add_argument("--fail", help="the engine does not start, with this message")
-    parser.add_argument("--name", default="fake", help="of the model")
+    parser.add_argument("--name", nargs="+", default=["fake"], help="of the model")
     parser.add_argument("--work-log", help="file that gets a line for each prompt that the engine gets")
     parser.add_argument("--fail-while", type=Path, help="the engine does not start while there is this file")
     parser.add_argument("--no-faults", action="store_true", help="no prompt causes a fault: any may be sent")
     args = parser.parse_args(flags)
     args.limit = [("engine_restarts", "0"), *(args.limit or ())]
     config = dataclasses.replace(config_from(args), device_kv_bytes=4 << 20, block_size=16)
-    options = options_from(args, tokenizer=args.tokenizer, model_name=args.name, config=config)
+    options = options_from(args, tokenizer=args.tokenizer, model_names=tuple(args.name), config=config)
     loader = FakeLoader(
         config=config,
         fail=args.fail,

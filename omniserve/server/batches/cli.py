@@ -141,7 +141,7 @@ def _run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     options = ServerOptions(
         tokenizer=model,
         trust_remote_code=config.execution.trust_remote_code,
-        model_name=args.served_model_name or args.model or BUILTIN_MODEL_NAME,
+        model_names=(args.served_model_name or args.model or BUILTIN_MODEL_NAME,),
         loras=loras,
         generation_config=args.generation_config,
         limits=Limits(batch_concurrency=args.batch_concurrency, batch_max_lines=sys.maxsize),

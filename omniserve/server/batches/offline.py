@@ -61,7 +61,7 @@ async def run_offline(job: OfflineJob, options: ServerOptions, make_engine: Engi
     try:
         with _locked(job.journal):
             store = await asyncio.to_thread(Store.open, BatchSettings(data_dir=job.journal))
-            batch = await asyncio.to_thread(_find_or_create, store, job, options.model_name)
+            batch = await asyncio.to_thread(_find_or_create, store, job, options.model_names[0])
             stop = asyncio.Event()
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
