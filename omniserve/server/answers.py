@@ -11,10 +11,10 @@ from typing import Any
 
 from omniserve.core.request import TokenLogprob
 from omniserve.server.choice import Delta
+from omniserve.server.dialects.base import ParsedCall
 from omniserve.server.fields import ignored_header
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.service import Service
-from omniserve.server.tool_calls import ParsedCall
 
 # JSON has no infinity, and no client can do anything with one.
 _LOWEST_LOGPROB = -9999.0
@@ -161,7 +161,10 @@ class ChatShape(AnswerShape):
         if delta.index not in self._opened:
             self._opened.add(delta.index)
             chunks.append(_chunk(delta.index, {"role": "assistant", "content": "", "refusal": None}))
-        if delta.text or delta.logprobs:
+        if delta.reasoning:
+            logprobs = None if delta.text else self._logprobs(delta.logprobs)
+            chunks.append(_chunk(delta.index, _reasoning(delta.reasoning), logprobs))
+        if delta.text or (delta.logprobs and not delta.reasoning):
             chunks.append(_chunk(delta.index, {"content": delta.text}, self._logprobs(delta.logprobs)))
         for call in delta.tool_calls:
             chunks.append(_chunk(delta.index, {"tool_calls": [{"index": call.index, **_call(call)}]}))
@@ -178,6 +181,8 @@ class ChatShape(AnswerShape):
 
     def whole(self, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.reasoning:
+            message |= {"content": delta.text or None, **_reasoning(delta.reasoning)}
         if delta.tool_calls:
             message |= {"content": delta.text or None, "tool_calls": [_call(call) for call in delta.tool_calls]}
         choice = {
@@ -214,6 +219,11 @@ def _token_id_text(token_id: int) -> str:
 
 def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST_LOGPROB)
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    # Two names: the first servers' and vLLM's.
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call(call: ParsedCall) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
 
+from omniserve.server.dialects.json_text import dumps
 from omniserve.server.errors import ApiError
 
 Message = Mapping[str, Any]
@@ -99,6 +100,8 @@ class ChatTemplate:
             )
         if any(isinstance(arguments, str) for arguments in _arguments_in(messages)) and not self._takes_text_arguments:
             messages = [_with_object_arguments(message) for message in messages]
+        if any(isinstance(arguments, dict) for arguments in _arguments_in(messages)) and self._needs_text_arguments:
+            messages = [_with_text_arguments(message) for message in messages]
         converted = [self._converted(message) for message in messages]
         try:
             return self._write(converted, tools, options)
@@ -120,12 +123,19 @@ class ChatTemplate:
     @cached_property
     def _takes_text_arguments(self) -> bool:
         """True if the arguments of a call may be a text; some templates go through the items of an object."""
-        text = "probe"
-        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": text}}
+        return self._takes_arguments("probe")
+
+    @cached_property
+    def _needs_text_arguments(self) -> bool:
+        """True if the arguments of a call may be a text, and no object; some templates append them to a text."""
+        return self._takes_text_arguments and not self._takes_arguments({"probe": 1})
+
+    def _takes_arguments(self, arguments: Any) -> bool:
+        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
         answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
         chat: list[Message] = [{"role": "user", "content": "a"}, answer]
         try:
-            return text in self._write([self._converted(message) for message in chat], (), {})
+            return "probe" in self._write([self._converted(message) for message in chat], (), {})
         except Exception:  # a template is a program, and may fail in any way
             return False
 
@@ -204,15 +214,21 @@ def _arguments_in(messages: Sequence[Message]) -> Iterator[Any]:
 
 def _with_object_arguments(message: Message) -> Message:
     """Return a message in which arguments of calls that are a text are an object that has it."""
-    if not any(isinstance(arguments, str) for arguments in _arguments_in([message])):
+    return _with_arguments(message, lambda given: {"arguments": given} if isinstance(given, str) else given)
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """Return a message in which arguments of calls that are an object are its JSON."""
+    return _with_arguments(message, lambda given: given if isinstance(given, str) else dumps(given))
+
+
+def _with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
+    if "tool_calls" not in message:
         return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        if isinstance(function["arguments"], str):
-            function = function | {"arguments": {"arguments": function["arguments"]}}
-        calls.append(call | {"function": function})
-    return {**message, "tool_calls": calls}
+    functions = [call["function"] for call in message["tool_calls"]]
+    functions = [function | {"arguments": convert(function["arguments"])} for function in functions]
+    pairs = zip(message["tool_calls"], functions, strict=True)
+    return {**message, "tool_calls": [call | {"function": function} for call, function in pairs]}
 
 
 def _concat(pieces: Iterable[str]) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, RequestTimes, Stay, TokenLogprob, add_stay
+from omniserve.server.dialects.base import AnswerParser, ParsedCall, Said
 from omniserve.server.text import TextCodec
-from omniserve.server.tool_calls import ParsedCall, ToolCallParser
 
 # Tokens of an answer that is read as a whole become text in such parts: each decoding keeps other requests waiting.
 _TOKENS_PER_PART = 1024
@@ -36,6 +36,8 @@ class Delta:
     echo: Echo | None = None
     """The prompt's part, in the first delta only, of an answer that begins with the prompt."""
     tool_calls: Sequence[ParsedCall] = ()
+    reasoning: str = ""
+    """New text of the thinking, which is before all other."""
     num_tokens: int = 0
     """Number of tokens since the last delta."""
     token_ids: Sequence[int] = ()
@@ -55,6 +57,7 @@ def merge(deltas: Sequence[Delta]) -> Delta:
         deltas[-1].finish_reason,
         deltas[0].echo,
         [call for delta in deltas for call in delta.tool_calls],
+        "".join([delta.reasoning for delta in deltas]),
         sum(delta.num_tokens for delta in deltas),
         [token_id for delta in deltas for token_id in delta.token_ids],
         deltas[0].prompt_token_ids,
@@ -98,8 +101,12 @@ class TextForm:
     """Strings that end an output; they are not part of the text."""
     at_once: bool = False
     """The answer is read when it is complete."""
-    tools: Collection[str] = ()
-    """Names of the tools whose calls are told from the text."""
+    parser: Callable[[], AnswerParser] | None = None
+    """Makes what tells reasoning and calls from the text of an output; None: all is text."""
+    shown: Collection[int] = ()
+    """Special tokens that the parser has to see."""
+    with_reasoning: bool = True
+    """The answer has the reasoning."""
     several_calls: bool = True
     """The text goes on after a call."""
     include_stop: bool = False
@@ -152,12 +159,14 @@ class Choice:
         """Number of output tokens that were guessed right."""
         self.num_rejected_drafts = 0
         """Number of guesses that were computed and are not in the output."""
+        self.num_reasoning_tokens = 0
+        """Number of output tokens that are reasoning, with the marks around it."""
         self._detokenizer = codec.detokenizer(
             form.stop,
             skip_special_tokens=form.skip_special_tokens,
             min_tokens=request.sampling.min_tokens,
             include_stop=form.include_stop,
-            shown=codec.special_tokens.tags if form.tools else (),
+            shown=form.shown,
         )
         self._include_stop = form.include_stop
         self._num_told_tokens = 0
@@ -166,7 +175,8 @@ class Choice:
         self._prompt_token_ids = request.prompt_token_ids if form.with_token_ids else None
         self._logprobs: list[TokenLogprob] = []
         self._echo = echo
-        self._parser = ToolCallParser(form.tools, several=form.several_calls) if form.tools else None
+        self._parser = None if form.parser is None else form.parser()
+        self._with_reasoning = form.with_reasoning
         self._total_logprob, self._num_logprobs = 0.0, 0
         self._in_large_parts = form.at_once and not form.stop and form.several_calls
         self._token_ids: list[int] = []
@@ -183,7 +193,7 @@ class Choice:
 
     def advance(self, output: RequestOutput) -> Delta | None:
         """Take what a step produced; return the text that is certain by now, if any or if the choice is complete."""
-        text, finish_reason, num_unused = self._read(output)
+        said, finish_reason, num_unused = self._read(output)
         output = output.without_last(num_unused)
         token_ids, logprobs = output.new_token_ids, output.new_logprobs
         self.engine_times, self.num_host_tokens = output.times, output.num_host_tokens
@@ -201,21 +211,14 @@ class Choice:
             self._logprobs += logprobs[:-1] if ends_at_token and not self._include_stop else logprobs
         if self._new_token_ids is not None:
             self._new_token_ids += token_ids
-        if text is None:
+        if said is None:
             return None
-        calls: Sequence[ParsedCall] = ()
-        if self._parser is not None:
-            text, calls = self._parser.push(text)
-            if self._parser.is_over:
-                finish_reason = FinishReason.STOP
-            if finish_reason is not None:
-                rest, last_calls = self._parser.flush()
-                text, calls = text + rest, calls + last_calls
+        reasoning, text, calls = said
         echo = None
         if self._echo is not None:
             echo = Echo(self._echo, self.request.prompt_token_ids[0], output.prompt_logprobs)
             self._echo = None
-        elif not text and not calls and finish_reason is None:
+        elif not text and not calls and not reasoning and finish_reason is None:
             return None
         new_logprobs, self._logprobs = self._logprobs, []
         reason = self.finish_reason = None if finish_reason is None else str(finish_reason)
@@ -226,27 +229,66 @@ class Choice:
         new_ids: Sequence[int] = ()
         if self._new_token_ids is not None:
             new_ids, self._new_token_ids = self._new_token_ids, []
-        return Delta(self.index, text, new_logprobs, reason, echo, calls, num_tokens, new_ids, prompt_token_ids)
+        return Delta(
+            self.index, text, new_logprobs, reason, echo, calls, reasoning, num_tokens, new_ids, prompt_token_ids
+        )
 
-    def _read(self, output: RequestOutput) -> tuple[str | None, FinishReason | None, int]:
-        """Return new text, or None as it is read in larger parts; why it ends; and how many tokens are behind its end.
+    def _read(self, output: RequestOutput) -> tuple[Said | None, FinishReason | None, int]:
+        """Return what is new, or None as it is read in larger parts; why it ends; how many tokens are behind its end.
 
         A step may bring several tokens, and one before the last may complete a stop string.
         """
-        token_ids = output.new_token_ids
+        token_ids: Sequence[int] = output.new_token_ids
         if output.finish_reason is FinishReason.STOP and not self._include_stop:
             # The engine ends a request so at a stop token only, and that is no part of the text.
             token_ids = token_ids[:-1]
-        if self._in_large_parts:
-            self._token_ids += token_ids
+        thought: list[Said] = []
+        num_read, finish_reason = 0, None
+        if self._parser is not None and self._parser.may_think:
+            num_read, finish_reason = self._read_thinking(token_ids, thought)
+        if self._in_large_parts and finish_reason is None and not (self._parser and self._parser.may_think):
+            self._token_ids += token_ids[num_read:]
             if output.finish_reason is None and self._echo is None and len(self._token_ids) < _TOKENS_PER_PART:
-                return None, None, 0
-            token_ids = tuple(self._token_ids)
-            self._token_ids.clear()
-        text, finish_reason, num_read = self._detokenizer.advance(token_ids, None)
+                return (self._joined(thought) if thought else None), None, 0
+            token_ids, num_read = self._token_ids, 0
+            self._token_ids = []
+        if finish_reason is None:
+            text, finish_reason, num_more = self._detokenizer.advance(token_ids[num_read:], None)
+            num_read += num_more
+            thought.append(self._told(text))
+        num_unused = 0
         if finish_reason is not None:
-            return text, finish_reason, len(output.new_token_ids) - num_read
-        if output.finish_reason is None:
-            return text, None, 0
-        rest, finish_reason, _ = self._detokenizer.advance((), output.finish_reason)
-        return text + rest, finish_reason, 0
+            num_unused = len(output.new_token_ids) - num_read
+        elif output.finish_reason is not None:
+            text, finish_reason, _ = self._detokenizer.advance((), output.finish_reason)
+            thought.append(self._told(text))
+        if self._parser is not None:
+            if self._parser.is_over:
+                finish_reason = FinishReason.STOP
+            if finish_reason is not None:
+                thought.append(self._parser.flush())
+        return self._joined(thought), finish_reason, num_unused
+
+    def _read_thinking(self, token_ids: Sequence[int], said: list[Said]) -> tuple[int, FinishReason | None]:
+        """Read tokens one by one, to count them, as long as they may be reasoning; return how many, and why it ends."""
+        parser = self._parser
+        assert parser is not None
+        for i, token_id in enumerate(token_ids):
+            if not parser.may_think:
+                return i, None
+            was_thinking = parser.is_thinking
+            text, finish_reason, _ = self._detokenizer.advance((token_id,), None)
+            said.append(parser.push(text))
+            self.num_reasoning_tokens += was_thinking or parser.is_thinking
+            if finish_reason is not None:
+                return i + 1, finish_reason
+        return len(token_ids), None
+
+    def _told(self, text: str) -> Said:
+        return Said(text=text) if self._parser is None else self._parser.push(text)
+
+    def _joined(self, parts: Sequence[Said]) -> Said:
+        if len(parts) == 1 and self._parser is None:
+            return parts[0]
+        reasoning = "".join([part.reasoning for part in parts]) if self._with_reasoning else ""
+        return Said(reasoning, "".join([part.text for part in parts]), [call for part in parts for call in part.calls])

@@ -70,6 +70,12 @@ class ServerOptions:
     """The names that the model is served under; answers have the first unless a request gives another."""
     chat_template: str | None = None
     """Write chats with this template: the name of one of the model's, or a Jinja file (default: the model's own)."""
+    tool_call_parser: str = "auto"
+    """How the model writes calls of tools: a name as vLLM has it, such as hermes or qwen3_coder; auto: as its chat
+    template says; none: no tools."""
+    reasoning_parser: str = "auto"
+    """How the model marks its reasoning: a name as vLLM has it, such as deepseek_r1 or openai_gptoss; auto: as its chat
+    template says; none: reasoning stays in the text."""
     generation_config: str = "auto"
     """The source of temperature, top_p, top_k, min_p, repetition_penalty and length for requests that do not give them:
     auto (the model's generation_config.json), none (OpenAI's defaults), or the path of another such file."""
@@ -123,6 +129,8 @@ class ServerOptions:
 
 _FIELDS = (
     "chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
     "generation_config",
     "host",
     "port",

@@ -12,10 +12,10 @@ from typing import Any
 
 from omniserve.sampling.grammar import json_value
 from omniserve.sampling.json_schema import UnsupportedSchema, check, enforceable
+from omniserve.server.dialects.base import Dialect, Opening
 from omniserve.server.errors import ApiError
 from omniserve.server.messages import Tool
 from omniserve.server.text import TextCodec
-from omniserve.server.tool_calls import arguments_schema, calls_grammar
 
 MAX_SCHEMA_CHARACTERS = 128 << 10
 """Most characters of a request's schemas together. A waiting request keeps little, whatever the size of bodies."""
@@ -39,7 +39,7 @@ class FormatConstraint:
 
 @dataclass(frozen=True, slots=True)
 class CallConstraint:
-    """The answer calls tools; see ``calls_grammar``."""
+    """The answer calls tools; see ``Dialect.calls_grammar``."""
 
     tools: Sequence[Tool]
     free_text: bool
@@ -51,7 +51,7 @@ class CallConstraint:
     def schemas(self) -> dict[str, dict[str, Any]]:
         """Schemas of the arguments, by tool; of a tool that is not strict and may be called, any object."""
         return {
-            tool.function.name: arguments_schema(tool)
+            tool.function.name: tool.arguments_schema
             if tool.function.strict or not self.free_text
             else {"type": "object"}
             for tool in self.tools
@@ -63,7 +63,15 @@ class CallConstraint:
         return len(json.dumps(self.schemas))
 
 
-Constraint = FormatConstraint | CallConstraint
+@dataclass(frozen=True, slots=True)
+class BudgetConstraint:
+    """The answer is any; the tokens of its thinking are bounded."""
+
+    param = "thinking_token_budget"
+    num_characters = 0
+
+
+Constraint = FormatConstraint | CallConstraint | BudgetConstraint
 
 
 class GrammarWriter:
@@ -75,15 +83,15 @@ class GrammarWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="schemas")
         self._kept: OrderedDict[str, str | ApiError] = OrderedDict()
 
-    async def grammar(self, constraint: Constraint) -> str:
-        """Return the grammar of a constraint.
+    async def grammar(self, constraint: Constraint, dialect: Dialect, opening: Opening) -> str:
+        """Return the grammar of a constraint, for an answer in a dialect that begins so.
 
         Raises:
             ApiError: A schema cannot be enforced; the message says where in it, and what to write instead.
         """
-        key = _key(constraint)
+        key = repr((_key(constraint), id(dialect), opening))
         if key not in self._kept:
-            work = asyncio.get_running_loop().run_in_executor(self._thread, self._write, constraint)
+            work = asyncio.get_running_loop().run_in_executor(self._thread, self._write, constraint, dialect, opening)
             self._kept[key] = await work
             while len(self._kept) > 1 and (
                 len(self._kept) > _MAX_KEPT or sum(map(len, self._kept)) > _MAX_KEPT_CHARACTERS
@@ -94,27 +102,36 @@ class GrammarWriter:
             raise ApiError(result.message, param=result.param, code=result.code)
         return result
 
-    def _write(self, constraint: Constraint) -> str | ApiError:
+    def _write(self, constraint: Constraint, dialect: Dialect, opening: Opening) -> str | ApiError:
+        special = self._codec.special_tokens(dialect)
+        if isinstance(constraint, BudgetConstraint):
+            return dialect.text_grammar(special=special, opening=opening)
         if isinstance(constraint, FormatConstraint):
             try:
                 schema = enforceable(constraint.schema)
                 check(schema)
             except UnsupportedSchema as error:
                 return ApiError(f"response_format: {error}", param=constraint.param, code="invalid_schema")
-            return f"start: {json_value(schema)}"
-        schemas = {}
-        for name, given in constraint.schemas.items():
-            try:
+            return dialect.value_grammar(json_value(schema), special=special, opening=opening)
+        name, schemas = "", {}
+        try:
+            for name, given in constraint.schemas.items():
                 schemas[name] = enforceable(given)
                 check(schemas[name])
-            except UnsupportedSchema as error:
-                return ApiError(f"tools: of the tool {name!r}, {error}", param=constraint.param, code="invalid_schema")
-        return calls_grammar(
-            schemas, free_text=constraint.free_text, several=constraint.several, special=self._codec.special_tokens
+                # Alone, so that an error can name the tool.
+                dialect.calls_grammar(
+                    {name: schemas[name]}, free_text=False, several=False, special=special, opening=opening
+                )
+        except UnsupportedSchema as error:
+            return ApiError(f"tools: of the tool {name!r}, {error}", param=constraint.param, code="invalid_schema")
+        return dialect.calls_grammar(
+            schemas, free_text=constraint.free_text, several=constraint.several, special=special, opening=opening
         )
 
 
 def _key(constraint: Constraint) -> str:
+    if isinstance(constraint, BudgetConstraint):
+        return ""
     if isinstance(constraint, FormatConstraint):
         return json.dumps(constraint.schema)
     return json.dumps([constraint.free_text, constraint.several, constraint.schemas])

@@ -118,7 +118,7 @@ NOT_HONOURED: Mapping[str, Fate] = {
     "guided_json": _refused(_USE_FORMAT),
     "guided_regex": _refused(_USE_FORMAT, ""),
     "guided_whitespace_pattern": _refused(_REMOVE, ""),
-    "include_reasoning": _refused("reasoning is part of the text here; remove {name}", True),
+    "include_reasoning": _refused(_CHATS_ONLY, True),
     "kv_transfer_params": _refused(_REMOVE, {}),
     "length_penalty": _refused("{name} belongs to beam search, which is not supported; remove it", 1),
     "logprob_token_ids": _refused("{name} is not supported; ask for the likeliest tokens: logprobs, top_logprobs"),
@@ -137,7 +137,7 @@ NOT_HONOURED: Mapping[str, Fate] = {
     "spaces_between_special_tokens": _refused(_REMOVE, True),
     "stream_interval": _DROPPED,
     "structured_outputs": _refused(_USE_FORMAT, {}),
-    "thinking_token_budget": _refused("reasoning is part of the text here; remove {name} and set max_tokens", -1),
+    "thinking_token_budget": _refused(_CHATS_ONLY, -1),
     "truncate_prompt_tokens": _refused("prompts are not truncated; remove {name} and send a shorter one"),
     "truncation_side": _NO_EFFECT,  # of truncate_prompt_tokens
     "use_beam_search": _refused("beam search is not supported; remove {name}", False),

@@ -32,6 +32,11 @@ class Tool(StrictModel):
     type: Literal["function"] = "function"
     function: Function
 
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        """The schema that its arguments have to keep."""
+        return {"type": "object", **(self.function.parameters or {"properties": {}, "additionalProperties": False})}
+
     def for_template(self) -> dict[str, Any]:
         """Return the tool as chat templates take it."""
         fields = ("name", "description", "parameters", "strict")

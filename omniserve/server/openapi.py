@@ -31,10 +31,12 @@ class Error(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """Guesses of the next tokens that were computed: those that are in the output, and the others."""
+    """Tokens of the output that are reasoning, and guesses of the next tokens that were computed: those that are in the
+    output, and the others; each is absent if there were none."""
 
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class PromptTokensDetails(BaseModel):
@@ -52,7 +54,7 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails | None = None
     """Absent if nothing was cached."""
     completion_tokens_details: CompletionTokensDetails | None = None
-    """Absent if nothing was guessed."""
+    """Absent if there was no reasoning and nothing was guessed."""
 
 
 class _Answer(BaseModel):
@@ -96,6 +98,9 @@ class AnsweredMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str = ""
+    """Absent if there is none, as the next one, which is the same."""
+    reasoning: str = ""
     tool_calls: list[AnsweredCall] = []
 
 

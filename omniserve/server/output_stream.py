@@ -71,9 +71,11 @@ class Usage:
     """Output tokens that were guessed right."""
     num_rejected_drafts: int = 0
     """Guesses that were computed and are not in the output."""
+    num_reasoning_tokens: int = 0
+    """Output tokens that are reasoning."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return OpenAI's usage object; it has details of cached tokens and of drafts if there were any."""
+        """Return OpenAI's usage object, with details of cached tokens, of reasoning and of drafts if there were any."""
         usage: dict[str, Any] = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
@@ -81,12 +83,13 @@ class Usage:
         }
         if self.num_cached_tokens:
             usage["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
+        details = {}
+        if self.num_reasoning_tokens:
+            details["reasoning_tokens"] = self.num_reasoning_tokens
         if self.num_accepted_drafts or self.num_rejected_drafts:
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": self.num_accepted_drafts,
-                "rejected_prediction_tokens": self.num_rejected_drafts,
-            }
-        return usage
+            details["accepted_prediction_tokens"] = self.num_accepted_drafts
+            details["rejected_prediction_tokens"] = self.num_rejected_drafts
+        return usage | {"completion_tokens_details": details} if details else usage
 
 
 class OutputStream:
@@ -296,12 +299,14 @@ class OutputStream:
         before_s, num_before = choice.times.last_token_s, choice.times.num_tokens
         self.usage.num_accepted_drafts -= choice.num_accepted_drafts
         self.usage.num_rejected_drafts -= choice.num_rejected_drafts
+        self.usage.num_reasoning_tokens -= choice.num_reasoning_tokens
         num_cached_before = choice.num_cached_tokens
         delta = choice.advance(output)
         if choice.num_cached_tokens != num_cached_before:
             self.usage.num_cached_tokens = self._num_cached_tokens()
         self.usage.num_accepted_drafts += choice.num_accepted_drafts
         self.usage.num_rejected_drafts += choice.num_rejected_drafts
+        self.usage.num_reasoning_tokens += choice.num_reasoning_tokens
         num_new = choice.times.num_tokens - num_before
         self.usage.num_output_tokens += num_new
         self._num_unread_tokens += num_new

@@ -17,7 +17,13 @@ from pydantic import (
 )
 
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
-from omniserve.server.constraints import MAX_SCHEMA_CHARACTERS, CallConstraint, Constraint, FormatConstraint
+from omniserve.server.constraints import (
+    MAX_SCHEMA_CHARACTERS,
+    BudgetConstraint,
+    CallConstraint,
+    Constraint,
+    FormatConstraint,
+)
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import StrictModel, UnknownFields, read_fields, validate, without_nulls
 from omniserve.server.messages import (
@@ -409,8 +415,8 @@ class TemplateFields(StrictModel):
         begins = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         variables: dict[str, Any] = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         if self.reasoning_effort is not None:
-            # Most templates know only whether to think.
-            variables["enable_thinking"] = self.reasoning_effort != "none"
+            # Most templates know only whether to think, by one of two names.
+            variables["enable_thinking"] = variables["thinking"] = self.reasoning_effort != "none"
         return {
             **without_nulls(variables),
             **self.chat_template_kwargs,
@@ -432,6 +438,10 @@ class ChatRequest(TemplateFields, GenerationRequest):
     """The answer may have several calls; False: it ends with its first call."""
     add_special_tokens: bool = False
     """Put the special tokens that the tokenizer adds to texts before what the chat template writes."""
+    include_reasoning: bool = True
+    """The answer has the model's reasoning."""
+    thinking_token_budget: int | None = Field(None, ge=-1, le=2**31 - 1)
+    """Most tokens of reasoning, which is then ended; None and -1: any number."""
 
     @property
     def offered_tools(self) -> list[Tool]:
@@ -457,7 +467,13 @@ class ChatRequest(TemplateFields, GenerationRequest):
             return CallConstraint(named, free_text=False, several=False)
         if self.must_call or any(tool.function.strict for tool in tools):
             return CallConstraint(tools, free_text=not self.must_call, several=self.parallel_tool_calls)
-        return super().constraint
+        constraint = super().constraint
+        return BudgetConstraint() if constraint is None and self.thinking_budget is not None else constraint
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Most tokens of reasoning; None: any number."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     @property
     def num_logprobs(self) -> int | None:
@@ -538,7 +554,12 @@ def _check_combinations(request: GenerationRequest) -> None:
             param=constraint.param,
         )
     if constraint is not None and request.ignore_eos:
-        raise ApiError("ignore_eos contradicts a format that the answer has to keep; drop one", param="ignore_eos")
+        what = (
+            "thinking_token_budget"
+            if isinstance(constraint, BudgetConstraint)
+            else "a format that the answer has to keep"
+        )
+        raise ApiError(f"ignore_eos contradicts {what}; drop one", param="ignore_eos")
     if request.num_samples < request.n:
         raise ApiError(f"best_of must be at least n, which is {request.n}", param="best_of")
     if request.num_samples > request.n and request.stream:

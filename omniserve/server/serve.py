@@ -78,7 +78,12 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
     except (OSError, ValueError, ImportError) as error:
         raise EngineStopped(f"no tokenizer in {options.tokenizer}: {error}") from None
     try:
-        codec = TextCodec(loaded, options.chat_template)
+        codec = TextCodec(
+            loaded,
+            options.chat_template,
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
+        )
     except ValueError as error:
         raise EngineStopped(str(error)) from None
     await codec.look_at_templates()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import uuid
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from omniserve.core.request import SamplingParams, ServiceClass
 from omniserve.server.choice import TextForm
 from omniserve.server.constraints import GrammarWriter
+from omniserve.server.dialects.base import Dialect, Opening
+from omniserve.server.dialects.tagged import TaggedDialect
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_messages import EngineInfo
 from omniserve.server.errors import ApiError, engine_gone, shutting_down
@@ -16,6 +21,7 @@ from omniserve.server.fields import UnknownFields
 from omniserve.server.generation_defaults import GenerationDefaults
 from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.loras import LoRAModels
+from omniserve.server.messages import text_of
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Job, OutputStream
 from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, class_of_tier
@@ -29,6 +35,21 @@ _MAX_CHOICES_PER_CALL = MAX_PROMPTS
 _PROMPTS_AT_ONCE = 64
 # What clients get to take the news that their request was ended.
 _GOODBYE_S = 2.0
+# Of completions, which are text and no more.
+_NO_DIALECT = TaggedDialect(None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A chat as a prompt."""
+
+    text: str
+    add_special_tokens: bool
+    """The tokenizer adds some."""
+    dialect: Dialect
+    """The dialect of the answer."""
+    opening: Opening
+    """The begin of the answer."""
 
 
 class Service:
@@ -125,14 +146,16 @@ class Service:
             known = f"this model's ids are 0 to {self.info.limits.vocab_size - 1}"
             raise ApiError(f"{complaint.format(unknown)} {known}", param=param)
 
-    async def prompts(self, request: GenerationRequest, *, is_urgent: bool = False) -> list[list[int]]:
+    async def prompts(
+        self, request: GenerationRequest, chat: Chat | None = None, *, is_urgent: bool = False
+    ) -> list[list[int]]:
         """Return the token ids of each prompt; those of urgent requests go before others.
 
         Raises:
             ApiError: A prompt is empty or too long, or has ids that the model does not know.
         """
         try:
-            prompts = await self._encoded(request, is_urgent)
+            prompts = await self._encoded(request, chat, is_urgent)
         except TooManyTokens as error:
             raise self._too_long(request, error.num_tokens, is_exact=error.is_exact) from None
         _check_none_empty(request, prompts)
@@ -143,18 +166,36 @@ class Service:
             self.check_token_ids(prompt, "the prompt has the token id {}, but", param=_prompt_field(request))
         return prompts
 
-    async def _encoded(self, request: GenerationRequest, is_urgent: bool) -> list[list[int]]:
+    async def _chat(self, request: ChatRequest, is_urgent: bool) -> Chat:
+        """Write a chat's prompt.
+
+        Raises:
+            ApiError: As ``TextCodec.write_chat``, or the thinking is to be bounded of a model that marks none.
+        """
+        tools = [tool.for_template() for tool in request.offered_tools]
+        text = await self.codec.write_chat(
+            [message.for_template() for message in request.messages],
+            tools=tools,
+            options=request.template_options,
+            is_urgent=is_urgent,
+        )
+        dialect = self.codec.dialect(with_tools=bool(tools))
+        if request.thinking_budget is not None and not dialect.thinks:
+            raise ApiError(
+                "it is not known here how this model marks its reasoning, so it cannot be bounded; remove "
+                "thinking_token_budget, or have the server started with --reasoning-parser",
+                param="thinking_token_budget",
+                code="unsupported_parameter",
+            )
+        continued = text_of(request.messages[-1].content) if request.continue_final_message else None
+        opening = dataclasses.replace(dialect.opening(text, continued), budget=request.thinking_budget)
+        return Chat(text, request.add_special_tokens, dialect, opening)
+
+    async def _encoded(self, request: GenerationRequest, chat: Chat | None, is_urgent: bool) -> list[list[int]]:
         most = self.info.limits.max_tokens
-        if isinstance(request, ChatRequest):
-            messages = [message.for_template() for message in request.messages]
-            tools = [tool.for_template() for tool in request.offered_tools]
-            prompt = await self.codec.encode_chat(
-                messages,
-                tools=tools,
-                options=request.template_options,
-                add_special_tokens=request.add_special_tokens,
-                is_urgent=is_urgent,
-                most=most,
+        if chat is not None:
+            prompt = await self.codec.encode(
+                chat.text, add_special_tokens=chat.add_special_tokens, is_urgent=is_urgent, most=most
             )
             return [prompt]
         assert isinstance(request, CompletionRequest)
@@ -184,10 +225,10 @@ class Service:
             raise ApiError(
                 f"prompts times {field} is more than {_MAX_CHOICES_PER_CALL}; send several requests", param=field
             )
-        constraint = request.constraint
-        grammar = None if constraint is None else await self._grammars.grammar(constraint)
         is_sensitive = spec.kind is ServiceClass.LS
-        prompts = await self.prompts(request, is_urgent=is_sensitive)
+        chat = await self._chat(request, is_sensitive) if isinstance(request, ChatRequest) else None
+        grammar = await self._grammar(request, chat)
+        prompts = await self.prompts(request, chat, is_urgent=is_sensitive)
         max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
         if request.min_tokens > max_tokens:
             raise ApiError(
@@ -211,15 +252,7 @@ class Service:
                 arrival_s=arrival_s,
                 prompts=prompts,
                 samplings=_samplings(request, max_tokens, grammar, more_stop_token_ids),
-                form=TextForm(
-                    stop=[*request.stop, *more_stops],
-                    at_once=not request.stream,
-                    tools=frozenset(tool.function.name for tool in request.offered_tools),
-                    several_calls=not isinstance(request, ChatRequest) or request.parallel_tool_calls,
-                    include_stop=request.include_stop_str_in_output,
-                    skip_special_tokens=request.skip_special_tokens,
-                    with_token_ids=request.return_token_ids,
-                ),
+                form=self._form(request, chat, more_stops),
                 service_class=spec.name,
                 slo=slo,
                 brings_slo=own_slo is not None,
@@ -240,6 +273,34 @@ class Service:
         self._running.add(outputs)
         self._idle.clear()
         return outputs
+
+    async def _grammar(self, request: GenerationRequest, chat: Chat | None) -> str | None:
+        constraint = request.constraint
+        if constraint is None:
+            return None
+        if chat is None:
+            return await self._grammars.grammar(constraint, _NO_DIALECT, Opening())
+        return await self._grammars.grammar(constraint, chat.dialect, chat.opening)
+
+    def _form(self, request: GenerationRequest, chat: Chat | None, more_stops: Sequence[str]) -> TextForm:
+        form = TextForm(
+            stop=[*request.stop, *more_stops],
+            at_once=not request.stream,
+            include_stop=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens,
+            with_token_ids=request.return_token_ids,
+        )
+        if chat is None or not isinstance(request, ChatRequest) or not (chat.dialect.thinks or request.offered_tools):
+            return form
+        tools = {tool.function.name: tool.arguments_schema for tool in request.offered_tools}
+        several = request.parallel_tool_calls
+        return dataclasses.replace(
+            form,
+            parser=functools.partial(chat.dialect.parser, tools, opening=chat.opening, several=several),
+            shown=frozenset(self.codec.special_tokens(chat.dialect).tags.values()),
+            with_reasoning=request.include_reasoning,
+            several_calls=several,
+        )
 
     async def _encoded_prediction(self, text: str, is_urgent: bool) -> list[int]:
         most = self.info.limits.max_tokens

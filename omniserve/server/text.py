@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from omniserve.sampling.detokenizer import Detokenizer, special_token_ids
+from omniserve.server import dialects
 from omniserve.server.byte_alphabet import BYTE_OF, BYTE_TOKEN
 from omniserve.server.chat_template import ChatTemplate
+from omniserve.server.dialects.base import Dialect
+from omniserve.server.dialects.grammar_text import SpecialTokens, special_tokens
 from omniserve.server.errors import ApiError
 from omniserve.server.lanes import Lane
 from omniserve.server.token_bound import TokenBound
-from omniserve.server.tool_calls import CALL_BEGIN, CALL_END, SpecialTokens
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +26,8 @@ logger = logging.getLogger(__name__)
 _MAX_INLINE = 1024
 # Longer texts of latency-sensitive requests must not hold up the shorter ones.
 _MAX_SHORT = 1 << 16
+# The variable, not a field of messages that has its name.
+_READS_TOOLS = re.compile(r"""(?<![.'"\w])tools(?!['"\w])""")
 # Seconds that a template may take for a chat. Most take under a millisecond.
 _TEMPLATE_LIMIT_S = 10.0
 
@@ -49,12 +55,20 @@ class TextCodec:
     Args:
         tokenizer: A tokenizer of ``transformers``; nothing else uses it.
         chat_template: The name of one of its chat templates, or a file with another one; None: its own.
+        tool_call_parser, reasoning_parser: How the model writes calls and marks thinking; see ``dialects.choose``.
 
     Raises:
-        ValueError: There is no such template.
+        ValueError: There is no such template or parser.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        *,
+        tool_call_parser: str = dialects.AUTO,
+        reasoning_parser: str = dialects.AUTO,
+    ) -> None:
         self._tokenizer = tokenizer
         self._backend = _backend_of(tokenizer)
         """The tokenizer's part that is not Python, whose calls let other threads run. Several threads use it, so its
@@ -74,6 +88,10 @@ class TextCodec:
         self._templates = {name: templates[source] for name, source in sources.items()}
         """Templates by name: ``default``, and for chats with tools ``tool_use``, if there is one; others are not
         used."""
+        choose = functools.partial(dialects.choose, calls=tool_call_parser, thinking=reasoning_parser)
+        choose("")  # a name may be wrong where there is no template
+        self._dialects = {template: choose(template.source) for template in templates.values()}
+        self._special_tokens: dict[Dialect, SpecialTokens] = {}
 
     @property
     def has_chat_template(self) -> bool:
@@ -152,20 +170,36 @@ class TextCodec:
             most: Most tokens.
 
         Raises:
-            ApiError: The model has no chat template, or none for tools, or the template does not take the chat.
+            ApiError: As ``write_chat``.
             TooManyTokens: As ``encode_all``.
+        """
+        text = await self.write_chat(messages, tools=tools, options=options, is_urgent=is_urgent)
+        return await self.encode(text, add_special_tokens=add_special_tokens, is_urgent=is_urgent, most=most)
+
+    async def write_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any],
+        is_urgent: bool = False,
+    ) -> str:
+        """Return the text of a chat; the arguments are those of ``encode_chat``.
+
+        Raises:
+            ApiError: The model has no chat template, or none for tools, or the template does not take the chat.
         """
         template = self._template(with_tools=bool(tools))
         if tools and not self._knows_tools:
             raise ApiError(
-                "this model's chat template has no tools in a form that is known here (Hermes' and Qwen's "
-                f"{CALL_BEGIN}); remove tools and describe them in the messages",
+                "this model's chat template has no tools, or calls in a form that is not known here; remove tools and "
+                "describe them in the messages, or have the server started with --tool-call-parser",
                 param="tools",
                 code="unsupported_parameter",
             )
         lane = self._lane(sum(len(message["content"]) for message in messages), is_urgent)
         try:
-            text = await lane.run(
+            return await lane.run(
                 lambda: template.write(messages, tools=tools, options=options), limit_s=_TEMPLATE_LIMIT_S
             )
         except TimeoutError:
@@ -173,7 +207,15 @@ class TextCodec:
                 f"the model's chat template took more than {_TEMPLATE_LIMIT_S:g} s for the messages; send fewer",
                 param="messages",
             ) from None
-        return await self.encode(text, add_special_tokens=add_special_tokens, is_urgent=is_urgent, most=most)
+
+    def dialect(self, *, with_tools: bool) -> Dialect:
+        """Return the dialect of answers to chats with or without tools.
+
+        Raises:
+            ApiError: The model has no chat template.
+        """
+        dialect = self._dialects[self._template(with_tools=with_tools)]
+        return dialect if with_tools else dialect.without_calls
 
     async def decode(self, token_ids: Sequence[int], *, is_urgent: bool = False) -> str:
         """Return the text of token ids, special tokens included; ``is_urgent`` as in ``encode_all``."""
@@ -206,15 +248,12 @@ class TextCodec:
             shown=shown,
         )
 
-    @cached_property
-    def special_tokens(self) -> SpecialTokens:
-        """The tokenizer's special tokens."""
-        ids = special_token_ids(self._tokenizer)
-        begin, end = (
-            next((i for i in ids if self._tokenizer.convert_ids_to_tokens(i) == tag), None)
-            for tag in (CALL_BEGIN, CALL_END)
-        )
-        return SpecialTokens(begin, end, tuple(sorted(ids - {begin, end})))
+    def special_tokens(self, dialect: Dialect) -> SpecialTokens:
+        """Return the tokenizer's special tokens as a dialect needs them."""
+        if dialect not in self._special_tokens:
+            texts = {i: self._tokenizer.convert_ids_to_tokens(i) for i in special_token_ids(self._tokenizer)}
+            self._special_tokens[dialect] = special_tokens(texts, dialect.marks)
+        return self._special_tokens[dialect]
 
     def _lane(self, size: int, is_urgent: bool) -> Lane:
         if not is_urgent:
@@ -306,9 +345,8 @@ class TextCodec:
 
     @cached_property
     def _knows_tools(self) -> bool:
-        template = self._template(with_tools=True).source
-        # Some write XML between the same tags.
-        return "tools" in template and CALL_BEGIN in template and "<function=" not in template
+        template = self._template(with_tools=True)
+        return self._dialects[template].knows_tools and _READS_TOOLS.search(template.source) is not None
 
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:

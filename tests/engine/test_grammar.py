@@ -16,7 +16,9 @@ from tokenizers import AddedToken, normalizers
 from omniserve import Engine, FinishReason, Request, SamplingParams, json_grammar, patch
 from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed
 from omniserve.sampling.sampler import Sampler
-from omniserve.server.tool_calls import SpecialTokens, ToolCallParser, calls_grammar
+from omniserve.server.dialects import choose
+from omniserve.server.dialects.base import Opening
+from omniserve.server.dialects.grammar_text import SpecialTokens
 from tests.engine_settings import flat_config
 from tests.parity.engine_histories import poison
 from tests.parity.models import tiny_model
@@ -199,13 +201,13 @@ def test_calls_that_must_be_made_are_made(make_engine, several: bool) -> None:
         schema, is_value = random_schema(rng)
         schema.setdefault("type", "any")
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
-    grammar = calls_grammar({"f": schema, "g": nothing}, free_text=False, several=several, special=SpecialTokens())
+    dialect, tools = choose("", calls="hermes"), {"f": schema, "g": nothing}
+    grammar = dialect.calls_grammar(tools, free_text=False, several=several, special=SpecialTokens(), opening=Opening())
     done = make_engine(device_blocks=2000).generate([constrained(grammar, prompt=n) for n in range(1, 9)])
     names = set()
     for completion in done:
         assert completion.finish_reason == FinishReason.STOP or several, "a random model may call on and on"
-        parser = ToolCallParser({"f", "g"})
-        text, calls = parser.push(completion.text)
+        _, text, calls = dialect.parser(tools, opening=Opening()).push(completion.text)
         assert text.strip() == "" and calls and (several or len(calls) == 1)
         for call in calls:
             names.add(call.name)

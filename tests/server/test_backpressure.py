@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ from tokenizers_for_tests import byte_level_tokenizer
 from omniserve.core.request import SLO, FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from omniserve.server.answers import CompletionShape
 from omniserve.server.choice import Delta, TextForm, merge
+from omniserve.server.dialects import choose
+from omniserve.server.dialects.base import Opening, ParsedCall
 from omniserve.server.engine_client import Accepted
 from omniserve.server.errors import ApiError
 from omniserve.server.generate import EventStream
@@ -26,7 +29,6 @@ from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Job, OutputStream
 from omniserve.server.protocol import CompletionRequest
 from omniserve.server.text import TextCodec
-from omniserve.server.tool_calls import ParsedCall
 from tests.server.attack.sockets import connect, head, read_all, send
 
 ABC = [byte_level_tokenizer()(letter).input_ids[0] for letter in "abc"]
@@ -50,12 +52,13 @@ class RecordingClient:
 def started(num_choices=1, *, max_unread_tokens=None, stop=(), tools=(), at_once=False, interval_s=0.0):
     """Return a stream of outputs, its client and its backlog."""
     client, backlog = RecordingClient(), Backlog(["LS"], 100)
+    parser = functools.partial(choose("", calls="hermes").parser, {name: {} for name in tools}, opening=Opening())
     job = Job(
         call_id="c",
         arrival_s=time.monotonic(),
         prompts=[[5]],
         samplings=[SamplingParams(max_tokens=10_000)] * num_choices,
-        form=TextForm(stop=stop, tools=tools, at_once=at_once),
+        form=TextForm(stop=stop, parser=parser if tools else None, at_once=at_once),
         service_class="LS",
         slo=SLO(),
         max_unread_tokens=max_unread_tokens,

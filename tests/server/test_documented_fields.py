@@ -74,7 +74,7 @@ FIELDS = {
     "documents": ([], [{"title": "t", "text": "x"}], TAKEN, REFUSED),
     "ec_transfer_params": ({}, {"a": 1}, REFUSED, REFUSED),
     "ignore_eos": (False, True, TAKEN, TAKEN),
-    "include_reasoning": (True, False, REFUSED, REFUSED),
+    "include_reasoning": (True, False, TAKEN, REFUSED),
     "include_stop_str_in_output": (False, True, TAKEN, TAKEN),
     "kv_transfer_params": ({}, {"a": 1}, REFUSED, REFUSED),
     "length_penalty": (1.0, 0.5, REFUSED, REFUSED),
@@ -101,7 +101,7 @@ FIELDS = {
     "stop_token_ids": ([], [5], TAKEN, TAKEN),
     "stream_interval": (..., 4, DROPPED, DROPPED),
     "structured_outputs": ({}, {"json": SCHEMA}, REFUSED, REFUSED),
-    "thinking_token_budget": (-1, 5, REFUSED, REFUSED),
+    "thinking_token_budget": (-1, 5, REFUSED, REFUSED),  # this template marks no thinking
     "top_k": (0, 5, TAKEN, TAKEN),
     "truncate_prompt_tokens": (..., 5, REFUSED, REFUSED),
     "truncation_side": ("left", "right", TAKEN, TAKEN),

@@ -28,6 +28,7 @@ ARGUMENTS = {
     "{% else %}{{ call.function.arguments | tojson }}{% endif %}",
     "qwen3-coder": "{% for k, v in call.function.arguments | items %}<{{ k }}>{{ v }}</{{ k }}>{% endfor %}",
     "llama": "{% for k, v in call.function.arguments.items() %}{{ k }}={{ v | tojson }}{% endfor %}",
+    "deepseek": "{{ '<' + call.function.arguments + '>' }}",
     "glm": "{% set args = call.function.arguments %}{% for k in args.keys() %}{{ k }}: {{ args[k] }}{% endfor %}",
     "mapping": "{% if call.function.arguments is not mapping %}{{ raise_exception('no mapping') }}{% endif %}"
     "{{ call.function.arguments | tojson }}",
@@ -71,7 +72,7 @@ def test_arguments_that_are_no_object_are_written_as_the_text_they_are(template,
 def test_arguments_that_are_an_object_are_one_for_the_template(template, arguments):
     chat = written(codec_with(ARGUMENTS[template]), [
         {"role": "assistant", "tool_calls": [call_of(arguments), call_of('{"broken')]}])  # fmt: skip
-    empty = {"hermes": "[f {}]", "qwen3": "[f {}]", "mapping": "[f {}]"}.get(template, "[f ]")
+    empty = {"hermes": "[f {}]", "qwen3": "[f {}]", "mapping": "[f {}]", "deepseek": "[f <{}>]"}.get(template, "[f ]")
     if isinstance(arguments, dict) or "a" in (arguments or ""):
         assert "ö" in chat and ("null" in chat or "None" in chat)
     else:

@@ -14,9 +14,11 @@ from tokenizers_for_tests import TOOL_CHAT_TEMPLATE, byte_level_tokenizer
 
 from omniserve.sampling.detokenizer import Detokenizer, special_token_ids
 from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed
+from omniserve.server.dialects.base import Opening
+from omniserve.server.dialects.hermes import Hermes
+from omniserve.server.dialects.tagged import TaggedDialect, ToolCallParser
 from omniserve.server.messages import Tool
 from omniserve.server.text import TextCodec
-from omniserve.server.tool_calls import ToolCallParser, arguments_schema, calls_grammar
 
 TOKENIZER = byte_level_tokenizer()
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -32,12 +34,13 @@ WEATHER = {
 TIME = {"type": "function", "function": {"name": "time"}}
 
 
-NAMES = {"weather", "time", "f"}
+NAMES = {"weather": {}, "time": {}, "f": {}}
+HERMES = TaggedDialect(None, Hermes())
 
 
 def parsed(text: str, size: int, *, several: bool = True) -> tuple[str, list[tuple[int, str, str]]]:
     """Return what the parser makes of a text that comes in pieces of a size."""
-    parser = ToolCallParser(NAMES, several=several)
+    parser = ToolCallParser(Hermes(), NAMES, several=several)
     results = [parser.push(text[i : i + size]) for i in range(0, len(text), size)] + [parser.flush()]
     calls = [call for _, some in results for call in some]
     assert len({call.call_id for call in calls}) == len(calls) == parser.num_calls
@@ -133,7 +136,7 @@ def test_text_ends_with_the_first_call_if_there_is_one_only():
 
 
 def test_text_is_held_back_no_longer_than_needed():
-    parser = ToolCallParser(NAMES)
+    parser = ToolCallParser(Hermes(), NAMES)
     assert parser.push("hello <tool")[0] == "hello"
     assert parser.push("box> world")[0] == " <toolbox> world"
 
@@ -246,14 +249,14 @@ over_tokenizers = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=
 @pytest.mark.parametrize("free_text", [False, True])
 def test_grammar_of_calls_allows_calls_and_nothing_else(free_text, tokenizer):
     tools = [Tool.model_validate(tool) for tool in (WEATHER, TIME)]
-    schemas = {tool.function.name: arguments_schema(tool) for tool in tools}
-    special = TextCodec(tokenizer).special_tokens
-    grammar = calls_grammar(schemas, free_text=free_text, several=True, special=special)
+    schemas = {tool.function.name: tool.arguments_schema for tool in tools}
+    special = TextCodec(tokenizer).special_tokens(HERMES)
+    grammar = HERMES.calls_grammar(schemas, free_text=free_text, several=True, special=special, opening=Opening())
     good = [CALL, OTHER_CALL, f"{CALL}\n{OTHER_CALL}"]
     # A special token is not the text, which is spelled by others.
     if tokenizer.convert_tokens_to_ids("<think>") not in special_token_ids(tokenizer):
         good.append(CALL.replace("Köln", "<think> é"))
-    if special.end is None:
+    if "</tool_call>" not in special.tags:
         good.append(CALL.replace("Köln", "</tool_call>"))
     bad = [CALL.replace("city", "town"), CALL.replace("weather", "wetter")]
     free = ["hello", f"hello {CALL} bye", f"<think>which?</think>{CALL}<think>{CALL}</think>", "<think>none</think>"]
@@ -266,7 +269,7 @@ def test_grammar_of_calls_allows_calls_and_nothing_else(free_text, tokenizer):
 
     assert accepted(grammar, good) == good
     assert accepted(grammar, bad) == []
-    one = calls_grammar(schemas, free_text=False, several=False, special=special)
+    one = HERMES.calls_grammar(schemas, free_text=False, several=False, special=special, opening=Opening())
     assert accepted(one, [CALL, f"{CALL}\n{OTHER_CALL}"]) == [CALL]
 
 
@@ -276,7 +279,8 @@ def test_calls_that_a_grammar_forces_are_read_from_the_tokens(tokenizer):
     codec = TextCodec(tokenizer)
     schemas = {"f": {"type": "object", "properties": {"x": {"enum": ["<think>", "</tool_call>", "<|end|>"]}},
                      "required": ["x"], "additionalProperties": False}}  # fmt: skip
-    grammar = calls_grammar(schemas, free_text=False, several=False, special=codec.special_tokens)
+    special = codec.special_tokens(HERMES)
+    grammar = HERMES.calls_grammar(schemas, free_text=False, several=False, special=special, opening=Opening())
     compiled = compiler_of(tokenizer).compile(grammar).result()
     values = set()
     for seed in range(40):
@@ -285,8 +289,8 @@ def test_calls_that_a_grammar_forces_are_read_from_the_tokens(tokenizer):
             bits = state.allowed()
             token_ids.append(rng.choice([i for i in range(len(tokenizer)) if bits[i // 8] >> i % 8 & 1]))
             state.accept(token_ids[-1])
-        shown = Detokenizer(tokenizer, shown=codec.special_tokens.tags)
-        parser = ToolCallParser({"f"})
+        shown = Detokenizer(tokenizer, shown=special.tags.values())
+        parser = ToolCallParser(Hermes(), {"f": {}})
         text, [call] = parser.push(shown.push(token_ids) + shown.flush())
         assert text == ""
         values.add(json.loads(call.arguments)["x"])

@@ -1,0 +1,99 @@
+"""Pieces of grammars, in llguidance's form of Lark: a dialect's texts, spelled with a tokenizer's special tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from omniserve.server.dialects.json_text import dumps
+
+TEXT = r"TEXT: /(.|\n)*/"
+"""The rule of any text; it holds no special token."""
+SPACE = r"SPACE: /[ \t\n]{0,8}/"
+"""The rule of some white space."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """A tokenizer's special tokens, which are not part of a text, as a dialect and its grammars need them.
+
+    Most tokenizers have no special tokens for tags. There a tag is text, be it one token (Qwen's) or several.
+    """
+
+    tags: Mapping[str, int] = field(default_factory=dict)
+    """Ids of those that the dialect writes, by their text."""
+    others: tuple[int, ...] = ()
+    """Ids of all others. They may be anywhere in free text."""
+
+    def spell(self, text: str) -> str:
+        """Return an expression for a text that may have tags."""
+        return " ".join(f"<[{self.tags[part]}]>" if part in self.tags else dumps(part) for part in self._parts(text))
+
+    def up_to(self, rule: str, text: str) -> list[str]:
+        """Return the rules of anything up to a text, which ends at its first occurrence."""
+        first, *rest = self._parts(text)
+        spelled = self.spell(first)
+        behind = "" if not rest else f" {self.spell(text[len(first) :])}"
+        if first in self.tags:
+            return [f"{rule}: {self.skipped}TEXT {spelled}{behind}"]
+        # Lazy, so that the first occurrence is one, and no text.
+        if not behind and not self.others:
+            return [f"{rule}[lazy]: TEXT {spelled}"]
+        return [f"{rule}: {self.skipped}{rule}_end{behind}", f"{rule}_end[lazy]: TEXT {spelled}"]
+
+    def bounded(self, rule: str, text: str, most_tokens: int | None) -> list[str]:
+        """Return the rules of anything up to a text, but no special token, one of which may end the answer.
+
+        Args:
+            rule: The name of the rule.
+            text: Ends it at its first occurrence.
+            most_tokens: The text comes after so many tokens at the latest; None: after any number.
+        """
+        first = self._parts(text)[0]
+        if most_tokens is None:
+            return replace(self, others=()).up_to(rule, text)
+        if not most_tokens:
+            return [f"{rule}: {self.spell(text)}"]
+        stop = "" if first in self.tags else f"stop={dumps(first)}, "
+        return [f"{rule}: {rule}_text {self.spell(text)}", rf"{rule}_text[{stop}max_tokens={most_tokens}]: /(.|\n)*/"]
+
+    @property
+    def any_text(self) -> str:
+        """An expression of any text, special tokens included."""
+        tokens = [*self.tags.values(), *self.others]
+        return f"TEXT (<[{','.join(map(str, tokens))}]> TEXT)*" if tokens else "TEXT"
+
+    def other_text(self, begin: str) -> str:
+        """Return an expression of a text that begins with a rule, or of none; with special tokens that are no tags."""
+        if not self.others:
+            return f"{begin}?"
+        tokens = f"<[{','.join(map(str, self.others))}]>"
+        return f"{tokens}* ({begin} ({tokens} TEXT)*)?"
+
+    @property
+    def skipped(self) -> str:
+        """The begin of an expression: texts that end with special tokens that are no tags."""
+        return "skipped* " if self.others else ""
+
+    @property
+    def shared_rules(self) -> list[str]:
+        """Rules that expressions made here may need."""
+        return [TEXT, SPACE] + ([f"skipped: TEXT <[{','.join(map(str, self.others))}]>"] if self.others else [])
+
+    def _parts(self, text: str) -> list[str]:
+        if not self.tags:
+            return [text]
+        tags = "|".join(map(re.escape, sorted(self.tags, key=len, reverse=True)))
+        return [part for part in re.split(f"({tags})", text) if part]
+
+
+def special_tokens(texts: Mapping[int, str], marks: Collection[str]) -> SpecialTokens:
+    """Tell the special tokens that a dialect writes from the others.
+
+    Args:
+        texts: The text of each special token.
+        marks: What the dialect writes; a special token is a tag if its text is in one of them.
+    """
+    tags = {text: token_id for token_id, text in texts.items() if text and any(text in mark for mark in marks)}
+    return SpecialTokens(tags, tuple(sorted(texts.keys() - tags.values())))

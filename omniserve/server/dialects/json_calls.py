@@ -1,0 +1,66 @@
+"""Calls as JSON objects of a name and arguments, which several forms of calls put between marks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omniserve.sampling.grammar import json_value
+from omniserve.server.dialects.base import CallForm, RawCall, Schemas
+from omniserve.server.dialects.grammar_text import SpecialTokens
+from omniserve.server.dialects.json_text import Brackets, dumps, items, members
+
+
+def named_call(text: str) -> RawCall:
+    """Return the call that a JSON object of ``name`` and ``arguments`` is.
+
+    Raises:
+        ValueError: It is none.
+    """
+    found = members(text)
+    name, _ = found.get("name", (None, ""))
+    # Some models were taught the second word, and some write either. A call with both is not understood.
+    given = [found[word] for word in ("arguments", "parameters") if word in found] or [({}, "{}")]
+    if not isinstance(name, str) or len(given) > 1 or not isinstance(given[0][0], dict):
+        raise ValueError("no call")
+    return RawCall(name, given[0][1])
+
+
+def named_call_rules(
+    rule: str,
+    name: str,
+    schema: Mapping[str, Any],
+    special: SpecialTokens,
+    *,
+    before: str = "",
+    word: str = "arguments",
+    behind: str = "",
+) -> list[str]:
+    """Return rules of a call as a JSON object; the first character of which may be a part of ``before``."""
+    head = special.spell(f'{before}"name": {dumps(name)}, "{word}": ')
+    return [f"{rule}: {head} {rule}_args {special.spell('}' + behind)}", f"{rule}_args: {json_value(schema)}"]
+
+
+class BracketFinder:
+    """Finds the end of a JSON value, or of a call in brackets, that follows a mark."""
+
+    def __init__(self, depth: int = 0, quotes: str = '"') -> None:
+        self._brackets = Brackets(depth, quotes)
+
+    def find(self, text: str) -> tuple[int, int] | None:
+        end = self._brackets.end(text)
+        return None if end is None else (end, end)
+
+
+class JsonListForm(CallForm):
+    """A mark, then a JSON array of calls, or a single call."""
+
+    def finder(self, begin: str) -> BracketFinder:
+        return BracketFinder(begin.count("["))
+
+    def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
+        text = "[" * begin.count("[") + body
+        return [named_call(item) for item in items(text)] if text.lstrip().startswith("[") else [named_call(text)]
+
+    def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
+        return named_call_rules(rule, name, schema, special, before="{")

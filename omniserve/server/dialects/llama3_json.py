@@ -1,0 +1,42 @@
+"""The calls of Llama 3.1 to 3.3 as JSON: nothing else is in the answer, and several are separated by semicolons.
+
+::
+
+    {"name": "weather", "parameters": {"city": "Köln"}}; {"name": "time", "parameters": {}}
+
+``<|python_tag|>`` may be before the first. By its own chat template, Llama 4 writes so, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omniserve.server.dialects.base import CallForm, Group, RawCall, Schemas
+from omniserve.server.dialects.grammar_text import SpecialTokens
+from omniserve.server.dialects.json_calls import BracketFinder, named_call, named_call_rules
+
+
+class Llama3Json(CallForm):
+    """JSON objects where the answer begins."""
+
+    begins = ("{",)
+    opening = "<|python_tag|>"
+    closing = ";"
+    only_at_start = True
+    group = Group("{", "; {")
+
+    @staticmethod
+    def is_of(template: str) -> bool:
+        heads = ("<|start_header_id|>", "<|header_start|>")  # of Llama 3, of Llama 4
+        is_llama = any(head in template for head in heads)
+        return is_llama and '"parameters": ' in template and "func_name1(" not in template
+
+    def finder(self, begin: str) -> BracketFinder:
+        return BracketFinder(depth=1)
+
+    def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
+        return [named_call(begin + body)]
+
+    def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
+        return named_call_rules(rule, name, schema, special, word="parameters")

@@ -1,0 +1,254 @@
+"""Calls whose arguments are texts between tags: their values, by the schema, and their grammars."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from omniserve.sampling.grammar import json_value
+from omniserve.sampling.json_schema import UnsupportedSchema
+from omniserve.server.dialects.base import CallForm, RawCall, Schemas
+from omniserve.server.dialects.grammar_text import SpecialTokens
+from omniserve.server.dialects.json_text import dumps, value_of
+
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_TYPES = {bool: "boolean", dict: "object", list: "array", type(None): "null"}
+# Keywords of the object of all arguments that are kept, or that say nothing of the values.
+_KNOWN = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "title", "description"}
+_OF_STRINGS = {"type", "pattern", "minLength", "maxLength"}
+_NOTES = {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "x-guidance"}
+
+
+class Parameter(NamedTuple):
+    """A parameter of a tool."""
+
+    name: str
+    schema: Mapping[str, Any]
+    is_required: bool
+
+
+def parameters_of(schema: Mapping[str, Any], tool: str) -> tuple[list[Parameter], bool]:
+    """Return the parameters of a tool, and whether these are not known, so that it takes any.
+
+    Raises:
+        UnsupportedSchema: The schema says more than which parameters there are.
+    """
+    own = _resolved(schema, schema)
+    if own.get("type") not in (None, "object") or (more := sorted(own.keys() - _KNOWN - _NOTES)):
+        problem = more[0] if own.get("type") in (None, "object") else "type"
+        raise UnsupportedSchema(
+            problem,
+            f"this model writes the arguments of {tool!r} one by one, so that their schema can only say type: object, "
+            "properties, required and additionalProperties",
+        )
+    properties: Mapping[str, Any] = own.get("properties", {})
+    required = own.get("required", [])
+    if unknown := [name for name in required if name not in properties]:
+        raise UnsupportedSchema("required", f"there is no property {unknown[0]!r}; add it")
+    takes_any = not properties and own.get("additionalProperties", True) is not False
+    found = []
+    for name, value in properties.items():
+        if value is False:
+            continue
+        found.append(Parameter(name, {} if value is True else value, name in required))
+    return found, takes_any
+
+
+def with_definitions(value: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a value as one of its own, with what the whole schema defines."""
+    return {**value, **{key: schema[key] for key in ("$defs", "definitions") if key in schema}}
+
+
+def types_of(value: Any, schema: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the types that a value may have; None if it may have any."""
+    value = _resolved(value, schema)
+    if not value:
+        return None
+    if "enum" in value or "const" in value:
+        values = value["enum"] if isinstance(value.get("enum"), list) else [value.get("const")]
+        return frozenset(_TYPES.get(type(one), "string" if isinstance(one, str) else "number") for one in values)
+    for word in ("anyOf", "oneOf"):
+        if isinstance(value.get(word), list):
+            parts = [types_of(part, schema) for part in value[word]]
+            known = [part for part in parts if part is not None]
+            return frozenset().union(*known) if len(known) == len(parts) else None
+    given = value.get("type")
+    names = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+    if not names:
+        return None
+    return frozenset([*names, *(["null"] if value.get("nullable") is True else [])])
+
+
+def json_of(written: str, types: frozenset[str] | None) -> str:
+    """Return the JSON of a value that is written as text: what is JSON of one of the types, as it is written."""
+    if types == {"string"}:
+        return dumps(written)
+    stripped = written.strip()
+    text = _PYTHON_WORDS.get(stripped, stripped)
+    try:
+        value = value_of(text)
+    except ValueError:
+        return dumps(written)
+    if types is None or "string" not in types:
+        return text
+    # Numbers are strings in what is read.
+    kind = _TYPES.get(type(value), "string" if text.startswith('"') else "number")
+    fits = kind in types or (kind == "number" and "integer" in types)
+    return text if fits and kind != "string" else dumps(written)
+
+
+class ParameterForm(CallForm):
+    """A name, then each argument between tags."""
+
+    head: tuple[str, str]
+    """What is before the name, and behind it."""
+    key: tuple[str, str]
+    """What is before an argument's name, and behind it."""
+    value_end: str
+    """What is behind an argument's value."""
+    tail: str
+    """What is behind all arguments; the call's end with it."""
+    drops_line_ends = False
+    """A line end before a value, and one behind it, are no part of it."""
+
+    def may_end(self, body: str) -> bool:
+        body = body.rstrip()
+        if self._last:
+            return body.endswith(self._last)
+        return self.key[0].strip() not in body or body.endswith(self.value_end.strip())
+
+    @property
+    def _last(self) -> str:
+        """The mark behind all arguments that comes before the call's end; empty if there is none."""
+        return self.tail.removesuffix(self.end).strip()
+
+    def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
+        before, behind = map(_marked, self.head)
+        key_begin, key_end = map(_marked, self.key)
+        last = self._last
+        name_end = behind or rf"(?=\s*(?:{key_begin}|\Z))"
+        match = re.match(rf"\s*{before}\s*(?P<name>[A-Za-z0-9_./:-]+){name_end}", body)
+        if match is None:
+            raise ValueError("no name")
+        name, at = match["name"], match.end()
+        end = _marked(last) or r"\Z"
+        follows = rf"(?=\s*(?:{key_begin}|{end}))"
+        one = re.compile(
+            rf"\s*{key_begin}(?P<key>[^<>\n]+?){key_end}(?P<value>.*?){_marked(self.value_end)}{follows}", re.DOTALL
+        )
+        schema = tools.get(name, {})
+        properties = _resolved(schema, schema).get("properties")
+        known: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+        arguments: dict[str, str] = {}
+        while (match := one.match(body, at)) is not None:
+            key, value, at = match["key"], match["value"], match.end()
+            if key in arguments:
+                raise ValueError("an argument that is there twice")
+            if self.drops_line_ends:
+                value = value.removeprefix("\n").removesuffix("\n")
+            arguments[key] = json_of(value, types_of(known.get(key, {}), schema))
+        rest = body[at:].strip()
+        if rest not in (last, ""):
+            raise ValueError("more than arguments")
+        return [RawCall(name, "{" + ", ".join(f"{dumps(key)}: {text}" for key, text in arguments.items()) + "}")]
+
+    def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
+        parameters, takes_any = parameters_of(schema, name)
+        before, behind = self.head
+        rules: list[str] = []
+        written = ""
+        for i, (key, value, is_required) in enumerate(parameters):
+            part = f"{rule}_{i}"
+            if re.search(r"[<>\n]", key):
+                raise UnsupportedSchema(f"properties.{key}", "a name must not have '<', '>' or line ends; rename it")
+            rules.append(f"{part}: {special.spell(self.key[0] + key + self.key[1])} {part}_value")
+            rules += self._value_rules(f"{part}_value", key, with_definitions(value, schema), special)
+            written += f" {part}{'' if is_required else '?'}"
+        if takes_any:
+            any_key = f"{rule.upper()}_KEY"
+            written = f" {rule}_any*"
+            rules += [
+                f"{rule}_any: {special.spell(self.key[0])} {any_key} {special.spell(self.key[1])} {rule}_any_value",
+                rf"{any_key}: /[A-Za-z_][\w.-]{{0,40}}/",
+                *special.up_to(f"{rule}_any_value", self.value_end),
+            ]
+        head = special.spell(before + name + behind)
+        return [f"{rule}: {head}{written} {special.spell(self.tail)}", *rules]
+
+    def _value_rules(self, rule: str, key: str, value: dict[str, Any], special: SpecialTokens) -> list[str]:
+        """Return rules of a value with what is behind it."""
+        end = special.spell(self.value_end)
+        own = _resolved(value, value)
+        if "enum" in own or "const" in own:
+            values = own["enum"] if "enum" in own else [own["const"]]
+            texts = [one if isinstance(one, str) else dumps(one) for one in values]
+            return [f"{rule}: ({' | '.join(special.spell(text) or dumps(text) for text in texts)}) {end}"]
+        parts = own.get("anyOf") or own.get("oneOf")
+        types = types_of(own, value)
+        if types is not None and "string" in types and isinstance(parts, list):
+            rules = []
+            for i, part in enumerate(parts):
+                rules += self._value_rules(f"{rule}_{i}", key, with_definitions(part, value), special)
+            return [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(parts)))}", *rules]
+        if types is None or "string" not in types:
+            return [f"{rule}: {rule}_json {end}", f"{rule}_json: {json_value(value)}"]
+        if isinstance(own["type"], list):
+            single = [{**own, "type": name} for name in own["type"]]
+            return self._value_rules(rule, key, with_definitions({"anyOf": single}, value), special)
+        return self._text_rules(rule, key, own, special)
+
+    def _text_rules(self, rule: str, key: str, own: Mapping[str, Any], special: SpecialTokens) -> list[str]:
+        if unknown := sorted(own.keys() - _OF_STRINGS - _NOTES - {"$defs", "definitions"}):
+            raise UnsupportedSchema(
+                f"properties.{key}.{unknown[0]}",
+                "it cannot be enforced for a text that this model writes without quotes; write a pattern",
+            )
+        least, most = own.get("minLength", 0), own.get("maxLength")
+        if "pattern" not in own and not least and most is None:
+            return special.up_to(rule, self.value_end)
+        terminal, rules = rule.upper(), []
+        length = rf"/(.|\n){{{least},{'' if most is None else most}}}/"
+        if "pattern" in own:
+            rules = [f"{terminal}_P: {_pattern(own['pattern'], key)}", f"{terminal}_L: {length}"]
+            rules.append(f"{terminal}: {terminal}_P & {terminal}_L")
+        else:
+            rules = [f"{terminal}: {length}"]
+        end = special.spell(self.value_end)
+        return [f"{rule}{'' if end.startswith('<[') else '[lazy]'}: {terminal} {end}", *rules]
+
+
+def _pattern(pattern: str, key: str) -> str:
+    """Return a terminal of all texts in which a pattern is."""
+    begin, end = r"(.|\n)*", r"(.|\n)*"
+    if pattern.startswith("^"):
+        pattern, begin = pattern[1:], ""
+    if pattern.endswith("$") and not pattern.endswith("\\$"):
+        pattern, end = pattern[:-1], ""
+    if re.search(r"(?<![\\\[])[\^$]|\\[bBAzZ]|\(\?[=!<]", pattern):
+        raise UnsupportedSchema(f"properties.{key}.pattern", "it has anchors within or looks around; write it without")
+    escaped = re.sub(r"(?<!\\)/", r"\\/", pattern)
+    return f"/{begin}(?:{escaped}){end}/"
+
+
+def _resolved(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a schema is that only refers to another one of the whole schema."""
+    for _ in range(20):
+        if not isinstance(value, Mapping):
+            return {}
+        reference, parts = value.get("$ref"), value.get("allOf")
+        if isinstance(reference, str):
+            found: Any = schema
+            for key in reference.split("/")[1:]:
+                found = found.get(key) if isinstance(found, Mapping) else None
+            value = found
+        elif isinstance(parts, list) and len(parts) == 1 and "properties" not in value and "type" not in value:
+            value = parts[0]
+        else:
+            return value
+    return {}
+
+
+def _marked(mark: str) -> str:
+    """Return a pattern of a mark, with any white space or none where it has line ends."""
+    return r"\s*".join(map(re.escape, mark.strip().split("\n")))

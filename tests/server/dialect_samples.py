@@ -1,0 +1,217 @@
+"""How each dialect writes calls, as the published chat templates do; and what tells these templates apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Calls = Sequence[tuple[str, dict[str, Any]]]
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _named(name: str, arguments: dict[str, Any], word: str = "arguments") -> str:
+    return f'{{"name": "{name}", "{word}": {dumps(arguments)}}}'
+
+
+def _raw(value: Any) -> str:
+    return value if isinstance(value, str) else dumps(value)
+
+
+def hermes(calls: Calls) -> str:
+    return "\n".join(f"<tool_call>\n{_named(*call)}\n</tool_call>" for call in calls)
+
+
+def qwen3_coder(calls: Calls) -> str:
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={k}>\n{_raw(v)}\n</parameter>\n" for k, v in arguments.items())
+        + "</function>\n</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def llama3_json(calls: Calls) -> str:
+    return "; ".join(_named(name, arguments, "parameters") for name, arguments in calls)
+
+
+def pythonic(calls: Calls) -> str:
+    texts = (f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" for name, arguments in calls)
+    return f"[{', '.join(texts)}]"
+
+
+def mistral(calls: Calls) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{dumps(arguments)}" for name, arguments in calls)
+
+
+def mistral_v3(calls: Calls) -> str:
+    return f"[TOOL_CALLS] [{', '.join(_named(*call) for call in calls)}]"
+
+
+def _message(name: str, arguments: dict[str, Any]) -> str:
+    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dumps(arguments)}"
+
+
+def harmony(calls: Calls) -> str:
+    return "<|call|><|start|>assistant".join(_message(*call) for call in calls)
+
+
+_DEEPSEEK = "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>"
+
+
+def deepseek_v3(calls: Calls) -> str:
+    texts = (f"function<｜tool▁sep｜>{name}\n```json\n{dumps(arguments)}\n```" for name, arguments in calls)
+    return "<｜tool▁calls▁begin｜>" + "\n".join(map(_DEEPSEEK.format, texts)) + "<｜tool▁calls▁end｜>"
+
+
+def deepseek_v31(calls: Calls) -> str:
+    texts = (f"{name}<｜tool▁sep｜>{dumps(arguments)}" for name, arguments in calls)
+    return f"<｜tool▁calls▁begin｜>{''.join(map(_DEEPSEEK.format, texts))}<｜tool▁calls▁end｜>"
+
+
+def glm45(calls: Calls) -> str:
+    return "\n".join(
+        f"<tool_call>{name}\n"
+        + "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{_raw(v)}</arg_value>\n" for k, v in arguments.items())
+        + "</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def kimi_k2(calls: Calls) -> str:
+    texts = (
+        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{dumps(arguments)}<|tool_call_end|>"
+        for i, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{''.join(texts)}<|tool_calls_section_end|>"
+
+
+def granite(calls: Calls) -> str:
+    return f"<|tool_call|>[{', '.join(_named(*call) for call in calls)}]"
+
+
+def phi4_mini(calls: Calls) -> str:
+    return f"<|tool_call|>[{', '.join(_named(*call) for call in calls)}]<|/tool_call|>"
+
+
+def minimax_m2(calls: Calls) -> str:
+    texts = (
+        f'<invoke name="{name}">\n'
+        + "".join(f'<parameter name="{k}">{_raw(v)}</parameter>\n' for k, v in arguments.items())
+        + "</invoke>\n"
+        for name, arguments in calls
+    )
+    return f"<minimax:tool_call>\n{''.join(texts)}</minimax:tool_call>"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A form of calls: how it writes some, and what is told of it."""
+
+    write: Callable[[Calls], str]
+    template: str
+    """What only templates of this dialect have."""
+    writes_json: bool = True
+    """Arguments are the text that the model wrote."""
+    cut: str = ""
+    """A begin of a call."""
+    only_at_start: bool = False
+    others: Sequence[str] = ()
+    """Other texts of the call ``weather`` with the city ``Köln``."""
+
+
+_ARGUMENTS = '{"city": "Köln"}'
+_OBJECT = f'{{"name": "weather", "arguments": {_ARGUMENTS}}}'
+_DEEPSEEK_BEGIN = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+FORMS: dict[str, Sample] = {
+    "hermes": Sample(
+        hermes,
+        "{{ tools }}<tool_call>",
+        cut='<tool_call>\n{"name": "weather", "argu',
+        others=[f'<tool_call>{{"name": "weather", "parameters": {_ARGUMENTS}}}</tool_call>'],
+    ),
+    "qwen3_coder": Sample(
+        qwen3_coder,
+        "{{ tools }}<tool_call>\n<function=a>\n<parameter=b>",
+        writes_json=False,
+        cut="<tool_call>\n<function=weather>\n<parameter=city>\nKö",
+        others=["<tool_call><function=weather><parameter=city>Köln</parameter></function></tool_call>"],
+    ),
+    "llama3_json": Sample(
+        llama3_json,
+        '<|start_header_id|>{{ tools }}{"name": f, "parameters": d}',
+        only_at_start=True,
+        cut='{"name": "weather", "parameters": {',
+        others=[f"<|python_tag|>{_OBJECT}", f"I look. <|python_tag|>{_OBJECT}"],
+    ),
+    "llama4_pythonic": Sample(
+        pythonic,
+        "<|python_start|>{{ tools }}[func_name1(params_name1=v)]",
+        writes_json=False,
+        only_at_start=True,
+        cut="[weather(city='Kö",
+        others=['<|python_start|>[weather(city="Köln")]<|python_end|>', '[weather(city="K\\u00f6ln"), ]'],
+    ),
+    "mistral": Sample(
+        mistral,
+        "[TOOL_CALLS]{{ tools }}[ARGS]",
+        cut="[TOOL_CALLS]weather[ARGS]{",
+        others=[
+            f"[TOOL_CALLS]weather{_ARGUMENTS}",
+            f"[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{_ARGUMENTS}",
+            f"[TOOL_CALLS][{_OBJECT}]",
+        ],
+    ),
+    "mistral_v3": Sample(
+        mistral_v3,
+        "[TOOL_CALLS] [{{ tools }}]",
+        cut='[TOOL_CALLS] [{"name": "weather"',
+        others=[f'[TOOL_CALLS][{_OBJECT[:-1]}, "id": "abcdefghi"}}]', f"[TOOL_CALLS]weather[ARGS]{_ARGUMENTS}"],
+    ),
+    "openai": Sample(
+        harmony,
+        "<|start|>{{ tools }}<|channel|>analysis<|message|>",
+        cut="<|channel|>commentary to=functions.wea",
+        others=[
+            f" to=functions.weather<|channel|>commentary json<|message|>{_ARGUMENTS}<|call|>",
+            f"<|channel|>analysis to=functions.weather code<|message|>{_ARGUMENTS}",
+        ],
+    ),
+    "deepseek_v3": Sample(deepseek_v3, "{{ tools }}<｜tool▁sep｜>\n```json", cut=f"{_DEEPSEEK_BEGIN}function<｜tool"),
+    "deepseek_v31": Sample(deepseek_v31, "{{ tools }}<｜tool▁sep｜>", cut=f"{_DEEPSEEK_BEGIN}weather<｜tool▁sep｜>{{"),
+    "glm45": Sample(
+        glm45,
+        "{{ tools }}<tool_call>{f}\n<arg_key>k</arg_key>",
+        writes_json=False,
+        cut="<tool_call>weather\n<arg_key>city</arg_key>\n<arg_va",
+        others=["<tool_call>weather<arg_key>city</arg_key><arg_value>Köln</arg_value></tool_call>"],
+    ),
+    "kimi_k2": Sample(
+        kimi_k2,
+        "{{ tools }}<|tool_calls_section_begin|><|tool_call_argument_begin|>",
+        cut="<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_arg",
+        others=[f"<|tool_call_begin|>functions.weather:3<|tool_call_argument_begin|>{_ARGUMENTS}<|tool_call_end|>"],
+    ),
+    "granite": Sample(
+        granite,
+        "{{ tools }}<|tool_call|>",
+        cut='<|tool_call|>[{"name": "weather"',
+        others=[f"<|tool_call|> [{_OBJECT}]", f"<|tool_call|>{_OBJECT}"],
+    ),
+    "phi4_mini_json": Sample(
+        phi4_mini,
+        "{{ tools }}<|tool_call|>x<|/tool_call|>",
+        cut='<|tool_call|>[{"name": "weather"',
+        others=[f"functools[{_OBJECT}]", f"<|tool_call|>{_OBJECT}<|/tool_call|>"],
+    ),
+    "minimax_m2": Sample(
+        minimax_m2,
+        "{{ tools }}<minimax:tool_call>",
+        writes_json=False,
+        cut='<minimax:tool_call>\n<invoke name="weather">\n<param',
+    ),
+}

@@ -1,0 +1,550 @@
+"""Dialects: what each writes is told from text, however that comes; their grammars allow calls of the schemas."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+
+import jsonschema
+import pytest
+from dialect_samples import FORMS, harmony
+from tokenizers import AddedToken
+from tokenizers_for_tests import byte_level_tokenizer
+
+from omniserve.sampling.detokenizer import Detokenizer
+from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed, json_value
+from omniserve.sampling.json_schema import UnsupportedSchema, enforceable
+from omniserve.server.dialects import CALL_FORMS, THINKING, choose
+from omniserve.server.dialects.base import Opening
+from omniserve.server.text import TextCodec
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "where": {"type": "object"},
+        "tags": {"type": "array"},
+        "dry": {"type": "boolean"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+}
+TOOLS = {"weather": WEATHER, "time": {"type": "object", "properties": {}}, "ns.tool-x": {}}
+NESTED = {"where": {"at": [1, {"b": None}], "c": {}}, "tags": [], "days": 3, "dry": True}
+NEXT = "<|end|><|start|>assistant"
+ODD = 'Grüße "a" \\ b\n\n  {x} [y] 日本 🙂 </b> %'
+COUNT = sorted(FORMS)
+over_forms = pytest.mark.parametrize("name", COUNT)
+
+
+def dialect_of(name):
+    return choose("", calls=name)
+
+
+def parsed(dialect, pieces, *, opening=None, several=True, tools=TOOLS):
+    parser = dialect.parser(tools, opening=opening or Opening(), several=several)
+    said = [parser.push(piece) for piece in pieces] + [parser.flush()]
+    calls = [call for one in said for call in one.calls]
+    assert [call.index for call in calls] == list(range(parser.num_calls))
+    return (
+        "".join(one.reasoning for one in said),
+        "".join(one.text for one in said),
+        [(call.name, call.arguments) for call in calls],
+    )
+
+
+def told(dialect, text, **more):
+    """Return what is told from a text, which is the same wherever it is split."""
+    whole = parsed(dialect, [text], **more)
+    assert parsed(dialect, list(text), **more) == whole, text
+    for at in range(1, len(text)):
+        assert parsed(dialect, [text[:at], text[at:]], **more) == whole, (text[:at], text[at:])
+    return whole
+
+
+def objects(calls):
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@over_forms
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [("weather", {"city": "Köln"})],
+        [("weather", {"city": "Köln"}), ("time", {})],
+        [("time", {}), ("weather", NESTED), ("time", {})],
+        [("weather", {"city": ODD})],
+        [("weather", {"city": "5", "days": 5})],
+        [("weather", {"city": "true", "note": "null and void"})],
+        [("weather", {"city": ""})],
+        [("time", {})],
+        [("weather", {"other": [1.5, "x"]})],
+    ],
+)
+def test_calls_are_told(name, calls):
+    sample, dialect = FORMS[name], dialect_of(name)
+    _, text, found = told(dialect, sample.write(calls))
+    assert (text, objects(found)) == ("", calls)
+    if sample.writes_json:
+        assert [arguments for _, arguments in found] == [json.dumps(a, ensure_ascii=False) for _, a in calls]
+    _, text, found = told(dialect, f"\n {sample.write(calls)} \n")
+    assert (text.strip(), objects(found)) == ("", calls)
+
+
+@over_forms
+def test_other_texts_of_a_call_are_told(name):
+    for text in FORMS[name].others:
+        _, rest, calls = told(dialect_of(name), text)
+        assert objects(calls) == [("weather", {"city": "Köln"})], text
+        assert rest in ("", "I look.")
+
+
+@over_forms
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "hello",
+        "a < b, c > d. {x} [y] <tool <| <｜ [TOOL func",
+        "say <think> or </think>",
+        "  two \n\n lines\n ",
+        "[1, 2] {",
+    ],
+)
+def test_text_without_calls_stays(name, text):
+    assert told(dialect_of(name), text) == ("", text, [])
+
+
+@over_forms
+def test_what_is_no_call_stays_text(name):
+    sample, dialect = FORMS[name], dialect_of(name)
+    unknown = sample.write([("wetter", {"city": "Köln"})])
+    _, text, calls = told(dialect, unknown)
+    assert calls == [] and "wetter" in text and "Köln" in text
+    _, text, calls = told(dialect, sample.cut)
+    assert calls == [] and (text == sample.cut or name == "openai")
+    if sample.writes_json:
+        broken = sample.write([("weather", {"city": "Köln"})]).replace('"Köln"', '"Köln')
+        assert told(dialect, broken)[2] == []
+        broken = sample.write([("weather", {"city": "Köln"})]).replace('"Köln"', "NaN")
+        assert told(dialect, broken)[2] == []
+        twice = sample.write([("weather", {"a": 1})]).replace('{"a": 1}', '{"a": 1.10, "b": 1e400}')
+        assert told(dialect, twice)[2] == [("weather", '{"a": 1.10, "b": 1e400}')], "the text is passed on"
+
+
+@over_forms
+def test_text_around_calls_stays(name):
+    sample, dialect = FORMS[name], dialect_of(name)
+    call = sample.write([("weather", {"city": "Köln"})])
+    if name == "openai":
+        said = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+        assert told(dialect, said + call)[1:] == ("I look.", [("weather", '{"city": "Köln"}')])
+        return
+    _, text, calls = told(dialect, f"{call} and more")
+    assert (text.strip(), len(calls)) == ("and more", 1)
+    if not sample.only_at_start:
+        _, text, calls = told(dialect, f"I look.\n{call}\nbye")
+        assert (text.split(), len(calls)) == (["I", "look.", "bye"], 1)
+        unknown = sample.write([("wetter", {})])
+        _, text, calls = told(dialect, f"a {unknown} b {call}")
+        assert len(calls) == 1 and "wetter" in text and text.startswith("a ") and " b" in text
+    else:
+        assert told(dialect, f"I look. {call}") == ("", f"I look. {call}", [])
+
+
+@over_forms
+def test_answer_ends_with_its_first_call_if_there_is_one_only(name):
+    text = FORMS[name].write([("time", {}), ("weather", {"city": "Köln"})])
+    assert told(dialect_of(name), f"{text} and more", several=False)[1:] == ("", [("time", "{}")])
+
+
+@over_forms
+def test_call_that_lacks_only_its_end_is_one(name):
+    whole = FORMS[name].write([("weather", {"city": "Köln"})])
+    dialect = dialect_of(name)
+    form = dialect.calls if name != "openai" else None
+    for end in filter(None, (getattr(form, "closing", ""), getattr(form, "end", ""))):
+        whole = whole.rstrip().removesuffix(end)
+        _, text, calls = told(dialect, whole)
+        assert (text, objects(calls)) == ("", [("weather", {"city": "Köln"})])
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2"])
+@pytest.mark.parametrize(
+    ("key", "written", "value"),
+    [
+        ("city", "5", "5"),
+        ("city", '"a"', '"a"'),
+        ("city", " a ", " a "),
+        ("days", "5", 5),
+        ("days", " 5 ", 5),
+        ("days", "five", "five"),
+        ("dry", "True", True),
+        ("dry", "false", False),
+        ("note", "null", None),
+        ("note", "None", None),
+        ("note", "5", "5"),
+        ("where", '{"a": [1]}', {"a": [1]}),
+        ("where", "{a}", "{a}"),
+        ("tags", "['a']", "['a']"),
+        ("other", "5", 5),
+        ("other", "hello", "hello"),
+        ("other", "[1", "[1"),
+    ],
+)
+def test_values_have_the_types_of_the_schema(name, key, written, value):
+    call = FORMS[name].write([("weather", {key: written})])
+    _, _, calls = told(dialect_of(name), call)
+    assert objects(calls) == [("weather", {key: value})]
+
+
+def test_numbers_are_passed_on_as_they_are_written():
+    call = FORMS["qwen3_coder"].write([("weather", {"days": "1.10", "where": '{"x": 1e400}'})])
+    assert told(dialect_of("qwen3_coder"), call)[2] == [("weather", '{"days": 1.10, "where": {"x": 1e400}}')]
+
+
+@pytest.mark.parametrize("text", [
+    "[weather(city='a', city='b')]", "[weather('a')]", "[weather(**x)]", "[weather(city=f())]", "[weather(city=1j)]",
+    "[weather(city={1: 2})]", "[weather]", "[weather(), 5]", "[f'{x}'()]", "[weather(city=b'a')]",
+    "[weather(city=" + "[" * 300 + "]" * 300 + ")]",
+])  # fmt: skip
+def test_pythonic_calls_have_literals_alone(text):
+    assert parsed(dialect_of("pythonic"), [text]) == ("", text, [])
+
+
+def test_pythonic_values_become_json():
+    text = "[ns.weather(city='a\\'b', days=-2, dry=True, tags=('x', None), where={'a': false, 'b': 1.5})]"
+    _, _, [(name, arguments)] = parsed(dialect_of("pythonic"), [text], tools={"ns.weather": {}})
+    expected = {"city": "a'b", "days": -2, "dry": True, "tags": ["x", None], "where": {"a": False, "b": 1.5}}
+    assert (name, json.loads(arguments)) == ("ns.weather", expected)
+
+
+def test_ids_are_those_that_templates_take():
+    parser = dialect_of("kimi_k2").parser(TOOLS, opening=Opening())
+    ids = [call.call_id for call in parser.push(FORMS["kimi_k2"].write([("time", {}), ("time", {})])).calls]
+    assert ids == ["functions.time:0", "functions.time:1"]
+    for name in ("mistral", "mistral_v3"):
+        calls = dialect_of(name).parser(TOOLS, opening=Opening()).push(FORMS[name].write([("time", {})])).calls
+        assert len(calls[0].call_id) == 9 and calls[0].call_id.isalnum()
+    text = FORMS["mistral"].others[1]
+    assert dialect_of("mistral").parser(TOOLS, opening=Opening()).push(text).calls[0].call_id == "abcdefghi"
+
+
+@over_forms
+def test_the_template_says_which_dialect_it_is(name):
+    """Exactly one, so that none hides another."""
+    template = FORMS[name].template
+    found = {CALL_FORMS.get(each) for each in CALL_FORMS.names() if CALL_FORMS.get(each).is_of(template)}
+    assert found == {CALL_FORMS.get(name)}
+
+
+def test_the_template_says_how_thinking_is_marked():
+    for template, begin in [
+        ("<think>", "<think>"), ("{% if '</think>' in content %}", "<think>"), ("[THINK]a[/THINK]", "[THINK]"),
+        ("Here is my thought process:", "Here is my thought process:"),
+        ("<|channel>thought\n<channel|>", "<|channel>thought\n"),
+    ]:  # fmt: skip
+        assert choose(template).thinking.begin == begin
+        assert len({id(THINKING.get(n)) for n in THINKING.names() if THINKING.get(n).is_of(template)}) == 1
+    assert choose("<|tool_calls_section_begin|>").thinking is None
+    assert choose("<|tool_calls_section_begin|></think>").thinking is THINKING.get("kimi_k2")
+    assert choose("plain").thinking is None and choose("plain").calls is None
+    assert choose("<think><tool_call>", thinking="none").thinking is None
+    assert choose("<think><tool_call>", calls="none").calls is None
+
+
+def test_names_that_do_not_go_together_are_refused():
+    harmony = FORMS["openai"].template
+    assert type(choose(harmony)) is type(choose("", calls="openai")) is type(choose("", thinking="openai_gptoss"))
+    assert not choose(harmony, thinking="none").knows_tools
+    for more in ({"calls": "openai", "thinking": "qwen3"}, {"calls": "hermes", "thinking": "openai_gptoss"},
+                 {"calls": "openai", "thinking": "none"}):  # fmt: skip
+        with pytest.raises(ValueError, match="do not go together"):
+            choose("", **more)
+    with pytest.raises(ValueError, match="unknown tool-call parser 'herms'; known: deepseek_v3"):
+        choose("", calls="herms")
+    with pytest.raises(ValueError, match="unknown reasoning parser"):
+        choose("", thinking="x")
+
+
+THINKERS = {
+    "deepseek_r1": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "granite": ("Here is my thought process:", "Here is my response:"),
+    "gemma4": ("<|channel>thought\n", "<channel|>"),
+}
+
+
+@pytest.mark.parametrize("name", THINKERS)
+def test_thinking_is_told_from_text(name):
+    begin, end = THINKERS[name]
+    dialect = choose("", calls="hermes", thinking=name)
+    call = FORMS["hermes"].write([("time", {})])
+    for lead, opening in (("", Opening(begin)), (begin, Opening()), (f"\n{begin}", Opening())):
+        for thought in ("", "hm", "a\n\n b < c </thin [/ <tool_call>"):
+            text = f"{lead}\n{thought}\n{end}\n\nhello \n"
+            assert told(dialect, text, opening=opening) == (thought, "hello \n", [])
+            assert told(dialect, f"{lead}{thought}{end}{call}", opening=opening) == (thought, "", [("time", "{}")])
+        assert told(dialect, f"{lead}cut off ", opening=opening) == ("cut off", "", [])
+    for text in ("hello", f"hello {begin}a{end}", begin[:3], "", f"a{end}b"):
+        assert told(dialect, text) == ("", text, [])
+
+
+def test_a_call_of_kimi_ends_its_thinking():
+    dialect = choose("", calls="kimi_k2", thinking="kimi_k2")
+    call = FORMS["kimi_k2"].write([("time", {})])
+    assert told(dialect, f"<think>I look.{call}") == ("I look.", "", [("time", "{}")])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continued", "opening"),
+    [
+        ("<|user|>hi<|assistant|>", None, Opening()),
+        ("<|user|>hi<|assistant|><think>\n", None, Opening("<think>")),
+        ("<|user|>hi<|assistant|><think>\n\n</think>\n\n", None, Opening(may_think=False)),
+        ("<|user|>what is <think>?<|assistant|>", None, Opening()),
+        ("<|user|>hi<|assistant|><think>a b", "<think>a b", Opening("<think>")),
+        ("<|user|>hi<|assistant|>a b", "a b", Opening(may_think=False)),
+        ("<|user|>hi<|assistant|><think>a</think>b", "<think>a</think>b", Opening(may_think=False)),
+    ],
+)
+def test_the_prompt_says_whether_it_ends_inside_thinking(prompt, continued, opening):
+    assert choose("<think>").opening(prompt, continued) == opening
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"<|channel|>analysis<|message|>hm{NEXT}<|channel|>final<|message|>hi", ("hm", "hi")),
+        (f"<|channel|>analysis<|message|>a{NEXT}<|channel|>analysis<|message|>b<|end|>", ("a\nb", "")),
+        ("<|channel|>final<|message|>hi<|return|>", ("", "hi")),
+        (f"<|channel|>commentary<|message|>I look.{NEXT}<|channel|>final<|message|>hi", ("", "I look.\nhi")),
+        ("<|channel|>analysis<|message|>cut", ("cut", "")),
+        ("<|channel|>anal", ("", "")),
+        ("<|start|>assistant<|channel|>final<|message|>x < y <|x", ("", "x < y <|x")),
+        ("plain text", ("", "plain text")),
+        ("to be", ("", "to be")),
+        ("", ("", "")),
+    ],
+)  # fmt: skip
+def test_channels_are_told(text, expected):
+    assert told(dialect_of("openai"), text) == (*expected, [])
+
+
+def test_calls_of_gpt_oss_follow_its_thinking():
+    text = f"<|channel|>analysis<|message|>I look.{NEXT}{harmony([('weather', {'city': 'Köln'})])}<|call|>"
+    assert told(dialect_of("openai"), text) == ("I look.", "", [("weather", '{"city": "Köln"}')])
+    opening = dialect_of("openai").opening("<|start|>user<|message|>hi<|end|><|start|>assistant")
+    assert opening == Opening("")
+    opening = dialect_of("openai").opening("<|start|>assistant<|channel|>analysis<|message|>I th", "I th")
+    assert told(dialect_of("openai"), "ink<|end|><|start|>assistant<|channel|>final<|message|>a", opening=opening)[
+        :2
+    ] == ("ink", "a")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 6},
+        "code": {"type": "string", "pattern": "^[a-c]{2}-[0-9]$"},
+        "kind": {"enum": ["a b", "</x>", "ö"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 20},
+        "where": {"$ref": "#/$defs/Place"},
+        "dry": {"type": "boolean"},
+    },
+    "required": ["city", "code", "days"],
+    "additionalProperties": False,
+    "$defs": {"Place": {"type": "object", "properties": {"x": {"enum": [1, None]}}, "required": ["x"],
+                        "additionalProperties": False}},
+}  # fmt: skip
+LOOSE = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}},
+    "additionalProperties": False,
+}
+EMPTY = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def tokenizer_for(dialect, special):
+    """Return a tokenizer that has a special token for each tag of a dialect, or none."""
+    tokenizer = copy.deepcopy(byte_level_tokenizer())
+    if "<|end|>" in dialect.marks:
+        tokenizer.eos_token = "<|system|>"
+    tags = [
+        mark for mark in dialect.marks if mark.startswith(("<|", "<｜", "[TOOL", "[ARGS", "[CALL", "</tool", "<tool_c"))
+    ]
+    whole = sorted({tag for tag in tags if not any(other != tag and other in tag for other in tags) and "{" not in tag})
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=True) for tag in whole if special])
+    return tokenizer
+
+
+def compiler_of(tokenizer):
+    return GrammarCompiler(tokenizer, vocab_size=len(tokenizer) + 8, eos_token_ids=(tokenizer.eos_token_id,))
+
+
+def walk(grammar, tokenizer, seed, most=3000):
+    """Return the tokens of a random walk under a grammar."""
+    rng, state, token_ids = random.Random(seed), grammar.start(), []
+    while len(token_ids) < most:
+        bits = state.allowed()
+        allowed = [i for i in range(len(tokenizer)) if bits[i // 8] >> i % 8 & 1]
+        ends = tokenizer.eos_token_id in allowed and rng.random() < 0.5
+        token_ids.append(tokenizer.eos_token_id if ends else rng.choice(allowed))
+        state.accept(token_ids[-1])
+        if token_ids[-1] == tokenizer.eos_token_id:
+            return token_ids
+    raise AssertionError(f"no end in {tokenizer.decode(token_ids)!r}")
+
+
+def accepts(grammar, text, tokenizer):
+    state = grammar.start()
+    try:
+        for token in [*tokenizer(text).input_ids, tokenizer.eos_token_id]:
+            state.accept(token)
+    except GrammarFailed:
+        return False
+    return True
+
+
+@over_forms
+@pytest.mark.parametrize("special", [False, True])
+def test_what_a_grammar_of_calls_allows_is_a_call_of_the_schema(name, special):
+    dialect = dialect_of(name)
+    tokenizer = tokenizer_for(dialect, special)
+    tokens = TextCodec(tokenizer).special_tokens(dialect)
+    schemas = {"f": SCHEMA, "g": LOOSE, "h": EMPTY}
+    rules = {key: enforceable(schema) for key, schema in schemas.items()}
+    names = set()
+    for several in (False, True):
+        text = dialect.calls_grammar(rules, free_text=False, several=several, special=tokens, opening=Opening())
+        grammar = compiler_of(tokenizer).compile(text).result()
+        for seed in range(12):
+            token_ids = walk(grammar, tokenizer, seed)
+            shown = Detokenizer(tokenizer, shown=tokens.tags.values())
+            written = shown.push(token_ids) + shown.flush()
+            reasoning, rest, calls = parsed(dialect, [written], tools=schemas)
+            assert rest == "" and (calls if several else len(calls) == 1), written
+            assert not reasoning or name == "openai"
+            for key, arguments in calls:
+                jsonschema.validate(json.loads(arguments), schemas[key])
+                names.add(key)
+    assert names == set(schemas)
+
+
+@over_forms
+@pytest.mark.parametrize("special", [False, True])
+def test_grammar_of_strict_tools_allows_text_and_calls_of_the_schema(name, special):
+    dialect, write = dialect_of(name), FORMS[name].write
+    tokenizer = tokenizer_for(dialect, special)
+    tokens = TextCodec(tokenizer).special_tokens(dialect)
+    rules = {"f": enforceable(SCHEMA), "h": enforceable(EMPTY)}
+    text = dialect.calls_grammar(rules, free_text=True, several=True, special=tokens, opening=Opening())
+    grammar = compiler_of(tokenizer).compile(text).result()
+    good = {"city": "ab", "code": "ab-1", "days": 5}
+    plain = "<|channel|>final<|message|>hello" if name == "openai" else "hello"
+    assert accepts(grammar, plain, tokenizer)
+    calls = write([("f", good)])
+    if name == "mistral_v3":
+        calls = calls.replace("] [", "][")
+    if name == "llama4_pythonic":
+        calls = calls.replace("'", '"')
+    if name == "minimax_m2":
+        calls = calls.replace("\n</minimax", "\n</minimax")
+    assert accepts(grammar, calls, tokenizer)
+    assert not accepts(grammar, calls.replace("ab-1", "ab_1"), tokenizer)
+    assert not accepts(grammar, calls.replace("days", "weeks"), tokenizer)
+    if not FORMS[name].only_at_start and name != "openai":
+        assert accepts(grammar, f"hello {calls} bye", tokenizer)
+        assert not accepts(grammar, f"hello {calls.replace('code', 'cod')} bye", tokenizer)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "pythonic"])
+def test_schemas_that_cannot_be_kept_are_refused(name):
+    dialect = dialect_of(name)
+    tokens = TextCodec(byte_level_tokenizer()).special_tokens(dialect)
+
+    def grammar(schema):
+        rules = {"f": enforceable(schema)}
+        return dialect.calls_grammar(rules, free_text=False, several=True, special=tokens, opening=Opening())
+
+    with pytest.raises(UnsupportedSchema, match="one by one"):
+        grammar({"type": "object", "anyOf": [{"required": ["a"]}], "properties": {"a": {}}})
+    if name != "pythonic":
+        with pytest.raises(UnsupportedSchema, match="write a pattern"):
+            grammar({"type": "object", "properties": {"a": {"type": "string", "format": "uri"}}})
+        with pytest.raises(UnsupportedSchema, match="rename it"):
+            grammar({"type": "object", "properties": {"a>": {"type": "string"}}})
+    else:
+        with pytest.raises(UnsupportedSchema, match="rename it"):
+            grammar({"type": "object", "properties": {"a-b": {"type": "string"}}})
+    tokenizer = byte_level_tokenizer()
+    free = compiler_of(tokenizer).compile(grammar({"type": "object"})).result()
+    write = FORMS["llama4_pythonic" if name == "pythonic" else name].write
+    assert accepts(free, write([("f", {"a": 5, "b": 6})]), tokenizer)
+    both = {
+        "type": "object",
+        "properties": {"a": {"type": ["string", "null"]}, "d": {"type": "string", "format": "date"}},
+    }
+    rich = compiler_of(tokenizer).compile(grammar(both)).result()
+    for value in ("x", None):
+        text = write([("f", {"a": value, "d": "2024-02-29"})]).replace("'", '"').replace("None", "null")
+        assert accepts(rich, text, tokenizer)
+        assert not accepts(rich, text.replace("02-29", "02-30"), tokenizer)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", [*THINKERS, "openai_gptoss"])
+def test_constraints_begin_behind_thinking(name, special):
+    dialect = choose("", calls="hermes" if name != "openai_gptoss" else "auto", thinking=name)
+    begin, end = THINKERS.get(name, ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"))
+    lead = "<|channel|>final<|message|>" if name == "openai_gptoss" else ""
+    tokenizer = tokenizer_for(dialect, special)
+    tokens = TextCodec(tokenizer).special_tokens(dialect)
+    value = json_value(enforceable({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}))
+
+    def grammar(opening):
+        return compiler_of(tokenizer).compile(dialect.value_grammar(value, special=tokens, opening=opening)).result()
+
+    good, bad = f'{lead}{{"a": 1}}', f'{lead}{{"b": 1}}'
+    for text, opening, is_good in [
+        (good, Opening(), True), (bad, Opening(), False), (f"{begin}hm {{}}{end}{good}", Opening(), True),
+        (f"{begin}hm{end}{bad}", Opening(), False), (f"hm{end}{good}", Opening(begin), True),
+        (f"hm{end}{bad}", Opening(begin), False), (good, Opening(begin), False),
+    ]:  # fmt: skip
+        assert accepts(grammar(opening), text, tokenizer) == is_good, (text, opening)
+    if name != "openai_gptoss":
+        closed = grammar(Opening(may_think=False))
+        assert accepts(closed, good, tokenizer) and not accepts(closed, f"{begin}hm{end}{good}", tokenizer)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", [*THINKERS, "openai_gptoss"])
+def test_thinking_ends_when_its_budget_is_spent(name, special):
+    dialect = choose("", thinking=name)
+    begin, end = THINKERS.get(name, ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"))
+    lead = "<|channel|>final<|message|>" if name == "openai_gptoss" else ""
+    tokenizer = tokenizer_for(dialect, special)
+    tokens = TextCodec(tokenizer).special_tokens(dialect)
+    most = 7 + len(tokenizer(end).input_ids)  # as text, the end counts, too
+    opening = Opening(begin, budget=most)
+    grammar = compiler_of(tokenizer).compile(dialect.text_grammar(special=tokens, opening=opening)).result()
+    assert accepts(grammar, f"hm{end}{lead}hello", tokenizer)
+    assert not accepts(grammar, f"{'hm ' * 20}{end}{lead}hello", tokenizer)
+    for seed in range(5):
+        state, rng, token_ids = grammar.start(), random.Random(seed), []
+        for _ in range(60):
+            bits = state.allowed()
+            token_ids.append(rng.choice([i for i in range(len(tokenizer)) if bits[i // 8] >> i % 8 & 1]))
+            state.accept(token_ids[-1])
+            if token_ids[-1] == tokenizer.eos_token_id:
+                break
+        shown, parser = Detokenizer(tokenizer, shown=tokens.tags.values()), dialect.parser({}, opening=opening)
+        num_thought = 0
+        while parser.is_thinking:
+            parser.push(shown.push([token_ids[num_thought]]))
+            num_thought += 1
+        assert num_thought <= most + len(end), "the end may be spelled letter by letter"
+    none = dialect.text_grammar(special=tokens, opening=Opening(begin, budget=0))
+    compiled = compiler_of(tokenizer).compile(none).result()
+    assert accepts(compiled, f"{end}{lead}hello", tokenizer) and not accepts(compiled, f"a{end}{lead}hello", tokenizer)
