@@ -548,3 +548,29 @@ def test_thinking_ends_when_its_budget_is_spent(name, special):
     none = dialect.text_grammar(special=tokens, opening=Opening(begin, budget=0))
     compiled = compiler_of(tokenizer).compile(none).result()
     assert accepts(compiled, f"{end}{lead}hello", tokenizer) and not accepts(compiled, f"a{end}{lead}hello", tokenizer)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("calls", ["none", "hermes", "llama3_json"])
+@pytest.mark.parametrize("name", THINKERS)
+def test_budget_holds_where_the_model_may_think(name, special, calls):
+    """The begin of thinking is no text then, with which the bound could be passed by."""
+    begin, end = THINKERS[name]
+    dialect = choose("", calls=calls, thinking=name)
+    tokenizer = tokenizer_for(dialect, special)
+    tokens = TextCodec(tokenizer).special_tokens(dialect)
+    opening = Opening(budget=8 + len(tokenizer(end).input_ids))
+    if calls == "none":
+        text = dialect.text_grammar(special=tokens, opening=opening)
+    else:
+        rules = {"f": enforceable(EMPTY)}
+        text = dialect.calls_grammar(rules, free_text=True, several=True, special=tokens, opening=opening)
+    grammar = compiler_of(tokenizer).compile(text).result()
+    for good in ("hello", f"hello {begin} there", f"{begin}hm{end}hello", f"{begin}{end}", begin[:4], ""):
+        assert accepts(grammar, good, tokenizer) or (good.endswith(" there") and special), good
+    for bad in (f"{begin}{'hm ' * 30}{end}hello", f"{begin}hello", f"\n {begin}{'hm ' * 30}"):
+        assert not accepts(grammar, bad, tokenizer), bad
+    if calls != "none":
+        call = FORMS[calls].write([("f", {})])
+        assert accepts(grammar, call, tokenizer) and accepts(grammar, f"{begin}hm{end}{call}", tokenizer)
+        assert not accepts(grammar, call.replace("{}", '{"a": 1}'), tokenizer)

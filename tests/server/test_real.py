@@ -9,6 +9,7 @@ import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+import jsonschema
 import openai
 import pytest
 import torch
@@ -303,3 +304,56 @@ def test_page_shows_what_the_engine_does(server, open_page, monkeypatch):
     for title, text in (("LS time per output token", "p99"), ("SLO attainment", "100 %"), ("BE output", "device")):
         page.wait_for_function(f"([title, text]) => ({figures})(title).includes(text)", arg=[title, text])
     assert not page.locator("figure", has_text="LS time per output token").locator(".nothing").is_visible()
+
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if tools %}{% endif %}<|assistant|>"
+    "{% if enable_thinking | default(true) %}<think>\n{% else %}<think></think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "kimi_k2", "mistral"])
+def test_a_random_model_thinks_within_its_budget_and_keeps_schemas_behind_it(start, cache_folder, tmp_path, parser):
+    """What it thinks is anything, and would have no end."""
+    (tmp_path / "template.jinja").write_text(THINKING_TEMPLATE)
+    flags = "--dtype float32 --profile none --ls-ttft-slo 1000 --ls-tpot-slo 1000".split()
+    flags += ["--chat-template", str(tmp_path / "template.jinja"), "--tool-call-parser", parser]
+    server = start(cache_folder, *flags).wait_until_ready()
+    client = server.client()
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0},
+                                               "s": {"enum": ["a b", "é"]}},
+              "required": ["n", "s"], "additionalProperties": False}  # fmt: skip
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    constraints = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+    ]
+    end = len(TOKENIZER("</think>").input_ids)
+    for constraint in constraints:
+        for extra in ({"thinking_token_budget": 12}, {"chat_template_kwargs": {"enable_thinking": False}}):
+            answer = client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=200, extra_body=extra,
+                **constraint,
+            )  # fmt: skip
+            [choice] = answer.choices
+            message = choice.message.model_dump()
+            if "tools" in constraint:
+                [call] = message["tool_calls"]
+                value = call["function"]["arguments"]
+                assert choice.finish_reason == "tool_calls" and not message["content"]
+            else:
+                value = message["content"]
+            jsonschema.validate(json.loads(value), schema)
+            details = answer.usage.completion_tokens_details
+            if "thinking_token_budget" not in extra:
+                assert details is None and "reasoning" not in message
+            else:
+                assert 0 < details.reasoning_tokens <= 12 + end and message["reasoning"]
+    answer = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=60,
+        extra_body={"thinking_token_budget": 3},
+    )  # fmt: skip
+    assert answer.usage.completion_tokens_details.reasoning_tokens <= 3 + len("</think>")
+    assert answer.choices[0].message.content
+    assert server.stop() == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from omniserve.server.dialects.json_text import dumps
@@ -30,29 +30,36 @@ class SpecialTokens:
         """Return an expression for a text that may have tags."""
         return " ".join(f"<[{self.tags[part]}]>" if part in self.tags else dumps(part) for part in self._parts(text))
 
-    def up_to(self, rule: str, text: str) -> list[str]:
-        """Return the rules of anything up to a text, which ends at its first occurrence."""
+    def up_to(self, rule: str, text: str, before: str = "TEXT") -> list[str]:
+        """Return the rules of anything up to a text, which ends at its first occurrence.
+
+        Args:
+            rule: The name of the rule.
+            text: What it ends with.
+            before: The rule of what is before.
+        """
         first, *rest = self._parts(text)
         spelled = self.spell(first)
         behind = "" if not rest else f" {self.spell(text[len(first) :])}"
         if first in self.tags:
-            return [f"{rule}: {self.skipped}TEXT {spelled}{behind}"]
+            return [f"{rule}: {self.skipped}{before} {spelled}{behind}"]
         # Lazy, so that the first occurrence is one, and no text.
         if not behind and not self.others:
-            return [f"{rule}[lazy]: TEXT {spelled}"]
-        return [f"{rule}: {self.skipped}{rule}_end{behind}", f"{rule}_end[lazy]: TEXT {spelled}"]
+            return [f"{rule}[lazy]: {before} {spelled}"]
+        return [f"{rule}: {self.skipped}{rule}_end{behind}", f"{rule}_end[lazy]: {before} {spelled}"]
 
-    def bounded(self, rule: str, text: str, most_tokens: int | None) -> list[str]:
+    def bounded(self, rule: str, text: str, *, before: str = "TEXT", most_tokens: int | None = None) -> list[str]:
         """Return the rules of anything up to a text, but no special token, one of which may end the answer.
 
         Args:
             rule: The name of the rule.
             text: Ends it at its first occurrence.
-            most_tokens: The text comes after so many tokens at the latest; None: after any number.
+            before: The rule of what is before.
+            most_tokens: The text comes after so many tokens at the latest, whatever is before; None: after any number.
         """
         first = self._parts(text)[0]
         if most_tokens is None:
-            return replace(self, others=()).up_to(rule, text)
+            return replace(self, others=()).up_to(rule, text, before)
         if not most_tokens:
             return [f"{rule}: {self.spell(text)}"]
         stop = "" if first in self.tags else f"stop={dumps(first)}, "
@@ -61,15 +68,31 @@ class SpecialTokens:
     @property
     def any_text(self) -> str:
         """An expression of any text, special tokens included."""
-        tokens = [*self.tags.values(), *self.others]
-        return f"TEXT (<[{','.join(map(str, tokens))}]> TEXT)*" if tokens else "TEXT"
+        return f"TEXT{self._more([*self.tags.values(), *self.others])}"
 
     def other_text(self, begin: str) -> str:
         """Return an expression of a text that begins with a rule, or of none; with special tokens that are no tags."""
         if not self.others:
             return f"{begin}?"
-        tokens = f"<[{','.join(map(str, self.others))}]>"
-        return f"{tokens}* ({begin} ({tokens} TEXT)*)?"
+        return f"<[{','.join(map(str, self.others))}]>* ({begin}{self._more(self.others)})?"
+
+    def not_begun(self, rule: str, text: str, of: str = "TEXT") -> list[str]:
+        """Return the terminal of texts, of another terminal, that do not begin with this one, but for white space."""
+        first = self._parts(text)[0]
+        if first in self.tags:  # which no terminal has
+            return [f"{rule}: {of}"]
+        pattern = re.escape(first).replace("\n", "n").replace("/", r"\/")
+        return [rf"{rule}: {of} & ~/\s*{pattern}(.|\n)*/"]
+
+    def text_not_begun(self, rule: str, text: str) -> str:
+        """Return an expression of any text that begins with the terminal of ``not_begun``, special tokens included."""
+        first = self._parts(text)[0]
+        tokens = [token_id for tag, token_id in self.tags.items() if tag != first]
+        return f"{rule}{self._more([*tokens, *self.others])}"
+
+    @staticmethod
+    def _more(token_ids: Sequence[int]) -> str:
+        return f" (<[{','.join(map(str, token_ids))}]> TEXT)*" if token_ids else ""
 
     @property
     def skipped(self) -> str:

@@ -82,7 +82,7 @@ class Harmony(Dialect):
             start = text or "TEXT"
         else:
             start = f"{special.spell(f'{_CHANNEL}analysis{_MESSAGE}')} thought answer | answer"
-        rules = [*rules, *special.bounded("thought", _NEXT, opening.budget)]
+        rules = [*rules, *special.bounded("thought", _NEXT, most_tokens=opening.budget)]
         return "\n".join([f"start: {start}", *rules, *special.shared_rules])
 
 
@@ -98,6 +98,8 @@ class HarmonyParser:
         self._tools = tools
         self._several = several
         self._held = ""
+        self._seen = 0
+        """Characters of what is held in which no message ends."""
         self._head: str | None = None
         """The head of the message that is being read; None while its end is missing."""
         self._told: dict[str, bool] = {}
@@ -175,7 +177,8 @@ class HarmonyParser:
 
     def _read_body(self, said: list[Said]) -> bool:
         """Read what a message says; return False if its end is missing."""
-        found = [(at, end) for end in _ENDS if (at := self._held.find(end)) >= 0]
+        found = [(at, end) for end in _ENDS if (at := self._held.find(end, self._seen)) >= 0]
+        self._seen = 0
         if found:
             at, end = min(found)
             body, rest = self._held[:at], self._held[at if end == _START else at + len(end) :]
@@ -187,6 +190,7 @@ class HarmonyParser:
             certain = self._held[: len(self._held) - max(num_begun(self._held, end) for end in _ENDS)]
             self._held = self._held[len(certain) :]
             self._tell(said, self._kind, certain)
+        self._seen = max(0, len(self._held) - max(map(len, _ENDS)))
         return False
 
     def _end_message(self, said: list[Said], body: str) -> None:

@@ -59,21 +59,38 @@ class TaggedDialect(Dialect):
         elif form.only_at_start:
             rules += [f"answer: {special.spell(group.begin)} calls | {special.other_text('OTHER')}"]
             rules += [rf"OTHER: /\s*[^\s{_in_class(form.begins)}](.|\n)*/"]
+            if self._is_bounded(opening):
+                rules += [f"plain: {special.spell(group.begin)} calls | {special.other_text('PLAIN')}"]
+                rules += special.not_begun("PLAIN", self.thinking.begin, of="OTHER")
         else:
             rules += [f"answer: (begin calls)* {special.skipped}TEXT", *special.up_to("begin", group.begin)]
+            if self._is_bounded(opening):
+                rules += [f"plain: plain_begin calls answer | {special.other_text('PLAIN')}"]
+                rules += special.bounded("plain_begin", group.begin, before="PLAIN")
+                rules += special.not_begun("PLAIN", self.thinking.begin)
         return self._behind_thinking(rules, special, opening)
 
     def value_grammar(self, value: str, *, special: SpecialTokens, opening: Opening) -> str:
         return self._behind_thinking([f"answer: {value}"], special, opening)
 
     def text_grammar(self, *, special: SpecialTokens, opening: Opening) -> str:
-        return self._behind_thinking([f"answer: {special.any_text}"], special, opening)
+        rules = [f"answer: {special.any_text}"]
+        if self._is_bounded(opening):
+            begin = self.thinking.begin
+            rules += [f"plain: {special.text_not_begun('PLAIN', begin)}", *special.not_begun("PLAIN", begin)]
+        return self._behind_thinking(rules, special, opening)
+
+    def _is_bounded(self, opening: Opening) -> bool:
+        """Return whether text may not begin as thinking does, which has a bound."""
+        return opening.may_think and not opening.prefill and opening.budget is not None
 
     def _behind_thinking(self, rules: list[str], special: SpecialTokens, opening: Opening) -> str:
+        """Return a grammar; a rule ``plain``, if there is one, is of an answer without thinking."""
         start = "start: answer"
         if self.thinking is not None and opening.may_think:
-            start = f"start: {self.thinking.start(special, opening)}"
-            rules = [*rules, *special.bounded("thought", self.thinking.end, opening.budget)]
+            plain = "plain" if any(rule.startswith("plain:") for rule in rules) else "answer"
+            start = f"start: {self.thinking.start(special, opening, plain)}"
+            rules = [*rules, *special.bounded("thought", self.thinking.end, most_tokens=opening.budget)]
         return "\n".join([start, *rules, *special.shared_rules])
 
 

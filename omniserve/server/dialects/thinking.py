@@ -42,11 +42,14 @@ class Thinking:
             return Opening(self.begin)
         return Opening(may_think=not prompt.endswith(self.end.rstrip()))
 
-    def start(self, special: SpecialTokens, opening: Opening) -> str:
-        """Return an expression of an answer, a rule of that name, behind thinking, a rule ``thought``."""
+    def start(self, special: SpecialTokens, opening: Opening, plain: str) -> str:
+        """Return an expression of an answer, a rule of that name, behind thinking, a rule ``thought``.
+
+        ``plain`` is the rule of an answer without thinking.
+        """
         if opening.prefill:
             return "thought SPACE answer"
-        return f"{special.spell(self.begin)} thought SPACE answer | answer"
+        return f"{special.spell(self.begin)} thought SPACE answer | {plain}"
 
 
 _CALLS_OF_KIMI = "<|tool_calls_section_begin|>"
