@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -160,7 +161,7 @@ class Choice:
         self.num_rejected_drafts = 0
         """Number of guesses that were computed and are not in the output."""
         self.num_reasoning_tokens = 0
-        """Number of output tokens that are reasoning, with the marks around it."""
+        """Number of output tokens that are reasoning, with the mark that ends it."""
         self._detokenizer = codec.detokenizer(
             form.stop,
             skip_special_tokens=form.skip_special_tokens,
@@ -193,7 +194,13 @@ class Choice:
 
     def advance(self, output: RequestOutput) -> Delta | None:
         """Take what a step produced; return the text that is certain by now, if any or if the choice is complete."""
-        said, finish_reason, num_unused = self._read(output)
+        said: Said | None = None
+        text: str | None
+        if self._parser is None:
+            text, finish_reason, num_unused = self._read(output)
+        else:
+            said, finish_reason, num_unused = self._read_parsed(output, self._parser)
+            text = None if said is None else said.text
         output = output.without_last(num_unused)
         token_ids, logprobs = output.new_token_ids, output.new_logprobs
         self.engine_times, self.num_host_tokens = output.times, output.num_host_tokens
@@ -211,9 +218,9 @@ class Choice:
             self._logprobs += logprobs[:-1] if ends_at_token and not self._include_stop else logprobs
         if self._new_token_ids is not None:
             self._new_token_ids += token_ids
-        if said is None:
+        if text is None:
             return None
-        reasoning, text, calls = said
+        reasoning, calls = ("", ()) if said is None else (said.reasoning, said.calls)
         echo = None
         if self._echo is not None:
             echo = Echo(self._echo, self.request.prompt_token_ids[0], output.prompt_logprobs)
@@ -233,62 +240,62 @@ class Choice:
             self.index, text, new_logprobs, reason, echo, calls, reasoning, num_tokens, new_ids, prompt_token_ids
         )
 
-    def _read(self, output: RequestOutput) -> tuple[Said | None, FinishReason | None, int]:
-        """Return what is new, or None as it is read in larger parts; why it ends; how many tokens are behind its end.
+    def _text_tokens(self, output: RequestOutput) -> Sequence[int]:
+        """Return the tokens that are text."""
+        if output.finish_reason is FinishReason.STOP and not self._include_stop:
+            # The engine ends a request so at a stop token only, and that is no part of the text.
+            return output.new_token_ids[:-1]
+        return output.new_token_ids
+
+    def _read(self, output: RequestOutput) -> tuple[str | None, FinishReason | None, int]:
+        """Return new text, or None as it is read in larger parts; why it ends; and how many tokens are behind its end.
 
         A step may bring several tokens, and one before the last may complete a stop string.
         """
-        token_ids: Sequence[int] = output.new_token_ids
-        if output.finish_reason is FinishReason.STOP and not self._include_stop:
-            # The engine ends a request so at a stop token only, and that is no part of the text.
-            token_ids = token_ids[:-1]
-        thought: list[Said] = []
-        num_read, finish_reason = 0, None
-        if self._parser is not None and self._parser.may_think:
-            num_read, finish_reason = self._read_thinking(token_ids, thought)
-        if self._in_large_parts and finish_reason is None and not (self._parser and self._parser.may_think):
-            self._token_ids += token_ids[num_read:]
+        token_ids = self._text_tokens(output)
+        if self._in_large_parts:
+            self._token_ids += token_ids
             if output.finish_reason is None and self._echo is None and len(self._token_ids) < _TOKENS_PER_PART:
-                return (self._joined(thought) if thought else None), None, 0
-            token_ids, num_read = self._token_ids, 0
-            self._token_ids = []
-        if finish_reason is None:
-            text, finish_reason, num_more = self._detokenizer.advance(token_ids[num_read:], None)
-            num_read += num_more
-            thought.append(self._told(text))
-        num_unused = 0
+                return None, None, 0
+            token_ids = tuple(self._token_ids)
+            self._token_ids.clear()
+        text, finish_reason, num_read = self._detokenizer.advance(token_ids, None)
         if finish_reason is not None:
-            num_unused = len(output.new_token_ids) - num_read
-        elif output.finish_reason is not None:
-            text, finish_reason, _ = self._detokenizer.advance((), output.finish_reason)
-            thought.append(self._told(text))
-        if self._parser is not None:
-            if self._parser.is_over:
-                finish_reason = FinishReason.STOP
-            if finish_reason is not None:
-                thought.append(self._parser.flush())
-        return self._joined(thought), finish_reason, num_unused
+            return text, finish_reason, len(output.new_token_ids) - num_read
+        if output.finish_reason is None:
+            return text, None, 0
+        rest, finish_reason, _ = self._detokenizer.advance((), output.finish_reason)
+        return text + rest, finish_reason, 0
 
-    def _read_thinking(self, token_ids: Sequence[int], said: list[Said]) -> tuple[int, FinishReason | None]:
-        """Read tokens one by one, to count them, as long as they may be reasoning; return how many, and why it ends."""
-        parser = self._parser
-        assert parser is not None
-        for i, token_id in enumerate(token_ids):
-            if not parser.may_think:
-                return i, None
+    def _read_parsed(self, output: RequestOutput, parser: AnswerParser) -> tuple[Said | None, FinishReason | None, int]:
+        """Return what ``_read`` does, with the text in its parts.
+
+        Tokens that may be reasoning are read one by one, so that they can be counted.
+        """
+        said: list[Said] = []
+        num_read = 0
+        finish_reason: FinishReason | None = None
+        for token_id in self._text_tokens(output) if parser.may_think else ():
             was_thinking = parser.is_thinking
             text, finish_reason, _ = self._detokenizer.advance((token_id,), None)
             said.append(parser.push(text))
             self.num_reasoning_tokens += was_thinking or parser.is_thinking
-            if finish_reason is not None:
-                return i + 1, finish_reason
-        return len(token_ids), None
-
-    def _told(self, text: str) -> Said:
-        return Said(text=text) if self._parser is None else self._parser.push(text)
-
-    def _joined(self, parts: Sequence[Said]) -> Said:
-        if len(parts) == 1 and self._parser is None:
-            return parts[0]
-        reasoning = "".join([part.reasoning for part in parts]) if self._with_reasoning else ""
-        return Said(reasoning, "".join([part.text for part in parts]), [call for part in parts for call in part.calls])
+            num_read += 1
+            if finish_reason is not None or not parser.may_think:
+                break
+        num_unused = len(output.new_token_ids) - num_read
+        if finish_reason is None and (not num_read or num_unused or output.finish_reason is not None):
+            if num_read:
+                output = dataclasses.replace(output, new_token_ids=output.new_token_ids[num_read:])
+            rest, finish_reason, num_unused = self._read(output)
+            if rest is not None:
+                said.append(parser.push(rest))
+        if parser.is_over:
+            finish_reason = FinishReason.STOP
+        if finish_reason is not None:
+            said.append(parser.flush())
+        if not said:
+            return None, None, 0
+        reasoning = "".join([part.reasoning for part in said]) if self._with_reasoning else ""
+        calls = [call for part in said for call in part.calls]
+        return Said(reasoning, "".join([part.text for part in said]), calls), finish_reason, num_unused

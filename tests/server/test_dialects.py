@@ -574,3 +574,19 @@ def test_budget_holds_where_the_model_may_think(name, special, calls):
         call = FORMS[calls].write([("f", {})])
         assert accepts(grammar, call, tokenizer) and accepts(grammar, f"{begin}hm{end}{call}", tokenizer)
         assert not accepts(grammar, call.replace("{}", '{"a": 1}'), tokenizer)
+
+
+@pytest.mark.parametrize("calls", ["hermes", "llama3_json"])
+def test_thinking_may_mention_calls(calls):
+    """Only calls behind it have to keep a schema."""
+    tokenizer, dialect = byte_level_tokenizer(), choose("", calls=calls, thinking="qwen3")
+    tokens = TextCodec(tokenizer).special_tokens(dialect)
+    text = dialect.calls_grammar(
+        {"f": enforceable(EMPTY)}, free_text=True, several=True, special=tokens, opening=Opening()
+    )
+    grammar = compiler_of(tokenizer).compile(text).result()
+    call, bad = FORMS[calls].write([("f", {})]), FORMS[calls].write([("f", {"a": 1})])
+    for good in (f"<think>as {bad} or</think>{call}", f"<think>{bad}</think>hello", call, "hello"):
+        assert accepts(grammar, good, tokenizer), good
+    assert not accepts(grammar, f"<think>hm</think>{bad}", tokenizer)
+    assert not accepts(grammar, bad, tokenizer)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import openai
 import pytest
 from dialect_samples import FORMS
 from tokenizers_for_tests import byte_level_tokenizer
+
+from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams
+from omniserve.server.choice import Choice, TextForm, merge
+from omniserve.server.dialects import choose
+from omniserve.server.dialects.base import Opening
+from omniserve.server.text import TextCodec
 
 TOKENIZER = byte_level_tokenizer()
 [ASSISTANT] = TOKENIZER("<|assistant|>").input_ids
@@ -194,3 +201,42 @@ def test_a_server_does_not_start_with_an_unknown_parser(start_server):
         server = start_server(*flags)
         server.wait()
         assert message in "".join(server.log)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "openai_gptoss"])
+@pytest.mark.parametrize("stop", [(), ("END",)])
+def test_steps_of_any_size_and_whole_answers_say_the_same(name, stop):
+    """Drafts bring several tokens a step; an answer that is not streamed is read in large parts."""
+    lead = "hm < x\n</think>\n\n"
+    if name == "openai_gptoss":
+        lead = "<|channel|>analysis<|message|>hm < x<|call|><|start|>assistant<|channel|>final<|message|>"
+    call = FORMS["hermes"].write([("weather", {"city": "Köln"})]) if name == "qwen3" else ""
+    token_ids = TOKENIZER(f"{lead}hello END bye {call}").input_ids
+    codec, dialect = TextCodec(TOKENIZER), choose("", thinking=name, calls="hermes" if name == "qwen3" else "auto")
+    opening = Opening("<think>" if name == "qwen3" else "")
+    results = set()
+    for size in (1, 2, 3, 7, 100, len(token_ids)):
+        for at_once in (False, True):
+            parser = functools.partial(dialect.parser, {"weather": {}}, opening=opening)
+            form = TextForm(stop=stop, at_once=at_once, parser=parser)
+            request = Request(request_id="r", prompt_token_ids=[5], sampling=SamplingParams(max_tokens=1000))
+            choice = Choice(0, request, codec, slo=SLO(), arrival_s=0.0, form=form, echo=None)
+            deltas = []
+            for at in range(0, len(token_ids), size):
+                if choice.finish_reason is None:
+                    reason = FinishReason.LENGTH if at + size >= len(token_ids) else None
+                    output = RequestOutput(
+                        request_id="r", service_class="LS", new_token_ids=tuple(token_ids[at : at + size]),
+                        finish_reason=reason,
+                    )  # fmt: skip
+                    deltas.append(choice.advance(output))
+            whole = merge([delta for delta in deltas if delta is not None])
+            calls = tuple((each.name, each.arguments) for each in whole.tool_calls)
+            results.add((whole.reasoning, whole.text, calls, whole.finish_reason, choice.num_reasoning_tokens,
+                         choice.times.num_tokens))  # fmt: skip
+    [(reasoning, text, calls, _, num_reasoning, num_tokens)] = results
+    assert (reasoning, text) == ("hm < x", "hello " if stop else "hello END bye" + " " * (not call))
+    assert len(calls) == (bool(call) and not stop)
+    thought = "hm < x\n</think>" if name == "qwen3" else "hm < x<|call|>"
+    assert abs(num_reasoning - len(TOKENIZER(thought).input_ids)) <= 2
+    assert num_tokens <= len(token_ids)

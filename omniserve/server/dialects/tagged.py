@@ -59,15 +59,15 @@ class TaggedDialect(Dialect):
         elif form.only_at_start:
             rules += [f"answer: {special.spell(group.begin)} calls | {special.other_text('OTHER')}"]
             rules += [rf"OTHER: /\s*[^\s{_in_class(form.begins)}](.|\n)*/"]
-            if self._is_bounded(opening):
+            if (thinks := self._may_begin_with(opening)) is not None:
                 rules += [f"plain: {special.spell(group.begin)} calls | {special.other_text('PLAIN')}"]
-                rules += special.not_begun("PLAIN", self.thinking.begin, of="OTHER")
+                rules += special.not_begun("PLAIN", thinks, of="OTHER")
         else:
             rules += [f"answer: (begin calls)* {special.skipped}TEXT", *special.up_to("begin", group.begin)]
-            if self._is_bounded(opening):
+            if (thinks := self._may_begin_with(opening)) is not None:
                 rules += [f"plain: plain_begin calls answer | {special.other_text('PLAIN')}"]
                 rules += special.bounded("plain_begin", group.begin, before="PLAIN")
-                rules += special.not_begun("PLAIN", self.thinking.begin)
+                rules += special.not_begun("PLAIN", thinks)
         return self._behind_thinking(rules, special, opening)
 
     def value_grammar(self, value: str, *, special: SpecialTokens, opening: Opening) -> str:
@@ -75,14 +75,13 @@ class TaggedDialect(Dialect):
 
     def text_grammar(self, *, special: SpecialTokens, opening: Opening) -> str:
         rules = [f"answer: {special.any_text}"]
-        if self._is_bounded(opening):
-            begin = self.thinking.begin
-            rules += [f"plain: {special.text_not_begun('PLAIN', begin)}", *special.not_begun("PLAIN", begin)]
+        if (thinks := self._may_begin_with(opening)) is not None:
+            rules += [f"plain: {special.text_not_begun('PLAIN', thinks)}", *special.not_begun("PLAIN", thinks)]
         return self._behind_thinking(rules, special, opening)
 
-    def _is_bounded(self, opening: Opening) -> bool:
-        """Return whether text may not begin as thinking does, which has a bound."""
-        return opening.may_think and not opening.prefill and opening.budget is not None
+    def _may_begin_with(self, opening: Opening) -> str | None:
+        """Return the mark with which the answer begins to think, and so no text may begin; None: it cannot."""
+        return self.thinking.begin if self.thinking and opening.may_think and not opening.prefill else None
 
     def _behind_thinking(self, rules: list[str], special: SpecialTokens, opening: Opening) -> str:
         """Return a grammar; a rule ``plain``, if there is one, is of an answer without thinking."""
