@@ -17,6 +17,8 @@ _TYPES = {bool: "boolean", dict: "object", list: "array", type(None): "null"}
 # Keywords of the object of all arguments that are kept, or that say nothing of the values.
 _KNOWN = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "title", "description"}
 _OF_STRINGS = {"type", "pattern", "minLength", "maxLength"}
+# Deeper alternatives are taken as any: they may refer to themselves.
+_MAX_DEPTH = 20
 _NOTES = {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "x-guidance"}
 
 
@@ -28,8 +30,8 @@ class Parameter(NamedTuple):
     is_required: bool
 
 
-def parameters_of(schema: Mapping[str, Any], tool: str) -> tuple[list[Parameter], bool]:
-    """Return the parameters of a tool, and whether these are not known, so that it takes any.
+def parameters_of(schema: Mapping[str, Any], tool: str) -> tuple[list[Parameter], dict[str, Any] | None]:
+    """Return the parameters of a tool; if it takes any, the schema of their values, else None.
 
     Raises:
         UnsupportedSchema: The schema says more than which parameters there are.
@@ -46,35 +48,39 @@ def parameters_of(schema: Mapping[str, Any], tool: str) -> tuple[list[Parameter]
     required = own.get("required", [])
     if unknown := [name for name in required if name not in properties]:
         raise UnsupportedSchema("required", f"there is no property {unknown[0]!r}; add it")
-    takes_any = not properties and own.get("additionalProperties", True) is not False
-    found = []
-    for name, value in properties.items():
-        if value is False:
-            continue
-        found.append(Parameter(name, {} if value is True else value, name in required))
-    return found, takes_any
+    others = own.get("additionalProperties", True)
+    if not properties and others is not False:
+        return [], with_definitions(others, schema)
+    return [
+        Parameter(name, with_definitions(value, schema), name in required)
+        for name, value in properties.items()
+        if value is not False
+    ], None
 
 
-def with_definitions(value: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a value as one of its own, with what the whole schema defines."""
-    return {**value, **{key: schema[key] for key in ("$defs", "definitions") if key in schema}}
+def with_definitions(value: Mapping[str, Any] | bool, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a value, or true for any, as one of its own, with what the whole schema defines."""
+    return {
+        **({} if isinstance(value, bool) else value),
+        **{key: schema[key] for key in ("$defs", "definitions") if key in schema},
+    }
 
 
-def types_of(value: Any, schema: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the types that a value may have; None if it may have any."""
+def types_of(value: Any, schema: Mapping[str, Any], depth: int = 0) -> frozenset[str] | None:
+    """Return the types that a value may have; None if it may have any. The schema may be any that a client sends."""
     value = _resolved(value, schema)
-    if not value:
+    if not value or depth > _MAX_DEPTH:
         return None
     if "enum" in value or "const" in value:
         values = value["enum"] if isinstance(value.get("enum"), list) else [value.get("const")]
         return frozenset(_TYPES.get(type(one), "string" if isinstance(one, str) else "number") for one in values)
     for word in ("anyOf", "oneOf"):
         if isinstance(value.get(word), list):
-            parts = [types_of(part, schema) for part in value[word]]
+            parts = [types_of(part, schema, depth + 1) for part in value[word]]
             known = [part for part in parts if part is not None]
             return frozenset().union(*known) if len(known) == len(parts) else None
     given = value.get("type")
-    names = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+    names = [name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)]
     if not names:
         return None
     return frozenset([*names, *(["null"] if value.get("nullable") is True else [])])
@@ -143,8 +149,6 @@ class ParameterForm(CallForm):
         arguments: dict[str, str] = {}
         while (match := one.match(body, at)) is not None:
             key, value, at = match["key"], match["value"], match.end()
-            if key in arguments:
-                raise ValueError("an argument that is there twice")
             if self.drops_line_ends:
                 value = value.removeprefix("\n").removesuffix("\n")
             arguments[key] = json_of(value, types_of(known.get(key, {}), schema))
@@ -154,7 +158,7 @@ class ParameterForm(CallForm):
         return [RawCall(name, "{" + ", ".join(f"{dumps(key)}: {text}" for key, text in arguments.items()) + "}")]
 
     def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
-        parameters, takes_any = parameters_of(schema, name)
+        parameters, any_value = parameters_of(schema, name)
         before, behind = self.head
         rules: list[str] = []
         written = ""
@@ -163,18 +167,23 @@ class ParameterForm(CallForm):
             if re.search(r"[<>\n]", key):
                 raise UnsupportedSchema(f"properties.{key}", "a name must not have '<', '>' or line ends; rename it")
             rules.append(f"{part}: {special.spell(self.key[0] + key + self.key[1])} {part}_value")
-            rules += self._value_rules(f"{part}_value", key, with_definitions(value, schema), special)
+            rules += self._value_rules(f"{part}_value", key, value, special)
             written += f" {part}{'' if is_required else '?'}"
-        if takes_any:
+        if any_value is not None:
             any_key = f"{rule.upper()}_KEY"
             written = f" {rule}_any*"
             rules += [
                 f"{rule}_any: {special.spell(self.key[0])} {any_key} {special.spell(self.key[1])} {rule}_any_value",
                 rf"{any_key}: /[A-Za-z_][\w.-]{{0,40}}/",
-                *special.up_to(f"{rule}_any_value", self.value_end),
+                *self._any_value_rules(f"{rule}_any_value", any_value, special),
             ]
         head = special.spell(before + name + behind)
         return [f"{rule}: {head}{written} {special.spell(self.tail)}", *rules]
+
+    def _any_value_rules(self, rule: str, value: dict[str, Any], special: SpecialTokens) -> list[str]:
+        if types_of(value, value) is None:
+            return special.up_to(rule, self.value_end)
+        return self._value_rules(rule, "additionalProperties", value, special)
 
     def _value_rules(self, rule: str, key: str, value: dict[str, Any], special: SpecialTokens) -> list[str]:
         """Return rules of a value with what is behind it."""
@@ -187,6 +196,8 @@ class ParameterForm(CallForm):
         parts = own.get("anyOf") or own.get("oneOf")
         types = types_of(own, value)
         if types is not None and "string" in types and isinstance(parts, list):
+            if beside := sorted(own.keys() - _NOTES - {"anyOf", "oneOf", "$defs", "definitions"}):
+                raise UnsupportedSchema(f"properties.{key}.{beside[0]}", "write it into each of the alternatives")
             rules = []
             for i, part in enumerate(parts):
                 rules += self._value_rules(f"{rule}_{i}", key, with_definitions(part, value), special)

@@ -20,7 +20,7 @@ from omniserve.server.dialects.base import CallForm, Group, RawCall, Schemas
 from omniserve.server.dialects.grammar_text import SpecialTokens
 from omniserve.server.dialects.json_calls import BracketFinder
 from omniserve.server.dialects.json_text import dumps, value_of
-from omniserve.server.dialects.parameters import parameters_of, with_definitions
+from omniserve.server.dialects.parameters import parameters_of
 
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
@@ -52,19 +52,19 @@ class Pythonic(CallForm):
             raise ValueError("no list of calls") from None
 
     def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
-        parameters, takes_any = parameters_of(schema, name)
+        parameters, any_value = parameters_of(schema, name)
         if not name.replace(".", "_").isidentifier():
             raise UnsupportedSchema("", f"this model calls tools by names of Python's, and {name!r} is none; rename it")
-        if takes_any:
+        if any_value is not None:
             key = f"{rule.upper()}_KEY"
             one = f"{rule}_any"
-            rules = [f"{one}: {key} {json_value({})}", rf"{key}: /[A-Za-z_]\w{{0,40}}=/"]
+            rules = [f"{one}: {key} {json_value(any_value)}", rf"{key}: /[A-Za-z_]\w{{0,40}}=/"]
             return [f'{rule}: {dumps(name + "(")} ({one} (", " {one})*)? ")"', *rules]
         rules = []
         for i, (key, value, _) in enumerate(parameters):
             if not key.isidentifier():
                 raise UnsupportedSchema(f"properties.{key}", "a parameter must be a name of Python's; rename it")
-            rules.append(f"{rule}_{i}: {dumps(key + '=')} {json_value(with_definitions(value, schema))}")
+            rules.append(f"{rule}_{i}: {dumps(key + '=')} {json_value(value)}")
         rules += _listed(rule, [parameter.is_required for parameter in parameters])
         return [f'{rule}: {dumps(name + "(")} {rule}_first_0 ")"', *rules]
 
@@ -85,8 +85,8 @@ def _call(node: ast.expr, source: str) -> RawCall:
         raise ValueError("no call with named arguments")
     arguments: dict[str, str] = {}
     for keyword in node.keywords:
-        if keyword.arg is None or keyword.arg in arguments:
-            raise ValueError("an argument without a name, or one that is there twice")
+        if keyword.arg is None:
+            raise ValueError("an argument without a name")
         arguments[keyword.arg] = _value(keyword.value, source)
     return RawCall(_name(node.func), "{" + ", ".join(f"{dumps(k)}: {text}" for k, text in arguments.items()) + "}")
 
