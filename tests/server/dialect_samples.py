@@ -82,6 +82,18 @@ def glm45(calls: Calls) -> str:
     )
 
 
+def _gemma(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_gemma(one)}" for key, one in value.items()) + "}"
+    return f"[{','.join(map(_gemma, value))}]" if isinstance(value, list) else dumps(value)
+
+
+def gemma4(calls: Calls) -> str:
+    return "".join(f"<|tool_call>call:{name}{_gemma(arguments)}<tool_call|>" for name, arguments in calls)
+
+
 def kimi_k2(calls: Calls) -> str:
     texts = (
         f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{dumps(arguments)}<|tool_call_end|>"
@@ -183,6 +195,13 @@ FORMS: dict[str, Sample] = {
     ),
     "deepseek_v3": Sample(deepseek_v3, "{{ tools }}<｜tool▁sep｜>\n```json", cut=f"{_DEEPSEEK_BEGIN}function<｜tool"),
     "deepseek_v31": Sample(deepseek_v31, "{{ tools }}<｜tool▁sep｜>", cut=f"{_DEEPSEEK_BEGIN}weather<｜tool▁sep｜>{{"),
+    "gemma4": Sample(
+        gemma4,
+        "{{ tools }}<|tool_call>call:<tool_call|>",
+        writes_json=False,
+        cut='<|tool_call>call:weather{city:<|"|>Kö',
+        others=['<|tool_call>call:weather{ <|"|>city<|"|> : <|"|>Köln<|"|> }<tool_call|>'],
+    ),
     "glm45": Sample(
         glm45,
         "{{ tools }}<tool_call>{f}\n<arg_key>k</arg_key>",

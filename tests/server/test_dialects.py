@@ -459,7 +459,7 @@ def test_grammar_of_strict_tools_allows_text_and_calls_of_the_schema(name, speci
         assert not accepts(grammar, f"hello {calls.replace('code', 'cod')} bye", tokenizer)
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "pythonic"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "gemma4", "pythonic"])
 def test_schemas_that_cannot_be_kept_are_refused(name):
     dialect = dialect_of(name)
     tokens = TextCodec(byte_level_tokenizer()).special_tokens(dialect)
@@ -614,7 +614,7 @@ def test_values_are_read_whatever_the_schema(name, schema):
     assert objects(calls) in ([("f", {"a": 5})], [("f", {"a": "5"})])
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "gemma4"])
 def test_alternatives_of_a_text_are_kept(name):
     dialect, tokenizer = dialect_of(name), byte_level_tokenizer()
     tokens = TextCodec(tokenizer).special_tokens(dialect)
@@ -635,3 +635,20 @@ def test_alternatives_of_a_text_are_kept(name):
     text = dialect.calls_grammar({"f": numbers}, free_text=False, several=False, special=tokens, opening=Opening())
     compiled = compiler_of(tokenizer).compile(text).result()
     assert allows(compiled, 5) and not allows(compiled, "x")
+
+
+@pytest.mark.parametrize("body", [
+    "call:weather{", "weather{}", "call:weather{city}", "call:weather{city:Köln}", 'call:weather{city:<|"|>Köln}',
+    "call:weather{}}", "call:weather{} x", "call:weather[1]", "call:weather{a:[1}", "call:weather{a:" + "[" * 300,
+])  # fmt: skip
+def test_what_is_no_object_of_gemmas_stays_text(body):
+    text = f"<|tool_call>{body}<tool_call|>"
+    assert parsed(dialect_of("gemma4"), [text]) == ("", text, [])
+
+
+def test_objects_of_gemma_become_json():
+    text = '<|tool_call>call:weather{city:<|"|>a "b" }<tool_call|> {<|"|>,'
+    text += 'where:{x:[1.10,True,None,{}],y:<|"|><|"|>},d:1e400}'
+    _, rest, calls = told(dialect_of("gemma4"), f"{text}<tool_call|>")
+    expected = '{"city": "a \\"b\\" }<tool_call|> {", "where": {"x": [1.10, true, null, {}], "y": ""}, "d": 1e400}'
+    assert (rest, calls) == ("", [("weather", expected)])

@@ -19,6 +19,7 @@ THINKING: Registry[Thinking | type[Dialect]] = Registry("reasoning parser")
 _HERE = "omniserve.server.dialects"
 CALL_FORMS.register_at("deepseek_v3", f"{_HERE}.deepseek:DeepSeekV3")
 CALL_FORMS.register_at("deepseek_v31", f"{_HERE}.deepseek:DeepSeekV31")
+CALL_FORMS.register_at("gemma4", f"{_HERE}.gemma4:Gemma4")
 CALL_FORMS.register_at("glm45", f"{_HERE}.glm45:Glm45")
 CALL_FORMS.register_at("glm47", f"{_HERE}.glm45:Glm45")
 CALL_FORMS.register_at("granite", f"{_HERE}.granite:Granite")

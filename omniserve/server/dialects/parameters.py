@@ -12,7 +12,7 @@ from omniserve.server.dialects.base import CallForm, RawCall, Schemas
 from omniserve.server.dialects.grammar_text import SpecialTokens
 from omniserve.server.dialects.json_text import dumps, value_of
 
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _TYPES = {bool: "boolean", dict: "object", list: "array", type(None): "null"}
 # Keywords of the object of all arguments that are kept, or that say nothing of the values.
 _KNOWN = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "title", "description"}
@@ -36,7 +36,7 @@ def parameters_of(schema: Mapping[str, Any], tool: str) -> tuple[list[Parameter]
     Raises:
         UnsupportedSchema: The schema says more than which parameters there are.
     """
-    own = _resolved(schema, schema)
+    own = resolved(schema, schema)
     if own.get("type") not in (None, "object") or (more := sorted(own.keys() - _KNOWN - _NOTES)):
         problem = more[0] if own.get("type") in (None, "object") else "type"
         raise UnsupportedSchema(
@@ -68,7 +68,7 @@ def with_definitions(value: Mapping[str, Any] | bool, schema: Mapping[str, Any])
 
 def types_of(value: Any, schema: Mapping[str, Any], depth: int = 0) -> frozenset[str] | None:
     """Return the types that a value may have; None if it may have any. The schema may be any that a client sends."""
-    value = _resolved(value, schema)
+    value = resolved(value, schema)
     if not value or depth > _MAX_DEPTH:
         return None
     if "enum" in value or "const" in value:
@@ -91,7 +91,7 @@ def json_of(written: str, types: frozenset[str] | None) -> str:
     if types == {"string"}:
         return dumps(written)
     stripped = written.strip()
-    text = _PYTHON_WORDS.get(stripped, stripped)
+    text = PYTHON_WORDS.get(stripped, stripped)
     try:
         value = value_of(text)
     except ValueError:
@@ -144,7 +144,7 @@ class ParameterForm(CallForm):
             rf"\s*{key_begin}(?P<key>[^<>\n]+?){key_end}(?P<value>.*?){_marked(self.value_end)}{follows}", re.DOTALL
         )
         schema = tools.get(name, {})
-        properties = _resolved(schema, schema).get("properties")
+        properties = resolved(schema, schema).get("properties")
         known: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
         arguments: dict[str, str] = {}
         while (match := one.match(body, at)) is not None:
@@ -188,7 +188,7 @@ class ParameterForm(CallForm):
     def _value_rules(self, rule: str, key: str, value: dict[str, Any], special: SpecialTokens) -> list[str]:
         """Return rules of a value with what is behind it."""
         end = special.spell(self.value_end)
-        own = _resolved(value, value)
+        own = resolved(value, value)
         if "enum" in own or "const" in own:
             values = own["enum"] if "enum" in own else [own["const"]]
             texts = [one if isinstance(one, str) else dumps(one) for one in values]
@@ -196,7 +196,7 @@ class ParameterForm(CallForm):
         parts = own.get("anyOf") or own.get("oneOf")
         types = types_of(own, value)
         if types is not None and "string" in types and isinstance(parts, list):
-            if beside := sorted(own.keys() - _NOTES - {"anyOf", "oneOf", "$defs", "definitions"}):
+            if beside := beside_alternatives(own):
                 raise UnsupportedSchema(f"properties.{key}.{beside[0]}", "write it into each of the alternatives")
             rules = []
             for i, part in enumerate(parts):
@@ -207,26 +207,51 @@ class ParameterForm(CallForm):
         if isinstance(own["type"], list):
             single = [{**own, "type": name} for name in own["type"]]
             return self._value_rules(rule, key, with_definitions({"anyOf": single}, value), special)
-        return self._text_rules(rule, key, own, special)
+        return text_rules(rule, key, own, self.value_end, special)
 
-    def _text_rules(self, rule: str, key: str, own: Mapping[str, Any], special: SpecialTokens) -> list[str]:
-        if unknown := sorted(own.keys() - _OF_STRINGS - _NOTES - {"$defs", "definitions"}):
-            raise UnsupportedSchema(
-                f"properties.{key}.{unknown[0]}",
-                "it cannot be enforced for a text that this model writes without quotes; write a pattern",
-            )
-        least, most = own.get("minLength", 0), own.get("maxLength")
-        if "pattern" not in own and not least and most is None:
-            return special.up_to(rule, self.value_end)
-        terminal, rules = rule.upper(), []
-        length = rf"/(.|\n){{{least},{'' if most is None else most}}}/"
-        if "pattern" in own:
-            rules = [f"{terminal}_P: {_pattern(own['pattern'], key)}", f"{terminal}_L: {length}"]
-            rules.append(f"{terminal}: {terminal}_P & {terminal}_L")
-        else:
-            rules = [f"{terminal}: {length}"]
-        end = special.spell(self.value_end)
-        return [f"{rule}{'' if end.startswith('<[') else '[lazy]'}: {terminal} {end}", *rules]
+
+def beside_alternatives(schema: Mapping[str, Any]) -> list[str]:
+    """Return the keywords beside alternatives that narrow all of them."""
+    return sorted(schema.keys() - _NOTES - {"anyOf", "oneOf", "$defs", "definitions"})
+
+
+def text_rules(rule: str, key: str, own: Mapping[str, Any], end: str, special: SpecialTokens) -> list[str]:
+    """Return rules of a text of a schema, with what is behind it.
+
+    Raises:
+        UnsupportedSchema: A part of the schema cannot be enforced.
+    """
+    if unknown := sorted(own.keys() - _OF_STRINGS - _NOTES - {"$defs", "definitions"}):
+        raise UnsupportedSchema(
+            f"properties.{key}.{unknown[0]}",
+            "it cannot be enforced for a text that this model writes without quotes; write a pattern",
+        )
+    least, most = own.get("minLength", 0), own.get("maxLength")
+    if "pattern" not in own and not least and most is None:
+        return special.up_to(rule, end)
+    terminal, rules = rule.upper(), []
+    length = rf"/(.|\n){{{least},{'' if most is None else most}}}/"
+    if "pattern" in own:
+        rules = [f"{terminal}_P: {_pattern(own['pattern'], key)}", f"{terminal}_L: {length}"]
+        rules.append(f"{terminal}: {terminal}_P & {terminal}_L")
+    else:
+        rules = [f"{terminal}: {length}"]
+    spelled = special.spell(end)
+    return [f"{rule}{'' if spelled.startswith('<[') else '[lazy]'}: {terminal} {spelled}", *rules]
+
+
+def listed(rule: str, needed: Sequence[bool], separator: str) -> list[str]:
+    """Return rules of parameters in their order, with separators between those that are there.
+
+    The rule of parameter i is called ``{rule}_{i}``, that of all together ``{rule}_first_0``.
+    """
+    last = len(needed)
+    rules = [f'{rule}_first_{last}: ""', f'{rule}_next_{last}: ""']
+    for i, is_needed in enumerate(needed):
+        first, then = f"{rule}_{i} {rule}_next_{i + 1}", f"({dumps(separator)} {rule}_{i})"
+        rules.append(f"{rule}_first_{i}: {first}" if is_needed else f"{rule}_first_{i}: {first} | {rule}_first_{i + 1}")
+        rules.append(f"{rule}_next_{i}: {then}{'' if is_needed else '?'} {rule}_next_{i + 1}")
+    return rules
 
 
 def _pattern(pattern: str, key: str) -> str:
@@ -242,7 +267,7 @@ def _pattern(pattern: str, key: str) -> str:
     return f"/{begin}(?:{escaped}){end}/"
 
 
-def _resolved(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def resolved(value: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a schema is that only refers to another one of the whole schema."""
     for _ in range(20):
         if not isinstance(value, Mapping):

@@ -20,7 +20,7 @@ from omniserve.server.dialects.base import CallForm, Group, RawCall, Schemas
 from omniserve.server.dialects.grammar_text import SpecialTokens
 from omniserve.server.dialects.json_calls import BracketFinder
 from omniserve.server.dialects.json_text import dumps, value_of
-from omniserve.server.dialects.parameters import parameters_of
+from omniserve.server.dialects.parameters import listed, parameters_of
 
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
@@ -65,19 +65,8 @@ class Pythonic(CallForm):
             if not key.isidentifier():
                 raise UnsupportedSchema(f"properties.{key}", "a parameter must be a name of Python's; rename it")
             rules.append(f"{rule}_{i}: {dumps(key + '=')} {json_value(value)}")
-        rules += _listed(rule, [parameter.is_required for parameter in parameters])
+        rules += listed(rule, [parameter.is_required for parameter in parameters], ", ")
         return [f'{rule}: {dumps(name + "(")} {rule}_first_0 ")"', *rules]
-
-
-def _listed(rule: str, needed: Sequence[bool]) -> list[str]:
-    """Return rules of the parameters of a call in their order, with commas between those that are there."""
-    last = len(needed)
-    rules = [f'{rule}_first_{last}: ""', f'{rule}_next_{last}: ""']
-    for i, is_needed in enumerate(needed):
-        first, then = f"{rule}_{i} {rule}_next_{i + 1}", f'(", " {rule}_{i})'
-        rules.append(f"{rule}_first_{i}: {first}" if is_needed else f"{rule}_first_{i}: {first} | {rule}_first_{i + 1}")
-        rules.append(f"{rule}_next_{i}: {then}{'' if is_needed else '?'} {rule}_next_{i + 1}")
-    return rules
 
 
 def _call(node: ast.expr, source: str) -> RawCall:

@@ -1,0 +1,173 @@
+"""Gemma 4's calls, arguments as in JSON, but with quotes of their own for texts and none for names.
+
+::
+
+    <|tool_call>call:weather{city:<|"|>Köln<|"|>,days:3}<tool_call|>
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omniserve.sampling.grammar import json_value
+from omniserve.sampling.json_schema import UnsupportedSchema
+from omniserve.server.dialects.base import CallForm, Group, RawCall, Schemas
+from omniserve.server.dialects.grammar_text import SpecialTokens
+from omniserve.server.dialects.json_text import dumps, value_of
+from omniserve.server.dialects.parameters import (
+    PYTHON_WORDS,
+    beside_alternatives,
+    listed,
+    parameters_of,
+    resolved,
+    text_rules,
+    types_of,
+    with_definitions,
+)
+
+_BEGIN, _END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+_NAME = re.compile(r"\s*call:\s*(?P<name>[A-Za-z0-9_./:-]+?)\s*(?=\{)")
+_KEY = re.compile(
+    rf"\s*(?:{re.escape(_QUOTE)}(?P<quoted>.*?){re.escape(_QUOTE)}|(?P<bare>[^:{{}}\[\],<]+?))\s*:", re.DOTALL
+)
+_BARE = re.compile(r"[^,\[\]{}]+")
+_SPACE = re.compile(r"\s*")
+_MAX_DEPTH = 100
+
+
+class Gemma4(CallForm):
+    """A name, then an object."""
+
+    begins = (_BEGIN,)
+    end = _END
+    more_marks = (_QUOTE,)
+    group = Group(f"{_BEGIN}call:", f"{_BEGIN}call:")
+
+    @staticmethod
+    def is_of(template: str) -> bool:
+        return _BEGIN in template
+
+    def may_end(self, body: str) -> bool:
+        return body.count(_QUOTE) % 2 == 0
+
+    def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
+        if (match := _NAME.match(body)) is None:
+            raise ValueError("no name")
+        arguments, at = _value(body, match.end(), 0)
+        if body[at:].strip():
+            raise ValueError("more than arguments")
+        return [RawCall(match["name"], arguments)]
+
+    def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
+        end = special.spell(_END)
+        return [f"{rule}: {dumps(name)} {rule}_args {end}", *_object_rules(f"{rule}_args", schema, name, special, 0)]
+
+
+def _value(text: str, at: int, depth: int) -> tuple[str, int]:
+    """Return the JSON of the value that begins at a place, and the place behind it.
+
+    Raises:
+        ValueError: There is none.
+    """
+    at = _after_space(text, at)
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    if text.startswith(_QUOTE, at):
+        end = text.find(_QUOTE, at + len(_QUOTE))
+        if end < 0:
+            raise ValueError("a text without an end")
+        return dumps(text[at + len(_QUOTE) : end]), end + len(_QUOTE)
+    if (bracket := text[at : at + 1]) in ("{", "["):
+        return _parts(text, at + 1, bracket, depth)
+    if (match := _BARE.match(text, at)) is None:
+        raise ValueError("no value")
+    written = match[0].strip()
+    written = PYTHON_WORDS.get(written, written)
+    value_of(written)
+    return written, match.end()
+
+
+def _parts(text: str, at: int, bracket: str, depth: int) -> tuple[str, int]:
+    """Return the JSON of an object or array, and the place behind it; its bracket has been read."""
+    closing = {"{": "}", "[": "]"}[bracket]
+    parts: list[str] = []
+    at = _after_space(text, at)
+    while text[at : at + 1] != closing:
+        key = ""
+        if bracket == "{":
+            if (match := _KEY.match(text, at)) is None:
+                raise ValueError("no name of a value")
+            key, at = f"{dumps(match['bare'] if match['quoted'] is None else match['quoted'])}: ", match.end()
+        value, at = _value(text, at, depth + 1)
+        parts.append(key + value)
+        at = _after_space(text, at)
+        if text[at : at + 1] == ",":
+            at = _after_space(text, at + 1)
+        elif text[at : at + 1] != closing:
+            raise ValueError("no end of an object or array")
+    return f"{bracket}{', '.join(parts)}{closing}", at + 1
+
+
+def _after_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    assert match is not None
+    return match.end()
+
+
+def _object_rules(rule: str, schema: Mapping[str, Any], where: str, special: SpecialTokens, depth: int) -> list[str]:
+    parameters, any_value = parameters_of(schema, where)
+    if any_value is not None:
+        one = f"{rule}_any"
+        key = f"{rule.upper()}_KEY"
+        rules = [
+            f'{rule}: "{{" ({one} ("," {one})*)? "}}"',
+            rf"{one}: {key} {one}_value",
+            rf"{key}: /[A-Za-z_]\w{{0,40}}:/",
+        ]
+        return [*rules, *_value_rules(f"{one}_value", any_value, where, special, depth + 1)]
+    rules = [f'{rule}: "{{" {rule}_first_0 "}}"', *listed(rule, [one.is_required for one in parameters], ",")]
+    for i, (key, value, _) in enumerate(parameters):
+        if not re.fullmatch(r"[\w.-]+", key):
+            raise UnsupportedSchema(f"properties.{key}", "a name must have letters, digits and '_' alone; rename it")
+        rules.append(f"{rule}_{i}: {dumps(key + ':')} {rule}_{i}_value")
+        rules += _value_rules(f"{rule}_{i}_value", value, key, special, depth + 1)
+    return rules
+
+
+def _value_rules(rule: str, value: Mapping[str, Any], key: str, special: SpecialTokens, depth: int) -> list[str]:
+    if depth > 8:
+        raise UnsupportedSchema(f"properties.{key}", "it is nested too deeply, or refers to itself; make it flatter")
+    own, quote = resolved(value, value), special.spell(_QUOTE)
+    types = types_of(own, value)
+    if "enum" in own or "const" in own:
+        values = own["enum"] if "enum" in own else [own["const"]]
+        if any(isinstance(one, dict | list) for one in values):
+            raise UnsupportedSchema(
+                f"properties.{key}", "an enum can have no objects and arrays here; write their type"
+            )
+        texts = [special.spell(f"{_QUOTE}{one}{_QUOTE}" if isinstance(one, str) else dumps(one)) for one in values]
+        return [f"{rule}: {' | '.join(texts)}"]
+    parts = own.get("anyOf") or own.get("oneOf")
+    if types is None:
+        parts = [{"type": ["string", "number", "boolean", "null"]}]
+    elif not isinstance(parts, list) and isinstance(own["type"], list):
+        parts = [{**own, "type": name} for name in own["type"]]
+    elif isinstance(parts, list) and (beside := beside_alternatives(own)):
+        raise UnsupportedSchema(f"properties.{key}.{beside[0]}", "write it into each of the alternatives")
+    if isinstance(parts, list):
+        rules = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(parts)))}"]
+        for i, part in enumerate(parts):
+            rules += _value_rules(f"{rule}_{i}", with_definitions(part, value), key, special, depth + 1)
+        return rules
+    if types == {"object"}:
+        return _object_rules(rule, with_definitions(own, value), key, special, depth)
+    if types == {"array"}:
+        if more := sorted(own.keys() & {"prefixItems", "minItems", "maxItems", "uniqueItems"}):
+            raise UnsupportedSchema(f"properties.{key}.{more[0]}", "it cannot be enforced here; write items alone")
+        items = _value_rules(f"{rule}_item", with_definitions(own.get("items", {}), value), key, special, depth + 1)
+        return [f'{rule}: "[" ({rule}_item ("," {rule}_item)*)? "]"', *items]
+    if types == {"string"}:
+        return [f"{rule}: {quote} {rule}_text", *text_rules(f"{rule}_text", key, own, _QUOTE, special)]
+    return [f"{rule}: {json_value(value)}"]
