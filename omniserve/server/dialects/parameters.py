@@ -26,7 +26,7 @@ class Parameter(NamedTuple):
     """A parameter of a tool."""
 
     name: str
-    schema: Mapping[str, Any]
+    schema: dict[str, Any]
     is_required: bool
 
 

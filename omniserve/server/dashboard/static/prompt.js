@@ -78,7 +78,10 @@ export class PromptBox {
     if (event.error) throw new Error(event.error.message);
     if (event.usage) times.tokens = event.usage.completion_tokens;
     for (const choice of event.choices ?? []) {
-      const text = choice.text ?? choice.delta?.content ?? "";
+      const { reasoning, content } = choice.delta ?? {};
+      const gap = content && times.reasons ? "\n\n" : "";
+      times.reasons = (times.reasons && !gap) || Boolean(reasoning);
+      const text = choice.text ?? (reasoning ?? "") + gap + (content ?? "");
       if (text !== "") {
         times.last = performance.now();
         if (times.first === undefined) {
