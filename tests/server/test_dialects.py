@@ -419,7 +419,7 @@ def test_what_a_grammar_of_calls_allows_is_a_call_of_the_schema(name, special):
     for several in (False, True):
         text = dialect.calls_grammar(rules, free_text=False, several=several, special=tokens, opening=Opening())
         grammar = compiler_of(tokenizer).compile(text).result()
-        for seed in range(12):
+        for seed in range(8):
             token_ids = walk(grammar, tokenizer, seed)
             shown = Detokenizer(tokenizer, shown=tokens.tags.values())
             written = shown.push(token_ids) + shown.flush()

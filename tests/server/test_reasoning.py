@@ -124,6 +124,17 @@ def test_calls_come_behind_reasoning(client_of, stream):
     assert (message["reasoning"], reason, len(message["tool_calls"])) == ("a", "tool_calls", 1)
 
 
+def test_stream_helper_of_the_client_puts_reasoning_together(client_of):
+    client = client_of("thinks", "--tool-call-parser", "qwen3_coder")
+    call = FORMS["qwen3_coder"].write([("weather", {"city": "a", "days": 1})])
+    extra = {"ignore_eos": True, "stop_token_ids": [ASSISTANT]}
+    messages = [{"role": "user", "content": f"I look.</think>Wait.\n{call}"}]
+    with client.chat.completions.stream(model="fake", messages=messages, tools=[WEATHER], extra_body=extra) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert (message.reasoning, message.reasoning_content, message.content) == ("I look.", "I look.", "Wait.")
+    assert json.loads(message.tool_calls[0].function.arguments) == {"city": "a", "days": 1}
+
+
 @over_streams
 def test_channels_of_gpt_oss(client_of, stream):
     client = client_of("plain", "--reasoning-parser", "openai_gptoss")
