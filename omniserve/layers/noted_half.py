@@ -122,11 +122,18 @@ class Noter:
         return out
 
     def _quantized_linear(
-        self, x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int, *form: int
+        self,
+        x: Tensor,
+        packed: Tensor,
+        bias_O: Tensor | None,
+        out_features: int,
+        bits: int,
+        scales: int,
+        group: int,
+        order_I: Tensor | None = None,
     ) -> Tensor:
-        bits, scales, group = form
         out = self._buffers.rows((*x.shape[:-1], out_features), x.dtype)
-        self._replay.add_quantized_linear(x, packed, bias_O, (bits, scales, group), out)
+        self._replay.add_quantized_linear(x, packed, bias_O, (bits, scales, group), order_I, out)
         return out
 
 

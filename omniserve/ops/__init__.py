@@ -89,7 +89,7 @@ def _packed_rows(ids: Tensor, packed: Tensor, in_features: int, out_features: in
 
 
 @torch.library.register_fake("omniserve::quantized_linear")
-def _quantized_linear(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int, *_: int) -> Tensor:
+def _quantized_linear(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 

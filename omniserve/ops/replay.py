@@ -52,10 +52,16 @@ class Replay:
         _ops.add_linear(self._handle, x, packed, bias_O, out)
 
     def add_quantized_linear(
-        self, x: Tensor, packed: Tensor, bias_O: Tensor | None, form: tuple[int, int, int], out: Tensor
+        self,
+        x: Tensor,
+        packed: Tensor,
+        bias_O: Tensor | None,
+        form: tuple[int, int, int],
+        order_I: Tensor | None,
+        out: Tensor,
     ) -> None:
         """Note ``quantized_linear`` with bits, scales and group of ``form``, with its result in ``out``, contiguous."""
-        _ops.add_quantized_linear(self._handle, x, packed, bias_O, *form, out)
+        _ops.add_quantized_linear(self._handle, x, packed, bias_O, *form, order_I, out)
 
     def add_add_lora(
         self, y: Tensor, x: Tensor, slots_T: Tensor, a: Tensor, b: Tensor, scales_S: Tensor, out: Tensor

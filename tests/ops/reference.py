@@ -337,9 +337,22 @@ def quantized_rows(
 
 
 def quantized_linear(
-    x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int, bits: int, scales: int, group: int
+    x: Tensor,
+    packed: Tensor,
+    bias_O: Tensor | None,
+    out_features: int,
+    bits: int,
+    scales: int,
+    group: int,
+    order_I: Tensor | None = None,
 ) -> Tensor:
-    """Return ``x @ weight.T + bias``, ``[*, O]``, with the weight as the codes have it: rounded to fp32 alone."""
+    """Return ``x @ weight.T + bias``, ``[*, O]``, with the weight as the codes have it: rounded to fp32 alone.
+
+    Args:
+        order_I: The column of x that each input of the codes is; None: all in their order.
+    """
+    if order_I is not None:
+        x = x[..., order_I.long()]
     ids = torch.arange(out_features)
     weight_OI = quantized_rows(ids, packed, x.shape[-1], out_features, bits, scales, group)
     product = x.double() @ weight_OI.double().T

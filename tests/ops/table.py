@@ -538,6 +538,10 @@ def _quantized_linear_samples(device: torch.device, dtype: torch.dtype) -> Itera
     yield Sample(label="rows that lie apart", args=(x_TI.reshape(3, 4, 40).transpose(0, 1), packed, None, 70, 4, 0, 32))
     yield Sample(label="inputs that lie apart", args=(x_TI.T.contiguous().T, packed, None, 70, *form.arguments))
     yield Sample(label="one row of rows", args=(x_TI[3], packed, None, 70, *form.arguments))
+    order_I = torch.randperm(40, generator=torch.Generator().manual_seed(0)).int().to(device)
+    args = (x_TI, packed, None, 70, *form.arguments, order_I)
+    yield Sample(label="inputs in another order", args=args)
+    yield Sample(label="few rows, inputs in another order", args=(x_TI[:3], *args[1:]))
 
 
 def _quantized_rows_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -42,7 +42,7 @@ def good(name: str) -> list[Any]:
             torch.zeros(3, 5), torch.zeros(3, 8), ints(0, 2, 1), torch.zeros(1, 8, 32), torch.zeros(2, 1, 16, 32),
             torch.ones(2),
         ],
-        "quantized_linear": [torch.zeros(3, 40), octets(1, 2 * 576), torch.zeros(5), 5, 4, 0, 32],
+        "quantized_linear": [torch.zeros(3, 40), octets(1, 2 * 576), torch.zeros(5), 5, 4, 0, 32, None],
         "quantized_rows": [torch.tensor([4, 0]), octets(1, 2 * 576), 40, 5, 4, 0, 32],
     }[name]  # fmt: skip
 
@@ -200,6 +200,12 @@ CASES = [
     ("quantized_linear", 6, 2**59, "no weight of 4 bits .* and groups of 576460752303423488"),
     ("quantized_linear", 6, 20, "no weight of 4 bits .* and groups of 20"),
     ("quantized_linear", 6, 64, r"packed must be \[1, 1088\]"),
+    ("quantized_linear", 7, torch.zeros(40), "order must be Int, got Float"),
+    ("quantized_linear", 7, torch.zeros(40, dtype=torch.int64), "order must be Int, got Long"),
+    ("quantized_linear", 7, ints(*range(39)), r"order must have 40 elements, got \[39\]"),
+    ("quantized_linear", 7, ints(*range(80))[::2], "order must be contiguous"),
+    ("quantized_linear", 7, ints(*range(1, 41)), "order must be of numbers from 0 to 39, got 40"),
+    ("quantized_linear", 7, ints(-1, *range(39)), "order must be of numbers from 0 to 39, got -1"),
     ("quantized_rows", 0, torch.tensor([0, 5]), "ids must be from 0 to 4, got 5"),
     ("quantized_rows", 0, torch.tensor([-1]), "ids must be from 0 to 4, got -1"),
     ("quantized_rows", 0, ints(0), "ids must be Long, got Int"),

@@ -137,6 +137,25 @@ def test_products_of_codes_in_bf16_are_rounded_once(
     check_is_rounded_once(out, x, weight_OI, bias_O, form)
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    form=forms,
+    dtype=st.sampled_from(DTYPES),
+    num_rows=st.integers(0, 40),
+    num_in=st.one_of(st.integers(0, 70), st.integers(0, 1100)),
+    num_out=st.integers(1, 70),
+)
+def test_an_order_is_that_of_the_columns(
+    form: CodeForm, dtype: torch.dtype, num_rows: int, num_in: int, num_out: int
+) -> None:
+    x, _, _ = linear_args(num_rows, num_in, num_out, CPU, dtype, dtype)
+    packed = packed_codes(form, num_out, num_in)
+    order = torch.randint(max(1, num_in), (num_in,), generator=torch.Generator().manual_seed(num_in)).int()
+    out = quantized_linear(x, packed, None, num_out, *form.arguments, order)
+    expected = quantized_linear(x[:, order.long()].contiguous(), packed, None, num_out, *form.arguments)
+    assert torch.equal(out, expected)
+
+
 @settings(max_examples=len(CODE_FORMS), deadline=None, derandomize=True)
 @given(form=forms, num_in=st.integers(1, 700))
 def test_codes_in_bf16_are_nearer_to_float64_than_the_weight_in_bf16(form: CodeForm, num_in: int) -> None:
@@ -241,6 +260,7 @@ def test_what_pack_quantized_writes_means_what_dense_of_returns(form: CodeForm, 
 OF_AN_INSTRUCTION_SET = (
     test_the_product_has_the_bits_of_the_dense_weights,
     test_products_of_codes_in_bf16_are_rounded_once,
+    test_an_order_is_that_of_the_columns,
     test_codes_in_bf16_are_nearer_to_float64_than_the_weight_in_bf16,
     test_sums_of_few_rows_of_bf16_are_kept_in_fp32,
 )

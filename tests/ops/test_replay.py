@@ -34,14 +34,15 @@ def test_calls_keep_their_order() -> None:
     codes = torch.arange(5 * 64, dtype=torch.uint8).view(5, 64) % 16
     packed = torch.empty(packed_shape(form, 5, 64), dtype=torch.uint8)
     pack_quantized(QuantizedWeight(form, codes, (normal(5, 2).half(),)), packed)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).int()
     bias, x, between, out = normal(5), normal(3, 64), torch.empty(3, 5), torch.empty(3, 6)
     second = torch.empty(1, 5, 32)
     torch.ops.omniserve.pack_linear(normal(6, 5), second)
     replay = Replay()
-    replay.add_quantized_linear(x, packed, bias, form.arguments, between)
+    replay.add_quantized_linear(x, packed, bias, form.arguments, order, between)
     replay.add_linear(between, second, None, out)
     replay.run()
-    first = torch.ops.omniserve.quantized_linear(x, packed, bias, 5, *form.arguments)
+    first = torch.ops.omniserve.quantized_linear(x, packed, bias, 5, *form.arguments, order)
     assert torch.equal(between, first)
     assert torch.equal(out, torch.ops.omniserve.packed_linear(first, second, None, 6))
 

@@ -6,6 +6,7 @@ What a form needs that is not installed skips the test.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,21 +94,31 @@ def random_codes(form: QuantForm, num_out: int, num_in: int, *, std: float = 0.2
     return QuantizedWeight(form, codes, scales)
 
 
-def give_codes(module: nn.Linear | nn.Embedding, form: QuantForm, *, std: float = 0.2, seed: int = 0) -> None:
+def give_codes(
+    module: nn.Linear | nn.Embedding, form: QuantForm, *, std: float = 0.2, seed: int = 0, order: Tensor | None = None
+) -> None:
     """Replace a weight by one of random codes, as if a loader had made it of them."""
-    codes = random_codes(form, *module.weight.shape, std=std, seed=seed)
+    codes = replace(random_codes(form, *module.weight.shape, std=std, seed=seed), order=order)
     with torch.no_grad():
         module.weight.copy_(dense_of(codes))
-    remember(module.weight, form, lambda: codes)
+    remember(module.weight, form, lambda: codes, order=order)
 
 
-def of_codes(model: PreTrainedModel) -> PreTrainedModel:
-    """Replace the weights of linears and embeddings by codes of every form in turn, so that some groups are mixed."""
+def of_codes(model: PreTrainedModel, *, in_order: bool = True) -> PreTrainedModel:
+    """Replace the weights of linears and embeddings by codes of every form in turn, so that some groups are mixed.
+
+    Args:
+        in_order: Or those of linears are of codes in another order of the inputs.
+    """
     done: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding) and id(module.weight) not in done:
             form = list(CODES.values())[(5 * len(done)) % len(CODES)]
-            give_codes(module, form, std=float(module.weight.detach().std()), seed=len(done))
+            order = None
+            if not in_order and isinstance(module, nn.Linear):
+                generator = torch.Generator().manual_seed(module.in_features)
+                order = torch.randperm(module.in_features, generator=generator).int()
+            give_codes(module, form, std=float(module.weight.detach().std()), seed=len(done), order=order)
             done.add(id(module.weight))
     return model
 

@@ -52,6 +52,12 @@ def test_codes_of_every_form_on_both_tiers(family: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("compile", slow_except((False,), (False, True)))
+def test_codes_in_another_order_of_inputs_on_both_tiers(compile: bool) -> None:
+    model = of_codes(tiny_model("llama"), in_order=False)
+    _is_served_exactly(model, compile=compile, num_histories=1 if compile else 2)
+
+
+@pytest.mark.parametrize("compile", slow_except((False,), (False, True)))
 @pytest.mark.parametrize("is_tied", slow_except((True,), (False, True)))
 def test_a_gguf_file_on_both_tiers(is_tied: bool, compile: bool, tmp_path: Path) -> None:
     path = write_llama(tmp_path / "tiny.gguf", is_tied=is_tied)

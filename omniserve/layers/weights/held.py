@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 FORMS = (
     HeldForm("quantized", quantized_modules.quantizable, quantized_modules.hold, quantized_modules.release,
-             alike=quantized_modules.form_of),
+             alike=quantized_modules.kind_of),
     HeldForm("packed", packed.packable, packed.pack, packed.unpack),
     HeldForm("merged", mergeable, merge, unmerge, takes_single=False),
 )  # fmt: skip

@@ -65,11 +65,14 @@ class QuantizedWeight:
         scales: What a record holds: the two of ``AFFINE`` and the only one of ``F16`` and ``F32`` are ``[O, groups]``
             in their dtype; ``K`` has d and e, fp16, ``[O, blocks]``, and u and v, uint8, ``[O, groups]``; ``K_SIGNED``
             has d, and u as int8.
+        order: ``[I]``, int32: the input that each column of codes belongs to; None: all in their order. Groups are of
+            neighbouring columns.
     """
 
     form: QuantForm
     codes: Tensor
     scales: tuple[Tensor, ...]
+    order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -78,20 +81,21 @@ class QuantizedWeight:
 
     def rows(self, order: Tensor) -> QuantizedWeight:
         """Return the weight with its output features in another order."""
-        return QuantizedWeight(self.form, self.codes[order], tuple(scale[order] for scale in self.scales))
+        scales = tuple(scale[order] for scale in self.scales)
+        return QuantizedWeight(self.form, self.codes[order], scales, self.order)
 
 
 def joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
-    """Return the weight of several, one below the other, that have the same form."""
+    """Return the weight of several, one below the other, that have the same form and order of inputs."""
     first = parts[0]
     if len(parts) == 1:
         return first
     scales = tuple(torch.cat(each) for each in zip(*(part.scales for part in parts), strict=True))
-    return QuantizedWeight(first.form, torch.cat([part.codes for part in parts]), scales)
+    return QuantizedWeight(first.form, torch.cat([part.codes for part in parts]), scales, first.order)
 
 
 def dense_of(weight: QuantizedWeight) -> Tensor:
-    """Return the dense weight ``[O, I]``, fp32."""
+    """Return the dense weight ``[O, I]``, fp32, with its inputs in their own order."""
     form = weight.form
     value = weight.codes.float()
     if form.scales in (Scales.F16, Scales.F32, Scales.K_SIGNED):
@@ -110,7 +114,16 @@ def dense_of(weight: QuantizedWeight) -> Tensor:
     value *= by[0].repeat_interleave(form.group, 1)[:, :num_in]
     if len(by) > 1:
         value += by[1].repeat_interleave(form.group, 1)[:, :num_in]
-    return value
+    return in_own_order(value, weight.order)
+
+
+def in_own_order(value: Tensor, order: Tensor | None) -> Tensor:
+    """Return a dense weight whose columns are those of codes with its inputs in their own order."""
+    if order is None:
+        return value
+    whole = torch.empty_like(value)
+    whole[:, order.long()] = value
+    return whole
 
 
 def packed_shape(form: QuantForm, num_out: int, num_in: int) -> tuple[int, int]:
@@ -124,7 +137,7 @@ def packed_shape(form: QuantForm, num_out: int, num_in: int) -> tuple[int, int]:
 
 
 def pack_quantized(weight: QuantizedWeight, packed: Tensor) -> None:
-    """Write a weight into ``packed``, uint8 of ``packed_shape``."""
+    """Write the codes of a weight, in their order, into ``packed``, uint8 of ``packed_shape``."""
     num_out, num_in = weight.shape
     if not num_in:
         return
@@ -182,13 +195,26 @@ class Remembered(NamedTuple):
     """Reads the codes again, in the order of the weight's rows."""
     is_in_memory: bool
     """The codes that are read lie in memory, not in a file."""
+    order: bytes | None
+    """The order of the inputs, as ``QuantizedWeight`` has it."""
+
+    @property
+    def kind(self) -> tuple[QuantForm, bytes | None]:
+        """What weights must have in common to be held as one."""
+        return self.form, self.order
 
 
 def remember(
-    weight: Tensor, form: QuantForm, read: Callable[[], QuantizedWeight], *, is_in_memory: bool = False
+    weight: Tensor,
+    form: QuantForm,
+    read: Callable[[], QuantizedWeight],
+    *,
+    is_in_memory: bool = False,
+    order: Tensor | None = None,
 ) -> None:
-    """Note which codes a dense weight was made of."""
-    weight.omniserve_quantized = Remembered(form, read, is_in_memory)  # type: ignore[attr-defined]
+    """Note which codes a dense weight was made of, and the order of their inputs if it is another one."""
+    as_bytes = None if order is None else order.numpy().tobytes()
+    weight.omniserve_quantized = Remembered(form, read, is_in_memory, as_bytes)  # type: ignore[attr-defined]
 
 
 def forget(weight: Tensor) -> None:

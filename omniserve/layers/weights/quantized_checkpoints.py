@@ -7,6 +7,7 @@ transformers; a weight that its method does not describe as it is read here is r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class QuantizedCheckpoint:
         """Return the codes of a dense weight.
 
         Raises:
-            NotRead: They are in an order of inputs, or have a type, that is not read here.
+            NotRead: They have groups or a type that are not read here.
         """
         stem = name.removesuffix("weight")
         return self._method.weight(stem, self._read, self._files.keys())
@@ -68,7 +69,8 @@ class QuantizedCheckpoint:
         """Note the codes of the weights of a model that was loaded from ``state_dict``; return those it has not."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name in self.weights & parameters.keys():
-            remember(parameters[name], self.weight(name).form, lambda name=name: self.weight(name))  # type: ignore[misc]
+            codes, read = self.weight(name), functools.partial(self.weight, name)
+            remember(parameters[name], codes.form, read, order=codes.order)
         return sorted(self.weights - parameters.keys())
 
     def _read(self, name: str) -> Tensor:
@@ -114,11 +116,8 @@ class _GPTQ(_Method):
         scale = read(stem + "scales").T.contiguous()
         zeros = _unpacked(read(stem + "qzeros"), self._bits, 1).T + self._first
         group = _group_of(stem, codes, scale)
-        if stem + "g_idx" in names:
-            order = read(stem + "g_idx")
-            if not torch.equal(order.long(), torch.arange(codes.shape[1]) // group):
-                raise NotRead(f"{stem}g_idx: its inputs are in the order of activations (desc_act), which is not read")
-        return _affine(self._bits, group, codes, scale, zeros)
+        order = _order_of(stem + "g_idx", read, group, scale.shape[1]) if stem + "g_idx" in names else None
+        return _in_groups(_affine(self._bits, group, codes, scale, zeros), order)
 
 
 class _AWQ(_Method):
@@ -144,7 +143,8 @@ class _AWQ(_Method):
 class _CompressedTensors(_Method):
     """compressed-tensors' ``pack-quantized``: ``weight_packed [O, I / n]`` int32, n codes along the inputs in each."""
 
-    marker, tensors = ".weight_packed", ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
+    marker = ".weight_packed"
+    tensors = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -165,13 +165,13 @@ class _CompressedTensors(_Method):
         num_out, num_in = read(stem + "weight_shape").tolist()
         codes = _unpacked(read(stem + "weight_packed"), self._bits, 1)[:, :num_in].contiguous()
         scale = read(stem + "weight_scale").reshape(num_out, -1)
-        if stem + "weight_g_idx" in names:
-            raise NotRead(f"{stem}weight_g_idx: inputs in the order of activations are not read")
         group = _group_of(stem, codes, scale)
+        groups_of_inputs = stem + "weight_g_idx"
+        order = _order_of(groups_of_inputs, read, group, scale.shape[1]) if groups_of_inputs in names else None
         if stem + "weight_zero_point" in names:
             zeros = _unpacked(read(stem + "weight_zero_point"), self._bits, 0)[:num_out]
-            return _affine(self._bits, group, codes, scale, zeros)
-        return _symmetric(self._bits, group, codes, scale)
+            return _in_groups(_affine(self._bits, group, codes, scale, zeros), order)
+        return _in_groups(_symmetric(self._bits, group, codes, scale), order)
 
 
 METHODS: dict[str, type[_Method]] = {"gptq": _GPTQ, "awq": _AWQ, "compressed-tensors": _CompressedTensors}
@@ -207,6 +207,28 @@ def _group_of(stem: str, codes: Tensor, scale: Tensor) -> int:
     if num_in % groups or num_in // groups % 8:
         raise NotRead(f"{stem}*: {num_in} inputs in {groups} groups; groups of one size, a multiple of 8, are read")
     return num_in // groups
+
+
+def _order_of(name: str, read: Read, group: int, num_groups: int) -> Tensor | None:
+    """Return the inputs sorted by the groups that a tensor says they are in; None if they are already, or it says none.
+
+    Raises:
+        NotRead: Not all groups have as many inputs.
+    """
+    groups = read(name).long()
+    if bool((groups == -1).all()):
+        return None
+    order = torch.argsort(groups, stable=True)
+    if not torch.equal(groups[order], torch.arange(num_groups).repeat_interleave(group)):
+        raise NotRead(f"{name}: groups of {group} inputs each are read")
+    return None if torch.equal(groups, groups[order]) else order.int()
+
+
+def _in_groups(weight: QuantizedWeight, order: Tensor | None) -> QuantizedWeight:
+    """Return a weight whose codes are in their inputs' own order with those of each group side by side."""
+    if order is None:
+        return weight
+    return QuantizedWeight(weight.form, weight.codes[:, order.long()], weight.scales, order)
 
 
 def _affine(bits: int, group: int, codes: Tensor, scale: Tensor, zeros: Tensor) -> QuantizedWeight:

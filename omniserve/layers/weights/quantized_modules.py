@@ -22,6 +22,7 @@ from omniserve.layers.weights.quantized import (
     QuantForm,
     QuantizedWeight,
     forget,
+    in_own_order,
     joined,
     pack_quantized,
     packed_shape,
@@ -36,15 +37,18 @@ class QuantizedLinear(HeldLinear):
     """An ``nn.Linear`` whose weight is codes; ``hold`` makes it. Its ``group_weight`` is ``[panels, bytes]``."""
 
     group_form: QuantForm
+    group_order: Tensor | None
+    """The order of the inputs, of all members; see ``QuantizedWeight``."""
 
     def held_product(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        arguments = (self.group_weight, self.group_bias, self.group_rows, *self.group_form.arguments)
+        arguments = (self.group_weight, self.group_bias, self.group_rows, *self.group_form.arguments, self.group_order)
         return torch.ops.omniserve.quantized_linear, arguments
 
     def dense_group(self) -> Tensor:
         dtype = cast(Tensor, self._parameters["weight"]).dtype
-        return _rows(torch.arange(self.group_rows), self.group_weight, self.in_features, self.group_rows,
-                     self.group_form).to(dtype)  # fmt: skip
+        rows = _rows(torch.arange(self.group_rows), self.group_weight, self.in_features, self.group_rows,
+                     self.group_form)  # fmt: skip
+        return in_own_order(rows, self.group_order).to(dtype)
 
 
 class QuantizedEmbedding(PackedEmbedding):
@@ -82,14 +86,14 @@ def forms_of(model: nn.Module) -> list[str]:
     return [f"{size} of {bits} bits {scales.name} {group}" for (bits, scales, group), size in sorted(sizes.items())]
 
 
-def form_of(module: nn.Module) -> QuantForm | None:
-    """Return the form of the codes that were noted of a linear's weight."""
+def kind_of(module: nn.Module) -> tuple[QuantForm, bytes | None] | None:
+    """Return the form and the order of inputs of the codes that were noted of a linear's weight."""
     noted = remembered(weight) if isinstance(weight := getattr(module, "weight", None), Tensor) else None
-    return noted.form if noted is not None else None
+    return noted.kind if noted is not None else None
 
 
 def hold(*linears: nn.Linear, embedding: nn.Embedding | None = None) -> bool:
-    """Put codes in the place of dense weights, of a linear or a group of one form, in place.
+    """Put codes in the place of dense weights, of a linear or a group of one kind, in place.
 
     ``embedding`` is the one that a single linear shares its weight with.
 
@@ -107,7 +111,7 @@ def hold(*linears: nn.Linear, embedding: nn.Embedding | None = None) -> bool:
             hide(linear.weight)
         join_group(linears, QuantizedLinear, packed)
         for linear in linears:
-            linear.__dict__["group_form"] = weight.form
+            linear.__dict__.update(group_form=weight.form, group_order=weight.order)
             forget(cast(Tensor, linear._parameters["weight"]))
         if embedding is not None:
             hold_rows(embedding, QuantizedEmbedding, packed, group_form=weight.form)
@@ -118,7 +122,7 @@ def release(*linears: nn.Linear, embedding: nn.Embedding | None = None) -> None:
     """Undo ``hold`` of the same modules: same class, same Parameter objects, same bits."""
     split_group(linears, QuantizedLinear, lambda: cast(QuantizedLinear, linears[0]).dense_group())
     for linear in linears:
-        del linear.__dict__["group_form"]
+        del linear.__dict__["group_form"], linear.__dict__["group_order"]
     if embedding is not None:
         release_rows(embedding)
 
@@ -166,7 +170,8 @@ def release_embedding(embedding: nn.Embedding) -> None:
 
 
 def _keeps(embedding: nn.Embedding, hold: Callable[..., bool], release: Callable[..., None]) -> bool:
-    if remembered(embedding.weight) is None:
+    noted = remembered(embedding.weight)
+    if noted is None or noted.order is not None:  # a row is looked up in the order of its own columns
         return False
     held = False
 

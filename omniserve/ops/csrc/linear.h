@@ -63,6 +63,7 @@ struct LinearArgs {
   DType dtype;         // of x, bias and out; sums are in fp32
   DType weight_dtype;  // the same, or bf16 beside fp32; without meaning for codes
   const QuantForm* form = nullptr;  // of codes
+  const int32_t* order = nullptr;   // the column of x that each input of codes is, or nullptr: all in their order
 };
 
 constexpr int64_t kMostRank = 1024;

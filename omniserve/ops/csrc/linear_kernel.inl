@@ -339,12 +339,27 @@ OMNI_INLINE void pack_row(const BF16* x, int64_t num_in, BF16* packed) {
 }
 #endif
 
+// Columns of a row in another order.
+template <typename X, typename Packed>
+OMNI_INLINE void gather_row(const X* x, const int32_t* order, int64_t num_in, Packed* packed) {
+  for (int64_t i = 0; i < num_in; ++i) {
+    if constexpr (__is_same(X, Packed))
+      packed[i] = x[order[i]];
+    else
+      packed[i] = to_float(x[order[i]]);
+  }
+}
+
 template <typename X, typename Packed>
 static void pack_typed(const LinearArgs& args, void* packed_x, int64_t begin, int64_t end) {
   const int64_t stride = x_stride<Packed>(args);
   for (int64_t t = begin; t < end; ++t) {
     Packed* const to = static_cast<Packed*>(packed_x) + (t - begin) * stride;
-    pack_row(static_cast<const X*>(args.x) + t * args.x_stride, args.num_in, to);
+    const X* const row = static_cast<const X*>(args.x) + t * args.x_stride;
+    if (args.order != nullptr)
+      gather_row(row, args.order, args.num_in, to);
+    else
+      pack_row(row, args.num_in, to);
     __builtin_memset(to + args.num_in, 0, static_cast<size_t>(stride - args.num_in) * sizeof(Packed));
 #if OMNI_DPBF16
     if constexpr (sizeof(Packed) == 2)

@@ -157,9 +157,22 @@ void check_bias(const std::optional<Tensor>& bias, const Tensor& x, int64_t num_
   STD_TORCH_CHECK(bias->size(0) == num_out, "bias must have ", num_out, " elements, got ", shape_of(*bias));
 }
 
+void check_order(const std::optional<Tensor>& order, int64_t num_in) {
+  if (!order.has_value()) return;
+  check_dim(*order, 1, "order");
+  check_contiguous(*order, "order");
+  check_type(*order, ScalarType::Int, "order");
+  STD_TORCH_CHECK(order->size(0) == num_in, "order must have ", num_in, " elements, got ", shape_of(*order));
+  const auto* const columns = static_cast<const int32_t*>(order->const_data_ptr());
+  uint32_t most = 0;  // a negative number is a large one
+  for (int64_t i = 0; i < num_in; ++i) most = std::max(most, static_cast<uint32_t>(columns[i]));
+  STD_TORCH_CHECK(num_in == 0 || most < num_in, "order must be of numbers from 0 to ", num_in - 1, ", got ",
+                  static_cast<int32_t>(most));
+}
+
 // Writes the product with a packed weight that has been checked.
 void product(Tensor x, const Tensor& packed, const std::optional<Tensor>& bias, DType weight_dtype,
-             const QuantForm* form, const Tensor& out) {
+             const QuantForm* form, const std::optional<Tensor>& order, const Tensor& out) {
   const int64_t num_in = x.size(-1), num_out = out.size(-1);
   isa_name();  // a wrong OMNISERVE_ISA is reported here, not inside a parallel region
 
@@ -175,7 +188,8 @@ void product(Tensor x, const Tensor& packed, const std::optional<Tensor>& bias, 
                         num_out,
                         dtype_of(x, "x"),
                         weight_dtype,
-                        form};
+                        form,
+                        order.has_value() ? static_cast<const int32_t*>(order->const_data_ptr()) : nullptr};
   if (out.numel() == 0) return;
   // A team of all threads or of one: libgomp ends and starts threads whenever the size of a team changes.
   const int64_t num_threads = omp_get_max_threads();
@@ -234,7 +248,7 @@ Tensor packed_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, i
   if (!mixed) check_type(packed, x.scalar_type(), "packed");
   check_bias(bias, x, num_out);
   Tensor out = result_of(x, num_out, given);
-  product(x, packed, bias, mixed ? DType::bf16 : dtype, nullptr, out);
+  product(x, packed, bias, mixed ? DType::bf16 : dtype, nullptr, std::nullopt, out);
   return out;
 }
 
@@ -243,21 +257,22 @@ Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_
 }
 
 Tensor quantized_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits,
-                             int64_t scales, int64_t group, std::optional<Tensor> given) {
+                             int64_t scales, int64_t group, std::optional<Tensor> order, std::optional<Tensor> given) {
   STD_TORCH_CHECK(x.dim() > 0, "x must have a last dimension, got shape []");
   const DType dtype = dtype_of(x, "x");
   STD_TORCH_CHECK(num_out >= 0, "out_features must not be negative, got ", num_out);
   const QuantForm form = checked_form(bits, scales, group);
   check_quantized(packed, x.size(-1), num_out, form);
   check_bias(bias, x, num_out);
+  check_order(order, x.size(-1));
   Tensor out = result_of(x, num_out, given);
-  product(x, packed, bias, dtype, &form, out);
+  product(x, packed, bias, dtype, &form, order, out);
   return out;
 }
 
 Tensor quantized_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits, int64_t scales,
-                        int64_t group) {
-  return quantized_linear_into(x, packed, bias, num_out, bits, scales, group, std::nullopt);
+                        int64_t group, std::optional<Tensor> order) {
+  return quantized_linear_into(x, packed, bias, num_out, bits, scales, group, order, std::nullopt);
 }
 
 void pack_linear(Tensor weight, Tensor packed) {

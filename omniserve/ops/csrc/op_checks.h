@@ -150,11 +150,11 @@ Tensor packed_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, i
                           std::optional<Tensor> given);
 Tensor add_lora_into(Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor scales, std::optional<Tensor> given);
 Tensor quantized_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits,
-                             int64_t scales, int64_t group, std::optional<Tensor> given);
+                             int64_t scales, int64_t group, std::optional<Tensor> order, std::optional<Tensor> given);
 void pack_linear(Tensor weight, Tensor packed);
 Tensor packed_rows(Tensor ids, Tensor packed, int64_t num_in, int64_t num_out);
 Tensor quantized_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits, int64_t scales,
-                   int64_t group);
+                        int64_t group, std::optional<Tensor> order);
 Tensor quantized_rows(Tensor ids, Tensor packed, int64_t num_in, int64_t num_out, int64_t bits, int64_t scales,
                  int64_t group);
 

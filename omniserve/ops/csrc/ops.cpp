@@ -292,8 +292,8 @@ STABLE_TORCH_LIBRARY(omniserve, m) {
   m.def("add_lora(Tensor y, Tensor x, Tensor slots_T, Tensor a, Tensor b, Tensor scales_S) -> Tensor");
   m.def("packed_rows(Tensor ids, Tensor packed, SymInt in_features, SymInt out_features) -> Tensor");
   m.def(
-      "quantized_linear(Tensor x, Tensor packed, Tensor? bias_O, SymInt out_features, int bits, int scales, int group) -> "
-      "Tensor");
+      "quantized_linear(Tensor x, Tensor packed, Tensor? bias_O, SymInt out_features, int bits, int scales, int group, "
+      "Tensor? order_I=None) -> Tensor");
   m.def(
       "quantized_rows(Tensor ids, Tensor packed, SymInt in_features, SymInt out_features, int bits, int scales, int group) "
       "-> Tensor");

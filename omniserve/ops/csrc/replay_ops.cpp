@@ -70,9 +70,9 @@ void add_linear(int64_t handle, Tensor x, Tensor packed, std::optional<Tensor> b
 }
 
 void add_quantized_linear(int64_t handle, Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t bits,
-                          int64_t scales, int64_t group, Tensor out) {
+                          int64_t scales, int64_t group, std::optional<Tensor> order, Tensor out) {
   find(handle)->emplace_back(
-      [=] { quantized_linear_into(x, packed, bias, out.size(-1), bits, scales, group, out); });
+      [=] { quantized_linear_into(x, packed, bias, out.size(-1), bits, scales, group, order, out); });
 }
 
 void add_add_lora(int64_t handle, Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor scales, Tensor out) {
@@ -107,7 +107,7 @@ STABLE_TORCH_LIBRARY(omniserve_replay, m) {
   m.def("add_linear(int replay, Tensor x, Tensor packed, Tensor? bias_O, Tensor(a!) out) -> ()");
   m.def(
       "add_quantized_linear(int replay, Tensor x, Tensor packed, Tensor? bias_O, int bits, int scales, int group, "
-      "Tensor(a!) out) -> ()");
+      "Tensor? order_I, Tensor(a!) out) -> ()");
   m.def(
       "add_add_lora(int replay, Tensor y, Tensor x, Tensor slots_T, Tensor a, Tensor b, Tensor scales_S, "
       "Tensor(a!) out) -> ()");

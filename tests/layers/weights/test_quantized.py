@@ -16,10 +16,10 @@ from omniserve.layers.weights.quantized import dense_of, remember, remembered, s
 from omniserve.layers.weights.quantized_modules import (
     QuantizedEmbedding,
     QuantizedLinear,
-    form_of,
     hold,
     hold_embedding,
     hold_tied,
+    kind_of,
     quantizable,
     release,
     release_embedding,
@@ -107,8 +107,40 @@ def test_release_restores_the_object_and_the_bits(form: str, dtype: torch.dtype)
     with torch.inference_mode():
         release(linear)
     before.assert_restored()
-    assert form_of(linear) is CODES[form]
+    assert kind_of(linear) == (CODES[form], None)
     assert hold(linear), "it can be held again"
+
+
+@pytest.mark.parametrize("form", ["4 bits", "8 bits affine"])
+def test_codes_in_another_order_of_inputs_multiply_the_columns_in_that_order(form: str) -> None:
+    orders = [torch.randperm(512, generator=torch.Generator().manual_seed(seed)).int() for seed in (0, 0, 1)]
+    trio = nn.ModuleList([_linear(num_out=33 + row, bias=True) for row in range(3)])
+    for linear, order in zip(trio, orders, strict=True):
+        give_codes(linear, CODES[form], seed=linear.out_features, order=order)
+    whole, before = [_packed(linear) for linear in trio], _Before(*trio)
+    ordered = [copy.deepcopy(linear) for linear in trio]
+    for linear, order in zip(ordered, orders, strict=True):
+        linear.weight.data = linear.weight.detach()[:, order.long()]
+    products = [_packed(linear) for linear in ordered]
+    made = groups_of(quantizable(trio, trio.modules()), [list(trio)], kind_of)
+    assert sorted(map(len, made)) == [1, 2]
+    with torch.inference_mode():
+        assert all([hold(*group) for group in made])
+    for linear, other, product, order in zip(trio, whole, products, orders, strict=True):
+        for shape in ((0,), (1,), (2, 3), (40,)):
+            x = torch.randn(*shape, 512)
+            assert torch.equal(linear(x), product(x[..., order.long()]))
+            torch.testing.assert_close(linear(x), other(x), rtol=1e-5, atol=1e-5)
+    before.assert_saved()
+    for group in made:
+        release(*group)
+    before.assert_restored()
+
+
+def test_an_embedding_does_not_look_its_rows_up_in_codes_of_another_order() -> None:
+    tied = _tied()
+    give_codes(tied.head, CODES["4 bits"], order=torch.arange(512).flip(0).int())
+    assert not hold_tied(tied.head, tied.embedding) and type(tied.head) is nn.Linear
 
 
 @pytest.mark.parametrize("form", CODES)
@@ -156,7 +188,7 @@ def test_projections_of_one_input_are_grouped_by_their_forms(
 ) -> None:
     trio = nn.ModuleList([_linear(form, num_out=32 + row, seed=row) for row, form in enumerate(forms)])
     dense, before = [_packed(linear) for linear in trio], _Before(*trio)
-    made = groups_of(quantizable(trio, trio.modules()), [list(trio)], form_of)
+    made = groups_of(quantizable(trio, trio.modules()), [list(trio)], kind_of)
     assert sorted(made, key=lambda group: list(trio).index(group[0])) == [
         tuple(trio[index] for index in group) for group in groups
     ]
@@ -173,7 +205,7 @@ def test_projections_of_one_input_are_grouped_by_their_forms(
 def test_a_dense_member_keeps_none_of_the_others_from_their_group() -> None:
     trio = nn.ModuleList([_linear(num_out=32 + row, seed=row) for row in range(3)])
     del trio[1].weight.omniserve_quantized
-    made = groups_of(quantizable(trio, trio.modules()), [list(trio)], form_of)
+    made = groups_of(quantizable(trio, trio.modules()), [list(trio)], kind_of)
     assert made == [(trio[0], trio[2])]
 
 

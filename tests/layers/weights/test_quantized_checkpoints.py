@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from omniserve.core.config import EngineConfig
 from omniserve.launch.loading import EngineLoader
 from omniserve.launch.models import quantization_of
-from omniserve.layers.patching import patch
+from omniserve.layers.patching import patch, unpatch
+from omniserve.layers.weights.groups import is_group
 from omniserve.layers.weights.quantized_checkpoints import NotRead, method_of
 from omniserve.layers.weights.quantized_modules import QuantizedLinear
 from tests.parity.models import tiny_model
@@ -37,23 +38,23 @@ def packed_along(codes: Tensor, bits: int, dim: int, order: tuple[int, ...] | No
     return words if dim == 1 else words.T.contiguous()
 
 
-Write = Callable[[str, Tensor, Tensor, Tensor], dict[str, Tensor]]
-"""(module, codes ``[O, I]``, scales and zeros ``[O, groups]``) -> the tensors of a checkpoint."""
+Write = Callable[[str, Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]
+"""(module, codes ``[O, I]``, scales and zeros ``[O, groups]``, group of each input) -> the tensors of a checkpoint."""
 
 
 def gptq(bits: int, first: int) -> Write:
-    def write(name: str, codes: Tensor, scale: Tensor, zeros: Tensor) -> dict[str, Tensor]:
+    def write(name: str, codes: Tensor, scale: Tensor, zeros: Tensor, groups: Tensor) -> dict[str, Tensor]:
         return {
             f"{name}.qweight": packed_along(codes.T, bits, 0),
             f"{name}.qzeros": packed_along(zeros.T - first, bits, 1),
             f"{name}.scales": scale.T.contiguous(),
-            f"{name}.g_idx": torch.arange(codes.shape[1], dtype=torch.int32) // GROUP,
+            f"{name}.g_idx": groups,
         }
 
     return write
 
 
-def awq(name: str, codes: Tensor, scale: Tensor, zeros: Tensor) -> dict[str, Tensor]:
+def awq(name: str, codes: Tensor, scale: Tensor, zeros: Tensor, groups: Tensor) -> dict[str, Tensor]:
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     return {
         f"{name}.qweight": packed_along(codes.T, 4, 1, order),
@@ -63,12 +64,14 @@ def awq(name: str, codes: Tensor, scale: Tensor, zeros: Tensor) -> dict[str, Ten
 
 
 def compressed(bits: int, *, has_zeros: bool) -> Write:
-    def write(name: str, codes: Tensor, scale: Tensor, zeros: Tensor) -> dict[str, Tensor]:
+    def write(name: str, codes: Tensor, scale: Tensor, zeros: Tensor, groups: Tensor) -> dict[str, Tensor]:
         tensors = {
             f"{name}.weight_packed": packed_along(codes, bits, 1),
             f"{name}.weight_scale": scale,
             f"{name}.weight_shape": torch.tensor(codes.shape),
         }
+        if not torch.equal(groups, groups.sort().values):
+            tensors[f"{name}.weight_g_idx"] = groups
         if has_zeros:
             tensors[f"{name}.weight_zero_point"] = packed_along(zeros, bits, 0)
         return tensors
@@ -76,19 +79,24 @@ def compressed(bits: int, *, has_zeros: bool) -> Write:
     return write
 
 
-def _groups(bits: int, **more: Any) -> dict[str, Any]:
-    groups = {"group_0": {"weights": {"num_bits": bits}, "input_activations": None, **more}}
+def _groups(bits: int, actorder: str | None = None, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "actorder": actorder}
+    groups = {"group_0": {"weights": weights, "input_activations": None, **more}}
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
 
 
+_ORDERED = {"quant_method": "gptq", "desc_act": True}
 KINDS: dict[str, tuple[dict[str, Any], Write, int, bool]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4}, gptq(4, 1), 4, True),
     "gptq, version 2": ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}, gptq(4, 0), 4, True),
     "gptq, 8 bits": ({"quant_method": "gptq", "bits": 8}, gptq(8, 1), 8, True),
+    "gptq, desc_act": ({**_ORDERED, "bits": 4}, gptq(4, 1), 4, True),
+    "gptq, 8 bits, desc_act": ({**_ORDERED, "bits": 8}, gptq(8, 1), 8, True),
     "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq, 4, True),
     "W4A16": (_groups(4), compressed(4, has_zeros=False), 4, False),
     "W4A16, zero points": (_groups(4), compressed(4, has_zeros=True), 4, True),
     "W8A16": (_groups(8), compressed(8, has_zeros=False), 8, False),
+    "W4A16, actorder": (_groups(4, "group"), compressed(4, has_zeros=False), 4, False),
 }
 """name: (quantization_config, how tensors are written, bits, whether zero points differ)."""
 
@@ -108,8 +116,12 @@ def quantised_folder(folder: Path, kind: str, dtype: torch.dtype = torch.float16
         zeros = torch.full((shape[0], groups), 2 ** (bits - 1))
         if has_zeros:
             zeros = torch.randint(1, 2**bits, zeros.shape, generator=generator)
-        tensors |= write(name, codes, scale, zeros)
-        by_input = [each.repeat_interleave(GROUP, 1) for each in (scale.float(), zeros)]
+        groups_of_inputs = torch.arange(shape[1], dtype=torch.int32) // GROUP
+        if "desc_act" in config or "actorder" in kind:  # linears of one input have one order
+            order = torch.randperm(shape[1], generator=torch.Generator().manual_seed(shape[1]))
+            groups_of_inputs = groups_of_inputs[order]
+        tensors |= write(name, codes, scale, zeros, groups_of_inputs)
+        by_input = [each[:, groups_of_inputs.long()] for each in (scale.float(), zeros)]
         dense[f"{name}.weight"] = (codes - by_input[1]) * by_input[0]
     own = {name: weight.detach().clone() for name, weight in model.state_dict().items() if name not in dense}
     model.config.save_pretrained(folder)
@@ -190,12 +202,47 @@ def test_what_is_not_read_is_refused_by_name(config: dict[str, Any], why: str) -
         method_of(config)
 
 
-def test_inputs_in_the_order_of_activations_are_refused(tmp_path: Path) -> None:
-    quantised_folder(tmp_path, "gptq")
-    path = tmp_path / "model.safetensors"
+def with_g_idx(folder: Path, change: Callable[[Tensor], Tensor]) -> str:
+    """Change the first tensor that has groups of inputs; return its name."""
+    path = folder / "model.safetensors"
     tensors = load_file(path)
     name = next(each for each in tensors if each.endswith("g_idx"))
-    tensors[name] = tensors[name].flip(0).contiguous()
+    tensors[name] = change(tensors[name]).contiguous()
     save_file(tensors, path)
-    with pytest.raises(NotRead, match=f"{name}: its inputs are in the order of activations"):
+    return name
+
+
+def test_groups_of_unequal_numbers_of_inputs_are_refused(tmp_path: Path) -> None:
+    quantised_folder(tmp_path, "gptq, desc_act")
+    name = with_g_idx(tmp_path, lambda groups: groups.clamp_min(1))
+    with pytest.raises(NotRead, match=f"{name}: groups of {GROUP} inputs each are read"):
         loaded(tmp_path)
+
+
+def test_groups_of_inputs_that_are_all_minus_one_say_nothing(tmp_path: Path) -> None:
+    dense = quantised_folder(tmp_path, "W4A16")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = next(each for each in tensors if each.endswith("up_proj.weight_packed")).removesuffix("weight_packed")
+    num_in = dense[f"{name}weight"].shape[1]
+    save_file(tensors | {f"{name}weight_g_idx": torch.full((num_in,), -1, dtype=torch.int32)}, path)
+    assert torch.equal(loaded(tmp_path).state_dict()[f"{name}weight"], dense[f"{name}weight"])
+
+
+def test_linears_of_one_input_share_a_product_if_they_have_one_order(tmp_path: Path) -> None:
+    quantised_folder(tmp_path, "gptq, desc_act")
+    with_g_idx(tmp_path, lambda groups: groups.flip(0))  # of layer 0's down_proj, which is alone
+    model = loaded(tmp_path)
+    patch(model, compile=False)
+    for layer in model.model.layers:
+        assert is_group([layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj])
+        assert is_group([layer.mlp.gate_proj, layer.mlp.up_proj]) and layer.mlp.up_proj.group_order is not None
+    unpatch(model)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.self_attn.k_proj.g_idx"
+    save_file(tensors | {name: tensors[name].flip(0).contiguous()}, path)
+    model = loaded(tmp_path)
+    patch(model, compile=False)
+    first = model.model.layers[0].self_attn
+    assert is_group([first.k_proj]) and is_group([first.q_proj, first.v_proj])
