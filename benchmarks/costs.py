@@ -35,6 +35,7 @@ from benchmarks.common.summary import summarize
 from benchmarks.common.timing import OtherLoad, median_ratio, seconds
 from omniserve import SLO, Engine, EngineConfig, ExecutionConfig, Request, SamplingParams
 from omniserve.host.cores import available_cores
+from omniserve.layers.weights.int8_modules import form_of_inputs, pack_int8
 from omniserve.layers.weights.packed import PackedLinear, pack
 from omniserve.layers.weights.quantized import QuantForm, QuantizedWeight, Scales, pack_quantized, packed_shape
 from omniserve.sampling.sampler import Sampler
@@ -125,7 +126,7 @@ def linears(args: argparse.Namespace) -> Trials:
                     result["pairs"] = median_ratio(*times)
 
 
-BF16 = "bf16"
+BF16, W8A8 = "bf16", "W8A8"
 FORMS = {
     "Q8_0": QuantForm(8, Scales.F16, 32), "int8": QuantForm(8, Scales.F32, 2048),
     "Q6_K": QuantForm(6, Scales.K_SIGNED, 16), "Q5_K": QuantForm(5, Scales.K, 32),
@@ -141,7 +142,7 @@ FORMS = {
     environment={"GOMP_SPINCOUNT": "10000"}, tiny={"shape": "256x64", "rows": [1, 2], "repeats": 1, "cold_mib": 1},
 )  # fmt: skip
 def quantized_linears(args: argparse.Namespace) -> Trials:
-    """Products with weights of 4 to 8 bits on the CPU device tier, beside the dense weight in bf16.
+    """Products with weights of 4 to 8 bits on the CPU device tier, and with rows in int8, beside the dense one in bf16.
 
     A shape is inputs x outputs. A sample is the mean of some calls, each with a weight that no cache holds any more; in
     brackets times that of bf16, below 1 is faster. Give the machine nothing else to do; OMNISERVE_ISA forces an
@@ -163,6 +164,9 @@ def quantized_linears(args: argparse.Namespace) -> Trials:
         pack_quantized(random_codes(form, num_out, num_in), packed)
         copies[name] = itertools.cycle(_copies(packed, count))
         products[name] = functools.partial(_quantized_product, form, num_out)
+    in_int8 = pack_int8(random_codes(form_of_inputs(num_in), num_out, num_in))
+    copies[W8A8] = itertools.cycle(_copies(in_int8, count))
+    products[W8A8] = lambda x, weight: torch.ops.omniserve.int8_linear(x, weight, None, num_out)
     with torch.inference_mode():
         for rows in args.rows:
             x, load, arms = torch.randn(rows, num_in).to(dtype), OtherLoad(), {}

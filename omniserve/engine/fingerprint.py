@@ -16,6 +16,7 @@ from omniserve.engine.capacity import has_host_tier
 from omniserve.host.cores import CoreSplit, available_cores, default_host_threads
 from omniserve.latency.profile import Fingerprint
 from omniserve.layers.kv_fingerprint import description_of
+from omniserve.layers.weights import int8_modules
 from omniserve.layers.weights.loaded_model import forms_of_weights, language_model
 from omniserve.layers.weights.packed import holds_bfloat16
 from omniserve.layers.weights.quantized_modules import forms_of
@@ -38,6 +39,7 @@ def fingerprint_of(model: PreTrainedModel, config: EngineConfig) -> Fingerprint:
                 *(["bfloat16"] if holds_bfloat16(model) else []),
                 *forms_of_weights(model),
                 *forms_of(model),
+                *int8_modules.forms_of(model),
                 *([f"lora.rank{config.lora.max_lora_rank}"] if config.lora.max_loras else []),
             ]
         ),

@@ -197,7 +197,8 @@ def _load_quantized(
     )
     model.name_or_path = name
     if dense := checkpoint.remember(model):
-        logger.warning("%s: %d weights are served widened to %s, such as %s", name, len(dense), dtype, dense[0])
+        rows = ", and their rows are not rounded" if checkpoint.rounds_inputs else ""
+        logger.warning("%s: %d weights are served widened to %s%s, such as %s", name, len(dense), dtype, rows, dense[0])
     return model
 
 

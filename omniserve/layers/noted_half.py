@@ -96,6 +96,7 @@ class Noter:
             "torch.ops.omniserve",
             packed_linear=types.SimpleNamespace(default=self._packed_linear),
             quantized_linear=types.SimpleNamespace(default=self._quantized_linear),
+            int8_linear=types.SimpleNamespace(default=self._int8_linear),
             add_lora=types.SimpleNamespace(default=self._add_lora),
         )
         dtypes = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -134,6 +135,13 @@ class Noter:
     ) -> Tensor:
         out = self._buffers.rows((*x.shape[:-1], out_features), x.dtype)
         self._replay.add_quantized_linear(x, packed, bias_O, (bits, scales, group), order_I, out)
+        return out
+
+    def _int8_linear(
+        self, x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int, x_scale_1: Tensor | None = None
+    ) -> Tensor:
+        out = self._buffers.rows((*x.shape[:-1], out_features), x.dtype)
+        self._replay.add_int8_linear(x, packed, bias_O, x_scale_1, out)
         return out
 
 

@@ -93,6 +93,11 @@ def _quantized_linear(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_feat
     return x.new_empty((*x.shape[:-1], out_features))
 
 
+@torch.library.register_fake("omniserve::int8_linear")
+def _int8_linear(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int, *_: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
 @torch.library.register_fake("omniserve::quantized_rows")
 def _quantized_rows(ids: Tensor, packed: Tensor, in_features: int, *_: int) -> Tensor:
     return packed.new_empty((*ids.shape, in_features), dtype=torch.float32)

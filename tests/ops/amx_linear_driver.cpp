@@ -13,14 +13,16 @@ int64_t amx_products() { return tile_state().products; }
 bool amx_released() { return !tile_state().configured; }
 #endif
 
-// Features of bf16 rows, from `begin` to `end` in one call; `sizes`: rows, inputs, outputs, distance of rows, and 0, or
-// how many inputs share an fp32 scale of codes of 8 bits.
+// Features of bf16 rows, from `begin` to `end` in one call; `sizes`: rows, inputs, outputs, distance of rows, and 0, how
+// many inputs share an fp32 scale of codes of 8 bits, or -1: rows and weight are int8.
 void amx_linear(const void* x, const void* packed, const void* bias, void* out, const int64_t* sizes, int64_t begin,
                 int64_t end) {
   const int64_t rows = sizes[0], num_in = sizes[1], num_out = sizes[2];
   const QuantForm form{8, Scales::f32, sizes[4]};
+  const Int8Form int8{nullptr};
   const LinearArgs args{x,      packed,  bias,        out,         sizes[3], rows,
-                        num_in, num_out, DType::bf16, DType::bf16, sizes[4] > 0 ? &form : nullptr};
+                        num_in, num_out, DType::bf16, DType::bf16, sizes[4] > 0 ? &form : nullptr,
+                        nullptr, sizes[4] < 0 ? &int8 : nullptr};
   const LinearKernels& kernels = amx_bf16_linear_kernels();
   const int64_t room = (rows + kTileOfRows - 1) / kTileOfRows * kTileOfRows;
   const auto filled = [](int64_t bytes) {

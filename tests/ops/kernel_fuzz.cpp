@@ -428,6 +428,65 @@ void check_quantized(Rng& rng) {
   }
 }
 
+// Rows and a weight in int8, with memory to the byte: to the bit the definition. Codes, sums and scales behind the last
+// feature are random, and must not count.
+void check_int8(Rng& rng) {
+  const DType dtype = one_of(rng, {DType::f32, DType::bf16, DType::f16});
+  const int64_t rows = between(rng, 1, one_of<int64_t>(rng, {3, 13, 50}));
+  const int64_t num_in = between(rng, 0, one_of<int64_t>(rng, {5, 100, 1000, 5000}));
+  const int64_t num_out = between(rng, 1, one_of<int64_t>(rng, {5, 33, 100})), bytes = dtype_bytes(dtype);
+  const int64_t inputs = (num_in + kInt8Inputs - 1) / kInt8Inputs * kInt8Inputs, size = int8_panel_bytes(num_in);
+  std::vector<float> x(static_cast<size_t>(rows * num_in));
+  std::vector<char> laid(x.size() * size_t(bytes)), out(static_cast<size_t>(rows * num_out * bytes));
+  for (size_t i = 0; i < x.size(); ++i) {
+    put(&laid[i * size_t(bytes)], dtype, draw(rng));
+    x[i] = float(get(&laid[i * size_t(bytes)], dtype));
+  }
+  const auto packed = aligned(num_panels(num_out) * size);
+  char* const begin = static_cast<char*>(packed.get());
+  for (int64_t i = 0; i < num_panels(num_out) * size; ++i) begin[i] = static_cast<char>(rng());
+  const auto code_at = [&](int64_t o, int64_t i) {
+    return begin + o / kPanel * size + kInt8Header + (i / 4 * kPanel + o % kPanel) * 4 + i % 4;
+  };
+  for (int64_t o = 0; o < num_out; ++o) {
+    int32_t total = 0;
+    for (int64_t i = 0; i < inputs; ++i) {
+      if (i >= num_in) *code_at(o, i) = 0;
+      total += static_cast<signed char>(*code_at(o, i));
+    }
+    char* const header = begin + o / kPanel * size + o % kPanel * 4;
+    put(header, DType::f32, draw(rng) / 64);
+    std::memcpy(header + kPanel * 4, &total, sizeof(total));
+  }
+  const float fixed = 0.03125f;
+  const Int8Form form{rng() % 2 ? &fixed : nullptr};
+  LinearArgs args{laid.data(), begin, nullptr, out.data(), num_in, rows, num_in, num_out, dtype, dtype};
+  args.int8 = &form;
+  run_linear(args, rng);
+  std::vector<int32_t> codes(static_cast<size_t>(num_in));
+  for (int64_t t = 0; t < rows; ++t) {
+    float most = 0;
+    for (int64_t i = 0; i < num_in; ++i) most = std::max(most, std::abs(x[size_t(t * num_in + i)]));
+    const float scale = form.x_scale != nullptr ? fixed : most / 127.5f;
+    for (int64_t i = 0; i < num_in; ++i) {
+      const float value = scale == 0 ? 0 : x[size_t(t * num_in + i)] / scale;
+      codes[size_t(i)] = static_cast<int32_t>(std::nearbyint(std::clamp(value, -128.0f, 127.0f)));
+    }
+    for (int64_t o = 0; o < num_out; ++o) {
+      int32_t sum = 0;
+      for (int64_t i = 0; i < num_in; ++i) sum += codes[size_t(i)] * static_cast<signed char>(*code_at(o, i));
+      const float by_row = static_cast<float>(sum) * scale;
+      char wanted[4];
+      put(wanted, dtype, by_row * float(get(begin + o / kPanel * size + o % kPanel * 4, DType::f32)));
+      const double exact = get(wanted, dtype), got = get(out.data() + (t * num_out + o) * bytes, dtype);
+      if (exact == got || std::abs(exact - got) < 1e-37) continue;  // of bf16 subnormals are zero
+      std::fprintf(stderr, "%s: int8 [%ld, %ld] x [%ld, %ld], dtype %d: row %ld, feature %ld is %g, not %g\n", isa_name(),
+                   long(rows), long(num_in), long(num_out), long(num_in), int(dtype), long(t), long(o), got, exact);
+      std::exit(1);
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -442,6 +501,7 @@ int main(int argc, char** argv) {
     if (!c.host) check_prefill(c, rng);
     check_linear(rng);
     check_quantized(rng);
+    check_int8(rng);
   }
   std::printf("%s: %ld cases agree\n", isa_name(), long(count));
 }

@@ -222,6 +222,44 @@ def add_dense_lora(y: Tensor, x: Tensor, slots_T: Tensor, a_SRI: Tensor, b_SOR: 
     return out.view(y.shape)
 
 
+def pack_int8(codes_OI: Tensor, scales_O: Tensor) -> Tensor:
+    """Return the bytes of a weight of int8, ``[panels, bytes of a panel]``: scales, sums of codes, and codes."""
+    num_out, num_in = codes_OI.shape
+    panels, inputs = -(-num_out // PANEL), -(-num_in // 64) * 64
+    codes = codes_OI.new_zeros(panels, PANEL, inputs)
+    scales = scales_O.new_zeros(panels, PANEL)
+    for feature in range(num_out):
+        codes[feature // PANEL, feature % PANEL, :num_in] = codes_OI[feature]
+        scales[feature // PANEL, feature % PANEL] = scales_O[feature]
+    parts = (scales, codes.int().sum(2).int(), codes.unflatten(2, (inputs // 4, 4)).transpose(1, 2).contiguous())
+    return torch.cat([part.view(torch.uint8).flatten(1) for part in parts], 1)
+
+
+def int8_linear(
+    x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int, x_scale_1: Tensor | None = None
+) -> Tensor:
+    """Return the product of rows that are rounded to int8 and a weight of int8, ``[*, O]``, to the bit.
+
+    Each product and sum behind the integer sums is rounded to fp32.
+    """
+    num_in, panels = x.shape[-1], packed.shape[0]
+    scales = packed[:, : PANEL * 4].contiguous().view(torch.float32).flatten()[:out_features]
+    codes = packed[:, PANEL * 8 :].contiguous().view(torch.int8)
+    fours = codes.view(panels, codes.shape[1] // (4 * PANEL), PANEL, 4).transpose(1, 2)
+    codes_OI = fours.reshape(panels * PANEL, codes.shape[1] // PANEL)[:out_features, :num_in]
+    wide = x.float()
+    if x_scale_1 is not None:
+        scale = x_scale_1.expand(*x.shape[:-1], 1)
+    elif num_in:
+        scale = wide.abs().amax(-1, keepdim=True) / 127.5
+    else:
+        scale = wide.new_zeros(*x.shape[:-1], 1)
+    rounded = (wide / torch.where(scale == 0, 1.0, scale)).clamp(-128, 127).round()
+    sums = (rounded.double() @ codes_OI.double().T).float()  # exact: sums are below 2 ** 31
+    product = sums * scale * scales
+    return (product if bias_O is None else product + bias_O.float()).to(x.dtype)
+
+
 F16, F32, AFFINE16, AFFINE32, K_SCALES, K_SIGNED = range(6)
 """Kinds of scales, in the order of ``Scales`` in ``ops/csrc/linear.h``."""
 WITH_OFFSET = (AFFINE16, AFFINE32, K_SCALES)

@@ -544,6 +544,30 @@ def _quantized_linear_samples(device: torch.device, dtype: torch.dtype) -> Itera
     yield Sample(label="few rows, inputs in another order", args=(x_TI[:3], *args[1:]))
 
 
+def int8_weight(num_out: int, num_in: int) -> tuple[Tensor, Tensor]:
+    """Return random codes ``[O, I]`` and scales ``[O]``, seeded random; results are of about 1."""
+    generator = torch.Generator().manual_seed(0)
+    codes_OI = torch.randint(-128, 128, (num_out, num_in), generator=generator).to(torch.int8)
+    return codes_OI, (torch.rand(num_out, generator=generator) + 0.5) / 74 / max(1, num_in) ** 0.5
+
+
+def _int8_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    for label, num_rows, num_in, num_out in _QUANTIZED_SIZES:
+        x_TI, _, bias_O = linear_args(num_rows, num_in, num_out, device, dtype, dtype)
+        packed = references.pack_int8(*int8_weight(num_out, num_in)).to(device)
+        fixed = torch.tensor([0.02], device=device)
+        for x_scale in (None, fixed):
+            args = (x_TI, packed, bias_O if num_rows % 2 else None, num_out, x_scale)
+            yield Sample(label=f"{label}, {x_scale}", args=args)
+    x_TI, _, _ = linear_args(12, 40, 70, device, dtype, dtype)
+    packed = references.pack_int8(*int8_weight(70, 40)).to(device)
+    yield Sample(label="rows that lie apart", args=(x_TI.reshape(3, 4, 40).transpose(0, 1), packed, None, 70))
+    yield Sample(label="inputs that lie apart", args=(x_TI.T.contiguous().T, packed, None, 70))
+    yield Sample(
+        label="a row of zeros", args=(x_TI * (torch.arange(12, device=device)[:, None] != 5), packed, None, 70)
+    )
+
+
 def _quantized_rows_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     generator = torch.Generator().manual_seed(0)
     for form in CODE_FORMS:
@@ -576,6 +600,7 @@ OPS: dict[str, OpSpec] = {
         (references.packed_rows, _packed_rows_samples),
         (references.add_lora, _add_lora_samples),
         (references.quantized_linear, _quantized_linear_samples),
+        (references.int8_linear, _int8_linear_samples),
         (references.quantized_rows, _quantized_rows_samples),
     )
 }

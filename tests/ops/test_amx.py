@@ -509,7 +509,7 @@ def run_linear(
     num_out: int,
     group: int = 0,
 ) -> np.ndarray:
-    """Return all features of some rows, in two calls; `group` inputs share a scale of 8-bit codes."""
+    """Return all features of some rows, in two calls; `group` inputs share a scale of 8-bit codes, -1: all is int8."""
     out = np.full((len(x), num_out), NAN)
     middle = -(-num_out // 32) // 2 * 32
     sizes = np.array([len(x), num_in, num_out, num_in + 3, group])
@@ -581,6 +581,61 @@ def check_codes(kernels: Kernels, rows: int, num_in: int, num_out: int, group: i
         exact = to_float(x[:, :num_in]) @ weight.astype(np.float64).T
         np.testing.assert_allclose(to_float(out), exact, rtol=2**-8, atol=2e-5)
         assert kernels.products() == before
+
+
+INT8_CASES = (
+    (1, 64, 32, True),
+    (1, 1, 1, False),
+    (5, 0, 5, True),
+    (13, 100, 33, False),
+    (16, 1000, 130, True),
+    (17, 128, 64, False),
+    (33, 1300, 70, True),
+    (70, 333, 96, False),
+)
+"""Rows, inputs, outputs, whether there is a bias."""
+
+
+@needs_vectors
+@pytest.mark.parametrize(("rows", "num_in", "num_out", "has_bias"), INT8_CASES)
+def test_int8_on_emulated_tiles(emulated_linear: Kernels, rows: int, num_in: int, num_out: int, has_bias: bool) -> None:
+    check_int8(emulated_linear, rows, num_in, num_out, has_bias)
+
+
+@pytest.mark.skipif("amx_int8" not in CPU_FLAGS, reason="this CPU has no AMX")
+@pytest.mark.parametrize(("rows", "num_in", "num_out", "has_bias"), INT8_CASES)
+def test_int8_on_the_machines_tiles(real_linear: Kernels, rows: int, num_in: int, num_out: int, has_bias: bool) -> None:
+    check_int8(real_linear, rows, num_in, num_out, has_bias)
+
+
+def check_int8(kernels: Kernels, rows: int, num_in: int, num_out: int, has_bias: bool) -> None:
+    rng = np.random.default_rng((rows, num_in, num_out))
+    x = np.full((rows, num_in + 3), NAN)
+    x[:, :num_in] = to_bf16(rng.standard_normal((rows, num_in)))
+    x[rows // 2, :num_in] = 0
+    bias = to_bf16(rng.standard_normal(num_out)) if has_bias else None
+    panels, inputs = -(-num_out // 32), -(-num_in // 64) * 64
+    codes = np.zeros((panels * 32, inputs), np.int8)
+    codes[:num_out, :num_in] = rng.integers(-128, 128, (num_out, num_in))
+    scales = (rng.random(panels * 32) / 64).astype(np.float32)
+    parts = (
+        scales.reshape(panels, 32),
+        codes.sum(1, dtype=np.int32).reshape(panels, 32),
+        np.ascontiguousarray(codes.reshape(panels, 32, inputs // 4, 4).transpose(0, 2, 1, 3)).reshape(panels, -1),
+    )
+    packed = aligned(np.concatenate([part.view(np.uint8) for part in parts], 1))
+    before = kernels.products() if kernels.emulated else 0
+    out = run_linear(kernels, x, packed, bias, num_in, num_out, -1)
+    values = to_float(x[:, :num_in]).astype(np.float32)
+    x_scales = np.abs(values).max(1, initial=0)[:, None] / np.float32(127.5)
+    rounded = np.rint(np.clip(values / np.where(x_scales == 0, np.float32(1), x_scales), -128, 127)).astype(np.int64)
+    sums = (rounded @ codes[:num_out, :num_in].T.astype(np.int64)).astype(np.float32)
+    exact = sums * x_scales * scales[:num_out]
+    if bias is not None:
+        exact = exact + to_float(bias).astype(np.float32)
+    assert np.array_equal(out, to_bf16(exact))
+    if kernels.emulated and num_in:
+        assert kernels.products() > before
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from omniserve.core.spec import AttentionSpec
 from omniserve.layers.weights.quantized import QuantForm, QuantizedWeight, Scales, pack_quantized, packed_shape
 from omniserve.ops.attention import AttentionMetadata
 from omniserve.ops.replay import Replay
+from tests.ops.reference import pack_int8
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -27,6 +28,17 @@ def test_a_product_reads_what_its_rows_hold() -> None:
         x.copy_(values)
         replay.run()
         assert torch.equal(out, torch.ops.omniserve.packed_linear(x, packed, normal(5), 5))
+
+
+def test_a_product_in_int8_rounds_what_its_rows_hold() -> None:
+    codes = torch.arange(-20, 20, dtype=torch.int8).view(5, 8)
+    packed, x, out = pack_int8(codes, torch.full((5,), 0.01)), torch.zeros(3, 8), torch.empty(3, 5)
+    replay = Replay()
+    replay.add_int8_linear(x, packed, normal(5), None, out)
+    for values in (normal(3, 8), -normal(3, 8)):
+        x.copy_(values)
+        replay.run()
+        assert torch.equal(out, torch.ops.omniserve.int8_linear(x, packed, normal(5), 5))
 
 
 def test_calls_keep_their_order() -> None:

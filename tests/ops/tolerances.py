@@ -61,12 +61,18 @@ TORCH_HALF_ATTENTION = {
 }
 
 
+# To the bit, but for results in bf16 that are subnormal and flushed to zero.
+INT8_LINEAR = {torch.float32: Tolerance(0, 0), torch.bfloat16: Tolerance(0, 1e-37), torch.float16: Tolerance(0, 0)}
+
+
 def tolerance(op: str, dtype: torch.dtype) -> Tolerance:
     """Return the tolerance of an operator's results."""
     if op == "packed_linear":
         return LINEAR[dtype]
     if op == "add_lora":
         return LORA[dtype]
+    if op == "int8_linear":
+        return INT8_LINEAR[dtype]
     if op == "quantized_linear":
         return QUANTIZED_LINEAR[dtype]
     return ATTENTION[dtype] if op.endswith("_attention") else EXACT

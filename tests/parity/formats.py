@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
+from omniserve.layers.weights.int8_modules import form_of_inputs, round_inputs
 from omniserve.layers.weights.quantized import QuantForm, QuantizedWeight, Scales, dense_of, remember
 from tests.parity.models import VOCAB_SIZE
 
@@ -120,6 +121,16 @@ def of_codes(model: PreTrainedModel, *, in_order: bool = True) -> PreTrainedMode
                 order = torch.randperm(module.in_features, generator=generator).int()
             give_codes(module, form, std=float(module.weight.detach().std()), seed=len(done), order=order)
             done.add(id(module.weight))
+    return model
+
+
+def in_int8(model: PreTrainedModel, *, is_static: bool = False) -> PreTrainedModel:
+    """Make all linears ones that round their rows beside codes of 8 bits, as a loader of W8A8 does."""
+    for index, module in enumerate(list(model.modules())):
+        if type(module) is nn.Linear:
+            std = float(module.weight.detach().std())
+            give_codes(module, form_of_inputs(module.in_features), std=std, seed=index)
+            round_inputs(module, torch.tensor([0.03]) if is_static else None)
     return model
 
 

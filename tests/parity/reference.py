@@ -46,21 +46,23 @@ class Reference:
         seed: int = 0,
         first_position: int = 0,
         num_shared: int = 0,
+        near_tie: float = NEAR_TIE,
     ) -> None:
         """Make them; ``first_position`` is the model's own, of which ``generate`` knows nothing if it is not 0.
 
         Args:
             prompts: The first ``num_prompts`` of these without a near tie are taken; None: random ones are made up.
             num_shared: Random prompts with more tokens than that begin with the same ones.
+            near_tie: Logits that are closer are equal, where a model rounds its rows to few bits.
         """
         tried = prompts if prompts is not None else _random_prompts(10 * num_prompts, seed, num_shared)
         self.max_tokens = max_tokens
 
         def make() -> dict[str, Any]:
-            return _made(model, tried, num_prompts, max_tokens, first_position)
+            return _made(model, tried, num_prompts, max_tokens, first_position, near_tie)
 
         which = identity(model)
-        about = (which, tuple(tried), num_prompts, max_tokens, first_position, Path(__file__).read_text())
+        about = (which, tuple(tried), num_prompts, max_tokens, first_position, near_tie, Path(__file__).read_text())
         found = make() if which is None else kept(about, make)
         self.prompts: list[tuple[int, ...]] = found["prompts"]
         self.tokens: list[tuple[int, ...]] = found["tokens"]
@@ -83,11 +85,16 @@ class Reference:
 
 
 def _made(
-    model: PreTrainedModel, tried: Sequence[tuple[int, ...]], num_prompts: int, max_tokens: int, first_position: int
+    model: PreTrainedModel,
+    tried: Sequence[tuple[int, ...]],
+    num_prompts: int,
+    max_tokens: int,
+    first_position: int,
+    near_tie: float,
 ) -> dict[str, Any]:
     """Compute the fields of a reference."""
     made: list[_Continuation] = []
-    tolerance = NEAR_TIE
+    tolerance = near_tie
     for prompt in tried:
         made.append(_generate(model, prompt, max_tokens, first_position))
         tolerance = max(tolerance, min(_NOISES * made[-1].noise, _LARGEST_TOLERANCE))

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from omniserve import patch, unpatch
 from omniserve.layers.weights.gguf import remember_file
+from omniserve.layers.weights.int8_modules import Int8Linear, RoundedLinear
 from omniserve.layers.weights.quantized_modules import QuantizedEmbedding, QuantizedLinear
 from tests.gguf_files import write_llama
 from tests.parity.engine_histories import Reference, run_histories
-from tests.parity.formats import of_codes
+from tests.parity.formats import in_int8, of_codes
 from tests.parity.models import tiny_model
 from tests.quick import slow_except
 
@@ -67,6 +68,35 @@ def test_a_gguf_file_on_both_tiers(is_tied: bool, compile: bool, tmp_path: Path)
     model.generation_config.pad_token_id = 0
     assert remember_file(model, path).dense == {}
     _is_served_exactly(model, compile=compile, num_histories=1 if compile else 2)
+
+
+# A difference of 1e-7 in a row now and then rounds a value to the next code: by 1/127 of the row's largest one. What
+# that changes of logits of up to 10 is below this; where they are closer, another token is right, too.
+INT8_NEAR_TIE = 0.3
+
+
+@pytest.mark.parametrize(
+    ("family", "is_static", "compile"),
+    slow_except(
+        [("llama", False, False)],
+        [("llama", False, False), ("llama", True, False), ("llama", False, True), ("qwen3_moe", False, False)],
+    ),
+)  # fmt: skip
+def test_rows_in_int8_on_both_tiers(family: str, is_static: bool, compile: bool) -> None:
+    model = in_int8(tiny_model(family), is_static=is_static)
+    reference = Reference(model, num_prompts=6, max_tokens=6, near_tie=INT8_NEAR_TIE)
+    patch(model, compile=compile)
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert all(isinstance(linear, Int8Linear) for linear in linears), "nothing dense is left"
+    rows = ({"faults": False, "async_steps": True}, {"faults": True, "async_steps": False})[: 1 if compile else 2]
+    tally = run_histories(
+        model, reference, range(len(rows)), reach=REACH, rows=rows, has_profile=False, kv="tiered",
+        host_kv_bytes=1 << 20, max_host_requests=16, compile=compile,
+    )  # fmt: skip
+    assert tally.finished > 5
+    unpatch(model)
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert all(type(linear) is RoundedLinear for linear in linears)
 
 
 @pytest.mark.slow

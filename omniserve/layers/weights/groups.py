@@ -178,8 +178,14 @@ def join_group(linears: Sequence[nn.Linear], kind: type[GroupLinear], group_weig
         linear.__class__ = kind
 
 
-def split_group(linears: Sequence[nn.Linear], kind: type[GroupLinear], dense_weight: Callable[[], Tensor]) -> None:
-    """Undo ``join_group``: each linear gets back its rows of the dense weight of the group, its bias and its class.
+def split_group(
+    linears: Sequence[nn.Linear],
+    kind: type[GroupLinear],
+    dense_weight: Callable[[], Tensor],
+    *,
+    own: type[nn.Linear] = nn.Linear,
+) -> None:
+    """Undo ``join_group``: each linear gets back its rows of the group's dense weight, its bias and its ``own`` class.
 
     Raises:
         ValueError: The linears are not all the members of one group of this kind, in order.
@@ -191,7 +197,7 @@ def split_group(linears: Sequence[nn.Linear], kind: type[GroupLinear], dense_wei
         for linear, rows in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
             for name in GroupLinear.__annotations__:
                 delattr(linear, name)
-            linear.__class__ = nn.Linear
+            linear.__class__ = own
             # Each Parameter owns its storage again.
             linear.weight.data = rows.clone() if len(linears) > 1 else weight
             if linear.bias is not None:
@@ -236,24 +242,32 @@ def groups_of(
 
 
 def plain_linears(
-    model: nn.Module, candidates: Iterable[nn.Module], device_types: Iterable[str], dtype: torch.dtype | None = None
+    model: nn.Module,
+    candidates: Iterable[nn.Module],
+    device_types: Iterable[str],
+    dtype: torch.dtype | None = None,
+    *,
+    kind: type[nn.Linear] = nn.Linear,
 ) -> list[nn.Linear]:
-    """Return the candidates that are plain linears on such a device, with a weight that no other module reads."""
+    """Return the candidates that are plain linears of a class on such a device, whose weight no other module reads."""
     uses = Counter(parameter.data_ptr() for _, parameter in model.named_parameters(remove_duplicate=False))
     return [
         module
         for module in candidates
-        if is_plain(module)
+        if is_plain(module, kind)
         and module.weight.device.type in device_types
         and dtype in (None, module.weight.dtype)
         and uses[module.weight.data_ptr()] == 1
     ]
 
 
-def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Tell whether a module is torch's own: no subclass (quantised, adapters), no forward of its own."""
+def is_plain(module: nn.Module, kind: type[nn.Linear] = nn.Linear) -> TypeGuard[nn.Linear]:
+    """Tell whether a module is torch's own: no subclass (quantised, adapters), no forward of its own.
+
+    ``kind`` is another class that it is to be.
+    """
     return (
-        type(module) is nn.Linear
+        type(module) is kind
         and "forward" not in module.__dict__
         and type(module._parameters.get("weight")) is nn.Parameter
         and module.weight.is_contiguous()

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from omniserve.layers.weights import packed, quantized_modules
+from omniserve.layers.weights import int8_modules, packed, quantized_modules
 from omniserve.layers.weights.groups import HeldForm, groups_of
 from omniserve.layers.weights.merged import merge, mergeable, unmerge
 
@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 FORMS = (
     HeldForm("quantized", quantized_modules.quantizable, quantized_modules.hold, quantized_modules.release,
              alike=quantized_modules.kind_of),
+    HeldForm("in int8", int8_modules.roundable, int8_modules.hold, int8_modules.release, alike=int8_modules.kind_of),
     HeldForm("packed", packed.packable, packed.pack, packed.unpack),
     HeldForm("merged", mergeable, merge, unmerge, takes_single=False),
 )  # fmt: skip

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from omniserve.layers.weights.int8_modules import form_of_inputs, round_inputs
 from omniserve.layers.weights.quantized import QuantForm, QuantizedWeight, Scales, dense_of, remember
 
 Read = Callable[[str], Tensor]
@@ -65,13 +66,28 @@ class QuantizedCheckpoint:
         stem = name.removesuffix("weight")
         return self._method.weight(stem, self._read, self._files.keys())
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """Linears with weights of codes round their rows, too."""
+        return self._method.rounds_inputs
+
     def remember(self, model: nn.Module) -> list[str]:
-        """Note the codes of the weights of a model that was loaded from ``state_dict``; return those it has not."""
+        """Note the codes of the weights of a model that was loaded from ``state_dict``; return those it has not.
+
+        Linears that the checkpoint has round their rows become such.
+        """
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        for name in self.weights & parameters.keys():
+        found = self.weights & parameters.keys()
+        if self.rounds_inputs:
+            linears = {name: model.get_submodule(name.removesuffix(".weight")) for name in found}
+            found = {name for name, linear in linears.items() if type(linear) is nn.Linear}
+        for name in found:
             codes, read = self.weight(name), functools.partial(self.weight, name)
             remember(parameters[name], codes.form, read, order=codes.order)
-        return sorted(self.weights - parameters.keys())
+            if self.rounds_inputs:
+                scale = self._method.input_scale(name.removesuffix("weight"), self._read)
+                round_inputs(cast(nn.Linear, linears[name]), scale)
+        return sorted(self.weights - found)
 
     def _read(self, name: str) -> Tensor:
         with safe_open(self._files[name], framework="pt", device="cpu") as file:
@@ -90,12 +106,18 @@ class _Method:
     """The end of the name of the tensor that has a weight's codes, behind the name of its module."""
     tensors: tuple[str, ...]
     """Last parts of the names of all tensors that a weight of codes has."""
+    rounds_inputs = False
+    """Rows are rounded, too."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
 
     def weight(self, stem: str, read: Read, names: Any) -> QuantizedWeight:
         """Return the codes of the module whose tensors begin with ``stem``."""
+        raise NotImplementedError
+
+    def input_scale(self, stem: str, read: Read) -> Tensor | None:
+        """Return the fixed scale of a module's rows, ``[1]`` fp32, if they have no scales of their own."""
         raise NotImplementedError
 
 
@@ -140,7 +162,7 @@ class _AWQ(_Method):
         return _unpacked(packed, 4, 1).unflatten(1, (-1, 8))[:, :, list(self._ORDER)].flatten(1)
 
 
-class _CompressedTensors(_Method):
+class _PackQuantized(_Method):
     """compressed-tensors' ``pack-quantized``: ``weight_packed [O, I / n]`` int32, n codes along the inputs in each."""
 
     marker = ".weight_packed"
@@ -148,8 +170,6 @@ class _CompressedTensors(_Method):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        if config.get("format") != "pack-quantized":
-            raise NotRead(f"compressed-tensors in the format {config.get('format')}: pack-quantized is read")
         bits = {int(group["weights"]["num_bits"]) for group in config["config_groups"].values()}
         inputs = [group.get("input_activations") for group in config["config_groups"].values()]
         strategies = {group["weights"].get("strategy", "group") for group in config["config_groups"].values()}
@@ -174,7 +194,71 @@ class _CompressedTensors(_Method):
         return _in_groups(_symmetric(self._bits, group, codes, scale), order)
 
 
-METHODS: dict[str, type[_Method]] = {"gptq": _GPTQ, "awq": _AWQ, "compressed-tensors": _CompressedTensors}
+class _IntQuantized(_Method):
+    """compressed-tensors' ``int-quantized``, W8A8: ``weight [O, I]`` int8, a scale for each output, rows in int8."""
+
+    marker = ".weight_scale"
+    tensors = ("weight", "weight_scale", "weight_zero_point", "input_scale", "input_zero_point")
+    rounds_inputs = True
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        groups = config["config_groups"].values()
+        weights, inputs = [group["weights"] for group in groups], [group.get("input_activations") for group in groups]
+        if not all(map(_is_int8, weights)) or not {each.get("strategy", "tensor") for each in weights} <= {
+            "channel",
+            "tensor",
+        }:
+            raise NotRead("compressed-tensors in int8: symmetric weights of 8 bits by channel or tensor are read")
+        kinds = {(bool(each.get("dynamic")), each.get("strategy", "tensor")) for each in inputs if each}
+        if not all(map(_is_int8, inputs)) or len(kinds) != 1 or not kinds <= {(True, "token"), (False, "tensor")}:
+            raise NotRead(
+                "compressed-tensors in int8: symmetric activations of 8 bits, all dynamic by token or all static by "
+                "tensor, are read"
+            )
+        if any(group.get("output_activations") for group in groups):
+            raise NotRead("compressed-tensors in int8: quantised outputs are not read")
+        self._has_scale = kinds == {(False, "tensor")}
+
+    def weight(self, stem: str, read: Read, names: Any) -> QuantizedWeight:
+        codes = read(stem + "weight")
+        if codes.dtype is not torch.int8 or codes.dim() != 2:
+            raise NotRead(f"{stem}weight is {codes.dtype} of {codes.dim()} dimensions; int8 of 2 is read")
+        self._has_no_zero(stem + "weight_zero_point", read, names)
+        self._has_no_zero(stem + "input_zero_point", read, names)
+        scale = read(stem + "weight_scale").float().reshape(-1, 1).expand(codes.shape[0], 1).contiguous()
+        return QuantizedWeight(form_of_inputs(codes.shape[1]), codes.view(torch.uint8) ^ 0x80, (scale,))
+
+    def input_scale(self, stem: str, read: Read) -> Tensor | None:
+        return read(stem + "input_scale").float().reshape(1) if self._has_scale else None
+
+    @staticmethod
+    def _has_no_zero(name: str, read: Read, names: Any) -> None:
+        if name in names and bool(read(name).any()):
+            raise NotRead(f"{name}: it is not zero; symmetric codes are read")
+
+
+def _is_int8(args: Mapping[str, Any] | None) -> bool:
+    """Tell whether a config's weights or activations are symmetric integers of 8 bits."""
+    if args is None:
+        return False
+    return args.get("num_bits") == 8 and args.get("type", "int") == "int" and args.get("symmetric", True) is True
+
+
+def _compressed_tensors(config: Mapping[str, Any]) -> _Method:
+    kinds: dict[Any, type[_Method]] = {"pack-quantized": _PackQuantized, "int-quantized": _IntQuantized}
+    formats = {group.get("format") or config.get("format") for group in config.get("config_groups", {}).values()}
+    found = formats or {config.get("format")}
+    if len(found) != 1 or not found <= kinds.keys():
+        raise NotRead(f"compressed-tensors in the format {', '.join(map(str, found))}: {', '.join(kinds)} are read")
+    return kinds[found.pop()](config)
+
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], _Method]] = {
+    "gptq": _GPTQ,
+    "awq": _AWQ,
+    "compressed-tensors": _compressed_tensors,
+}
 """Methods of which some forms are read here, by the names in a config."""
 
 

@@ -63,6 +63,11 @@ template <int kC, int kA, int kB>
 OMNI_TILE void tile_dpbf16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
+// C [M, N] int32 += A [M, 4K] uint8 x B [K, N] of four int8 each, modulo 2^32.
+template <int kC, int kA, int kB>
+OMNI_TILE void tile_dpbusd() {
+  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
 
 #else  // in software, by the operation sections of Intel's manual; where the processor would fault, abort
 
@@ -164,16 +169,47 @@ __attribute__((noinline)) void tile_multiply(Tile& c, const Tile& a, const Tile&
   }
 }
 
+// The same of four integers each.
+void tile_multiply_bytes(Tile& c, const Tile& a, const Tile& b, int rows, int fours, int columns) {
+  for (int m = 0; m < rows; ++m)
+    for (int n = 0; n < columns; ++n) {
+      uint32_t sum;
+      std::memcpy(&sum, c.row[m] + 4 * n, sizeof(sum));
+      for (int k = 0; k < 4 * fours; ++k) {
+        const int right = static_cast<signed char>(b.row[k / 4][4 * n + k % 4]);
+        sum += static_cast<uint32_t>(a.row[m][k] * right);
+      }
+      std::memcpy(c.row[m] + 4 * n, &sum, sizeof(sum));
+    }
+}
+
+// That three tiles can be multiplied.
 template <int kC, int kA, int kB>
-void tile_dpbf16() {
+void tile_check_shapes() {
   static_assert(kC != kA && kC != kB && kA != kB, "the processor wants three different tiles");
-  TileState& state = tile_state();
-  const TileConfig& config = state.config;
+  const TileConfig& config = tile_state().config;
   tile_require(tile_exists(kC) && tile_exists(kA) && tile_exists(kB), "product: no such tile");
   tile_require(config.row_bytes[kC] % 4 == 0 && config.row_bytes[kA] % 4 == 0, "product: columns are 32 bits wide");
   tile_require(config.rows[kC] == config.rows[kA], "product: rows of C and A");
   tile_require(config.row_bytes[kC] == config.row_bytes[kB], "product: columns of C and B");
   tile_require(config.row_bytes[kA] / 4 == config.rows[kB], "product: columns of A and rows of B");
+}
+
+template <int kC, int kA, int kB>
+void tile_dpbusd() {
+  TileState& state = tile_state();
+  const TileConfig& config = state.config;
+  tile_check_shapes<kC, kA, kB>();
+  tile_multiply_bytes(state.tile[kC], state.tile[kA], state.tile[kB], config.rows[kC], config.row_bytes[kA] / 4,
+                      config.row_bytes[kC] / 4);
+  ++state.products;
+}
+
+template <int kC, int kA, int kB>
+void tile_dpbf16() {
+  TileState& state = tile_state();
+  const TileConfig& config = state.config;
+  tile_check_shapes<kC, kA, kB>();
   const unsigned int before = _mm_getcsr();
   _mm_setcsr(0x9fc0);  // denormals are zero, results are flushed, to nearest even, no exceptions
   tile_multiply(state.tile[kC], state.tile[kA], state.tile[kB], config.rows[kC], config.row_bytes[kA] / 4,

@@ -21,6 +21,7 @@ bool amx_bf16_granted() {
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM, for the whole process
   constexpr long kTileData = 18;               // XFEATURE_XTILEDATA: Linux gives its 8 KiB only to those who ask
   return __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+         __builtin_cpu_supports("amx-int8") &&
          syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;

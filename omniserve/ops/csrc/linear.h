@@ -51,6 +51,20 @@ struct QuantForm {
   int64_t record_bytes() const;
 };
 
+// A weight of int8 for rows that are rounded to int8, too: out[t, o] = x_scale[t] * scale[o] * the sum over i of
+// x_code[t, i] * code[o, i], which is exact in int32. A panel is 32 scales in fp32, 32 sums of a feature's codes in
+// int32, and then the codes: [inputs / 4, 32, 4], of inputs up to a multiple of 64, zeros behind the last one. Four inputs
+// of a feature lie side by side for VPDPBUSD; 16 rows of 16 features are a tile of AMX.
+constexpr int64_t kInt8Inputs = 64;
+constexpr int64_t kInt8Header = kPanel * 8;        // bytes
+constexpr int64_t kMostInt8Inputs = int64_t{1} << 16;  // 2^16 products of at most 2^14 are in the range of int32
+
+// How the rows beside a weight of int8 are rounded: code = the nearest integer to x / x_scale, half to even, from -128
+// to 127. Without a fixed scale x_scale is the largest |x| of a row by 127.5, as compressed-tensors has it.
+struct Int8Form {
+  const float* x_scale;  // one number for all rows, or nullptr
+};
+
 struct LinearArgs {
   const void* x;       // [T, I], distance of rows x_stride elements
   const void* weight;  // packed, aligned to 64 bytes
@@ -64,6 +78,7 @@ struct LinearArgs {
   DType weight_dtype;  // the same, or bf16 beside fp32; without meaning for codes
   const QuantForm* form = nullptr;  // of codes
   const int32_t* order = nullptr;   // the column of x that each input of codes is, or nullptr: all in their order
+  const Int8Form* int8 = nullptr;   // of int8 for rows in int8
 };
 
 constexpr int64_t kMostRank = 1024;
@@ -106,6 +121,11 @@ inline int64_t panel_size(int64_t num_in, DType weight_dtype) {
 // Bytes of a panel of codes.
 inline int64_t panel_bytes(int64_t num_in, const QuantForm& form) {
   return (num_in + form.block() - 1) / form.block() * form.record_bytes();
+}
+
+// Bytes of a panel of int8.
+inline int64_t int8_panel_bytes(int64_t num_in) {
+  return kInt8Header + (num_in + kInt8Inputs - 1) / kInt8Inputs * kInt8Inputs * kPanel;
 }
 
 // How a kernel wants many rows to be split.

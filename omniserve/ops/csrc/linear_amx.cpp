@@ -5,10 +5,11 @@
 #include "amx_tiles.h"
 #include "linear_kernels.h"
 
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,avx2,fma,f16c")
 #define OMNI_ISA amx_bf16
 #define OMNI_LANES 16
 #define OMNI_DPBF16 1
+#define OMNI_VNNI 1
 #define OMNI_TILES 1
 #include "linear_kernel.inl"
 

@@ -1,4 +1,4 @@
-// bf16 rows times a bf16 weight on AMX tiles; included by linear_kernel.inl.
+// bf16 rows times a bf16 weight on AMX tiles, and the blocks that other weights share; included by linear_kernel.inl.
 //
 // A panel's 16 rows of pairs are two tiles, of 16 features each, as they lie. Many rows are bound by arithmetic: a block
 // is 32 rows, two tiles, by a panel, which makes four products of four loads. Few rows are bound by memory: 16 rows by
@@ -12,19 +12,33 @@ constexpr int64_t kFewRows = 48;        // up to which a product is bound by mem
 constexpr int64_t kTileAhead = 1024;    // bytes of the weight that a panel without a pair prefetches
 constexpr int64_t kPairAhead = 1536;    // and of each panel of a pair
 
+// The product of a step: of 32 pairs of bf16, or of 64 inputs in int8. Both are 64 bytes of a row of x.
+struct Bf16Step {
+  template <int C, int A, int B>
+  OMNI_INLINE void add() {
+    tile_dpbf16<C, A, B>();
+  }
+};
+struct Int8Step {
+  template <int C, int A, int B>
+  OMNI_INLINE void add() {
+    tile_dpbusd<C, A, B>();
+  }
+};
+
 struct TilePiece {
-  const BF16* x;
+  const void* x;
   int64_t x_bytes;  // from row to row
-  const BF16* panel;
+  const void* panel;
   int64_t num_steps;
   const char* ahead;
   int64_t ahead_step;  // bytes
-  float* sums;         // [rows, kPanel]
+  float* sums;         // [rows, kPanel]; of int8 the bits of int32
   bool goes_on;
 };
 
 // Tiles 0 and 1 are the sums of the first 16 rows, 2 and 3 of the next; 4 and 5 are x, 6 and 7 the weight.
-template <bool TWO>
+template <bool TWO, typename Step = Bf16Step>
 static void tile_block(const TilePiece& piece) {
   constexpr int64_t kSumBytes = kPanel * 4, kPanelBytes = kPanel * 4, kRows = kTileRows;
   float* const next_sums = piece.sums + kRows * kPanel;
@@ -37,23 +51,23 @@ static void tile_block(const TilePiece& piece) {
     tile_zero<1>();
     if (TWO) tile_zero<2>(), tile_zero<3>();
   }
-  const char* x = reinterpret_cast<const char*>(piece.x);
-  const char* panel = reinterpret_cast<const char*>(piece.panel);
+  const char* x = static_cast<const char*>(piece.x);
+  const char* panel = static_cast<const char*>(piece.panel);
   const char* ahead = piece.ahead;
   for (int64_t step = 0; step < piece.num_steps; ++step) {
     tile_load<6>(panel, kPanelBytes);
     tile_load<4>(x, piece.x_bytes);
-    tile_dpbf16<0, 4, 6>();
+    Step::template add<0, 4, 6>();
     tile_load<7>(panel + 64, kPanelBytes);
-    tile_dpbf16<1, 4, 7>();
+    Step::template add<1, 4, 7>();
     if (TWO) {
       tile_load<5>(x + kRows * piece.x_bytes, piece.x_bytes);
-      tile_dpbf16<2, 5, 6>();
-      tile_dpbf16<3, 5, 7>();
+      Step::template add<2, 5, 6>();
+      Step::template add<3, 5, 7>();
     }
     for (int64_t i = 0; i < piece.ahead_step; i += kLine) __builtin_prefetch(ahead + i, 0, 2);
-    x += kTileInputs * 2;
-    panel += kTileInputs / 2 * kPanelBytes;
+    x += kTileRowBytes;
+    panel += kTileRows * kPanelBytes;
     ahead += piece.ahead_step;
   }
   tile_store<0>(piece.sums, kSumBytes);
@@ -61,8 +75,9 @@ static void tile_block(const TilePiece& piece) {
   if (TWO) tile_store<2>(next_sums, kSumBytes), tile_store<3>(next_sums + 16, kSumBytes);
 }
 
-// Two panels, `apart` elements from each other, for up to 16 rows: memory is read faster as two streams. Sums of the
+// Two panels, `apart` bytes from each other, for up to 16 rows: memory is read faster as two streams. Sums of the
 // second panel follow those of the first. Tiles 0 and 1 are the first panel's sums, 2 and 3 the second's.
+template <typename Step = Bf16Step>
 static void tile_pair(const TilePiece& piece, int64_t apart) {
   constexpr int64_t kSumBytes = kPanel * 4, kPanelBytes = kPanel * 4;
   float* const next_sums = piece.sums + kTileRows * kPanel;
@@ -77,26 +92,26 @@ static void tile_pair(const TilePiece& piece, int64_t apart) {
     tile_zero<2>();
     tile_zero<3>();
   }
-  const char* x = reinterpret_cast<const char*>(piece.x);
-  const char* panel = reinterpret_cast<const char*>(piece.panel);
-  const char* other = reinterpret_cast<const char*>(piece.panel + apart);
+  const char* x = static_cast<const char*>(piece.x);
+  const char* panel = static_cast<const char*>(piece.panel);
+  const char* other = panel + apart;
   for (int64_t step = 0; step < piece.num_steps; ++step) {
     tile_load<4>(x, piece.x_bytes);
     tile_load<5>(panel, kPanelBytes);
-    tile_dpbf16<0, 4, 5>();
+    Step::template add<0, 4, 5>();
     tile_load<6>(panel + 64, kPanelBytes);
-    tile_dpbf16<1, 4, 6>();
+    Step::template add<1, 4, 6>();
     tile_load<7>(other, kPanelBytes);
-    tile_dpbf16<2, 4, 7>();
+    Step::template add<2, 4, 7>();
     tile_load<5>(other + 64, kPanelBytes);
-    tile_dpbf16<3, 4, 5>();
+    Step::template add<3, 4, 5>();
     for (int64_t i = 0; i < piece.ahead_step; i += kLine) {
       __builtin_prefetch(panel + kPairAhead + i, 0, 2);
       __builtin_prefetch(other + kPairAhead + i, 0, 2);
     }
-    x += kTileInputs * 2;
-    panel += kTileInputs / 2 * kPanelBytes;
-    other += kTileInputs / 2 * kPanelBytes;
+    x += kTileRowBytes;
+    panel += kTileRows * kPanelBytes;
+    other += kTileRows * kPanelBytes;
   }
   tile_store<0>(piece.sums, kSumBytes);
   tile_store<1>(piece.sums + 16, kSumBytes);
@@ -133,7 +148,7 @@ static void tile_few_rows(const LinearArgs& args, const BF16* x, float* sums, in
         piece.ahead_step = weight != tail ? kStepElements * 2 : 0;
         piece.x = x + row * (piece.x_bytes / 2) + first_step * kTileInputs;
         piece.sums = sums + row / kTileRows * row_sums;
-        paired ? tile_pair(piece, apart) : tile_block<false>(piece);
+        paired ? tile_pair(piece, apart * 2) : tile_block<false>(piece);
       }
     };
     claim_rows(args, feature, first_row, num_rows);  // of the second panel brings nothing

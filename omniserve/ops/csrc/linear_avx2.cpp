@@ -8,6 +8,7 @@
 #define OMNI_ISA avx2
 #define OMNI_LANES 8
 #define OMNI_DPBF16 0
+#define OMNI_VNNI 0
 #include "linear_kernel.inl"
 
 namespace omniserve {

@@ -1,13 +1,14 @@
-// Linear kernels for x86 with avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c.
+// Linear kernels for x86 with avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,avx2,fma,f16c.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
 #include "linear_kernels.h"
 
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,avx2,fma,f16c")
 #define OMNI_ISA avx512_bf16
 #define OMNI_LANES 16
 #define OMNI_DPBF16 1
+#define OMNI_VNNI 1
 #include "linear_kernel.inl"
 
 namespace omniserve {

@@ -268,8 +268,9 @@ struct Panel {
   bool is_last;  // piece
 };
 
-template <typename P>
-static void rows_of(const LinearArgs& args, const Panel<P>& panel) {
+// `write` gets the sums of some rows behind their last piece: (sums, row, num_rows).
+template <typename P, typename Write>
+static void rows_of(const LinearArgs& args, const Panel<P>& panel, const Write& write) {
   const int64_t num_rows = panel.last_row - panel.first_row, num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
   constexpr int64_t kStepBytes = P::kStep * kPanel * static_cast<int64_t>(sizeof(typename P::Weight));
   const bool whole = num_rows <= num_blocks * kWholeRows;
@@ -285,8 +286,15 @@ static void rows_of(const LinearArgs& args, const Panel<P>& panel) {
     if (panel.is_last) claim_rows(args, panel.feature, panel.first_row + row, rows);
     blocks_of<P>(rows, piece);
     if (!panel.is_last) continue;
-    write_sums(args, piece.sums, panel.feature, panel.first_row + row, rows);
+    write(piece.sums, panel.first_row + row, rows);
   }
+}
+
+template <typename P>
+static void rows_of(const LinearArgs& args, const Panel<P>& panel) {
+  rows_of(args, panel, [&](const float* sums, int64_t row, int64_t num_rows) {
+    write_sums(args, sums, panel.feature, row, num_rows);
+  });
 }
 
 template <typename P>
@@ -325,6 +333,7 @@ static void features_of(const LinearArgs& args, const void* packed_x, float* sum
 #include "linear_amx.inl"
 #endif
 #include "linear_quantized.inl"
+#include "linear_int8.inl"
 #include "lora_kernel.inl"
 
 template <typename T>
@@ -370,13 +379,14 @@ static void pack_typed(const LinearArgs& args, void* packed_x, int64_t begin, in
 
 LinearRows rows(const LinearArgs& args) {
 #if OMNI_TILES
-  if (args.dtype == DType::bf16) return {2 * kTileRows, kTileTaskRows};
+  if (args.dtype == DType::bf16 || args.int8 != nullptr) return {2 * kTileRows, kTileTaskRows};
 #endif
   (void)args;
   return {kBlockRows, kTaskRows};
 }
 
 int64_t row_bytes(const LinearArgs& args) {
+  if (args.int8 != nullptr) return int8_row_bytes(args.num_in);
 #if OMNI_DPBF16
   if (args.dtype == DType::bf16) return x_stride<BF16>(args) * 2;
 #endif
@@ -384,6 +394,7 @@ int64_t row_bytes(const LinearArgs& args) {
 }
 
 void pack(const LinearArgs& args, void* packed_x, int64_t begin, int64_t end) {
+  if (args.int8 != nullptr) return int8_pack(args, packed_x, begin, end);
   switch (args.dtype) {
     case DType::f32: return pack_typed<float, float>(args, packed_x, begin, end);
     case DType::f16: return pack_typed<F16, float>(args, packed_x, begin, end);
@@ -400,6 +411,13 @@ void features(const LinearArgs& args, const void* packed_x, float* sums, int64_t
   const auto typed = [&](auto product) {
     features_of<decltype(product)>(args, packed_x, sums, begin, end, first_row, last_row);
   };
+  if (args.int8 != nullptr) {
+#if OMNI_TILES
+    return tile_int8_features(args, packed_x, sums, begin, end, first_row, last_row);
+#else
+    return int8_features(args, packed_x, sums, begin, end, first_row, last_row);
+#endif
+  }
   if (args.form != nullptr) {
     const int64_t num_rows = last_row - first_row;
 #if OMNI_DPBF16

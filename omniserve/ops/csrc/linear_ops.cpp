@@ -1,10 +1,11 @@
-// pack_linear, packed_linear, quantized_linear and their rows: checks, and the division of work among threads.
+// pack_linear, packed_linear, quantized_linear, int8_linear and their rows: checks, and the division of work among threads.
 #include "linear.h"
 
 #include <omp.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <iterator>
 #include <optional>
 #include <vector>
@@ -138,11 +139,11 @@ QuantForm checked_form(int64_t bits, int64_t scales, int64_t group) {
   return form;
 }
 
-void check_quantized(const Tensor& packed, int64_t num_in, int64_t num_out, const QuantForm& form) {
+void check_bytes(const Tensor& packed, int64_t num_in, int64_t num_out, int64_t bytes) {
   check_type(packed, ScalarType::Byte, "packed");
   check_dim(packed, 2, "packed");
   check_contiguous(packed, "packed");
-  const int64_t panels = num_panels(num_out), bytes = panel_bytes(num_in, form);
+  const int64_t panels = num_panels(num_out);
   STD_TORCH_CHECK(packed.size(0) == panels && packed.size(1) == bytes, "packed must be [", panels, ", ", bytes,
                   "] for ", num_in, " inputs and ", num_out, " outputs, got ", shape_of(packed));
   const auto address = reinterpret_cast<uintptr_t>(packed.const_data_ptr());
@@ -172,7 +173,7 @@ void check_order(const std::optional<Tensor>& order, int64_t num_in) {
 
 // Writes the product with a packed weight that has been checked.
 void product(Tensor x, const Tensor& packed, const std::optional<Tensor>& bias, DType weight_dtype,
-             const QuantForm* form, const std::optional<Tensor>& order, const Tensor& out) {
+             const QuantForm* form, const std::optional<Tensor>& order, const Int8Form* int8, const Tensor& out) {
   const int64_t num_in = x.size(-1), num_out = out.size(-1);
   isa_name();  // a wrong OMNISERVE_ISA is reported here, not inside a parallel region
 
@@ -189,7 +190,8 @@ void product(Tensor x, const Tensor& packed, const std::optional<Tensor>& bias, 
                         dtype_of(x, "x"),
                         weight_dtype,
                         form,
-                        order.has_value() ? static_cast<const int32_t*>(order->const_data_ptr()) : nullptr};
+                        order.has_value() ? static_cast<const int32_t*>(order->const_data_ptr()) : nullptr,
+                        int8};
   if (out.numel() == 0) return;
   // A team of all threads or of one: libgomp ends and starts threads whenever the size of a team changes.
   const int64_t num_threads = omp_get_max_threads();
@@ -248,7 +250,7 @@ Tensor packed_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, i
   if (!mixed) check_type(packed, x.scalar_type(), "packed");
   check_bias(bias, x, num_out);
   Tensor out = result_of(x, num_out, given);
-  product(x, packed, bias, mixed ? DType::bf16 : dtype, nullptr, std::nullopt, out);
+  product(x, packed, bias, mixed ? DType::bf16 : dtype, nullptr, std::nullopt, nullptr, out);
   return out;
 }
 
@@ -262,17 +264,42 @@ Tensor quantized_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias
   const DType dtype = dtype_of(x, "x");
   STD_TORCH_CHECK(num_out >= 0, "out_features must not be negative, got ", num_out);
   const QuantForm form = checked_form(bits, scales, group);
-  check_quantized(packed, x.size(-1), num_out, form);
+  check_bytes(packed, x.size(-1), num_out, panel_bytes(x.size(-1), form));
   check_bias(bias, x, num_out);
   check_order(order, x.size(-1));
   Tensor out = result_of(x, num_out, given);
-  product(x, packed, bias, dtype, &form, order, out);
+  product(x, packed, bias, dtype, &form, order, nullptr, out);
   return out;
 }
 
 Tensor quantized_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits, int64_t scales,
                         int64_t group, std::optional<Tensor> order) {
   return quantized_linear_into(x, packed, bias, num_out, bits, scales, group, order, std::nullopt);
+}
+
+Tensor int8_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out,
+                        std::optional<Tensor> x_scale, std::optional<Tensor> given) {
+  STD_TORCH_CHECK(x.dim() > 0, "x must have a last dimension, got shape []");
+  const DType dtype = dtype_of(x, "x");
+  STD_TORCH_CHECK(num_out >= 0, "out_features must not be negative, got ", num_out);
+  const int64_t num_in = x.size(-1);
+  STD_TORCH_CHECK(num_in <= kMostInt8Inputs, "x must have at most ", kMostInt8Inputs, " inputs, got ", num_in);
+  check_bytes(packed, num_in, num_out, int8_panel_bytes(num_in));
+  check_bias(bias, x, num_out);
+  if (x_scale.has_value()) {
+    check_type(*x_scale, ScalarType::Float, "x_scale");
+    STD_TORCH_CHECK(x_scale->numel() == 1, "x_scale must be one number, got ", shape_of(*x_scale));
+    const float scale = *static_cast<const float*>(x_scale->const_data_ptr());
+    STD_TORCH_CHECK(scale > 0 && std::isfinite(scale), "x_scale must be positive and finite, got ", scale);
+  }
+  const Int8Form form{x_scale.has_value() ? static_cast<const float*>(x_scale->const_data_ptr()) : nullptr};
+  Tensor out = result_of(x, num_out, given);
+  product(x, packed, bias, dtype, nullptr, std::nullopt, &form, out);
+  return out;
+}
+
+Tensor int8_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, std::optional<Tensor> x_scale) {
+  return int8_linear_into(x, packed, bias, num_out, x_scale, std::nullopt);
 }
 
 void pack_linear(Tensor weight, Tensor packed) {
@@ -310,7 +337,7 @@ Tensor quantized_rows(Tensor ids, Tensor packed, int64_t num_in, int64_t num_out
   check_type(ids, ScalarType::Long, "ids");
   check_contiguous(ids, "ids");
   const QuantForm form = checked_form(bits, scales, group);
-  check_quantized(packed, num_in, num_out, form);
+  check_bytes(packed, num_in, num_out, panel_bytes(num_in, form));
   const auto* const wanted = static_cast<const int64_t*>(ids.const_data_ptr());
   const int64_t count = ids.numel();
   check_ids(wanted, count, num_out);

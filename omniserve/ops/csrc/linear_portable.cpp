@@ -4,6 +4,7 @@
 #define OMNI_ISA portable
 #define OMNI_LANES 4
 #define OMNI_DPBF16 0
+#define OMNI_VNNI 0
 #include "linear_kernel.inl"
 
 namespace omniserve {

@@ -151,6 +151,9 @@ Tensor packed_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, i
 Tensor add_lora_into(Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor scales, std::optional<Tensor> given);
 Tensor quantized_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits,
                              int64_t scales, int64_t group, std::optional<Tensor> order, std::optional<Tensor> given);
+Tensor int8_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out,
+                        std::optional<Tensor> x_scale, std::optional<Tensor> given);
+Tensor int8_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, std::optional<Tensor> x_scale);
 void pack_linear(Tensor weight, Tensor packed);
 Tensor packed_rows(Tensor ids, Tensor packed, int64_t num_in, int64_t num_out);
 Tensor quantized_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits, int64_t scales,

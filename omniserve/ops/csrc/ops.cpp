@@ -295,6 +295,8 @@ STABLE_TORCH_LIBRARY(omniserve, m) {
       "quantized_linear(Tensor x, Tensor packed, Tensor? bias_O, SymInt out_features, int bits, int scales, int group, "
       "Tensor? order_I=None) -> Tensor");
   m.def(
+      "int8_linear(Tensor x, Tensor packed, Tensor? bias_O, SymInt out_features, Tensor? x_scale_1=None) -> Tensor");
+  m.def(
       "quantized_rows(Tensor ids, Tensor packed, SymInt in_features, SymInt out_features, int bits, int scales, int group) "
       "-> Tensor");
 }
@@ -313,6 +315,7 @@ STABLE_TORCH_LIBRARY_IMPL(omniserve, CPU, m) {
   m.impl("pack_linear", TORCH_BOX(&omniserve::pack_linear));
   m.impl("add_lora", TORCH_BOX(&omniserve::add_lora));
   m.impl("packed_rows", TORCH_BOX(&omniserve::packed_rows));
+  m.impl("int8_linear", TORCH_BOX(&omniserve::int8_linear));
   m.impl("quantized_linear", TORCH_BOX(&omniserve::quantized_linear));
   m.impl("quantized_rows", TORCH_BOX(&omniserve::quantized_rows));
 }

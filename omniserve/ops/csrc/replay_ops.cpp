@@ -75,6 +75,11 @@ void add_quantized_linear(int64_t handle, Tensor x, Tensor packed, std::optional
       [=] { quantized_linear_into(x, packed, bias, out.size(-1), bits, scales, group, order, out); });
 }
 
+void add_int8_linear(int64_t handle, Tensor x, Tensor packed, std::optional<Tensor> bias, std::optional<Tensor> x_scale,
+                     Tensor out) {
+  find(handle)->emplace_back([=] { int8_linear_into(x, packed, bias, out.size(-1), x_scale, out); });
+}
+
 void add_add_lora(int64_t handle, Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor scales, Tensor out) {
   find(handle)->emplace_back([=] { add_lora_into(y, x, slots, a, b, scales, out); });
 }
@@ -109,6 +114,8 @@ STABLE_TORCH_LIBRARY(omniserve_replay, m) {
       "add_quantized_linear(int replay, Tensor x, Tensor packed, Tensor? bias_O, int bits, int scales, int group, "
       "Tensor? order_I, Tensor(a!) out) -> ()");
   m.def(
+      "add_int8_linear(int replay, Tensor x, Tensor packed, Tensor? bias_O, Tensor? x_scale_1, Tensor(a!) out) -> ()");
+  m.def(
       "add_add_lora(int replay, Tensor y, Tensor x, Tensor slots_T, Tensor a, Tensor b, Tensor scales_S, "
       "Tensor(a!) out) -> ()");
   m.def(
@@ -126,6 +133,7 @@ STABLE_TORCH_LIBRARY_IMPL(omniserve_replay, CompositeExplicitAutograd, m) {
   m.impl("destroy", TORCH_BOX(&omniserve::destroy));
   m.impl("add_kernel", TORCH_BOX(&omniserve::add_kernel));
   m.impl("add_linear", TORCH_BOX(&omniserve::add_linear));
+  m.impl("add_int8_linear", TORCH_BOX(&omniserve::add_int8_linear));
   m.impl("add_quantized_linear", TORCH_BOX(&omniserve::add_quantized_linear));
   m.impl("add_add_lora", TORCH_BOX(&omniserve::add_add_lora));
   m.impl("add_store_kv", TORCH_BOX(&omniserve::add_store_kv));

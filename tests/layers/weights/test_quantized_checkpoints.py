@@ -11,14 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from omniserve.core.config import EngineConfig
+from omniserve.core.errors import UnsupportedModelError
 from omniserve.launch.loading import EngineLoader
 from omniserve.launch.models import quantization_of
 from omniserve.layers.patching import patch, unpatch
 from omniserve.layers.weights.groups import is_group
+from omniserve.layers.weights.int8_modules import Int8Linear, RoundedLinear, codes_of_rows, rounded
 from omniserve.layers.weights.quantized_checkpoints import NotRead, method_of
 from omniserve.layers.weights.quantized_modules import QuantizedLinear
+from omniserve.layers.weights.sharding import shard
 from tests.parity.models import tiny_model
 
 GROUP = 16
@@ -131,6 +135,42 @@ def quantised_folder(folder: Path, kind: str, dtype: torch.dtype = torch.float16
     return dense | own
 
 
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+
+
+def in_int8(is_static: bool = False, **inputs: Any) -> dict[str, Any]:
+    """Return the config of W8A8."""
+    how = {"dynamic": False, "strategy": "tensor"} if is_static else {"dynamic": True, "strategy": "token"}
+    weights = {**_INT8, "strategy": "channel", "dynamic": False}
+    groups = {"group_0": {"weights": weights, "input_activations": {**_INT8, **how, **inputs}, "targets": ["Linear"]}}
+    how = {"quantization_status": "compressed", "ignore": ["lm_head"]}
+    return {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups, **how}
+
+
+def int8_folder(folder: Path, *, is_static: bool = False, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """Write a tiny Llama as compressed-tensors' W8A8; return its dense weights."""
+    model = tiny_model("llama")
+    tensors = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+    dense = dict(tensors)
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or name == "lm_head":
+            continue
+        weight = tensors.pop(f"{name}.weight")
+        scale = (weight.abs().amax(1, keepdim=True) / 127.5).to(dtype)
+        codes = (weight / scale.float()).round().clamp(-128, 127)
+        tensors |= {f"{name}.weight": codes.to(torch.int8), f"{name}.weight_scale": scale}
+        if is_static:
+            about = 0.02 + 0.01 * torch.rand(1, generator=torch.Generator().manual_seed(module.in_features))
+            tensors[f"{name}.input_scale"] = about.to(dtype)
+        dense[f"{name}.weight"] = codes * scale.float()
+    model.config.save_pretrained(folder)
+    path = folder / "config.json"
+    how = {"quantization_config": in_int8(is_static), "dtype": "float32"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | how))
+    save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+    return dense
+
+
 def loaded(folder: Path) -> Any:
     return EngineLoader(model=str(folder), dtype="auto", device="cpu", config=EngineConfig()).load_model(
         lambda what: None
@@ -151,6 +191,95 @@ def test_the_codes_of_a_checkpoint_are_read_and_served(kind: str, tmp_path: Path
     held = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     assert len(held) == sum(name.endswith("proj.weight") for name in dense)
     assert {module.group_form.bits for module in held} == {KINDS[kind][2]}
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_linears_in_int8_round_their_rows_before_and_after_patch(is_static: bool, tmp_path: Path) -> None:
+    dense = int8_folder(tmp_path, is_static=is_static)
+    model = loaded(tmp_path)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, dense[name]), name
+    rounding = [module for module in model.modules() if isinstance(module, RoundedLinear)]
+    assert len(rounding) == sum(name.endswith("proj.weight") for name in dense)
+    x = torch.randn(3, rounding[0].in_features, generator=torch.Generator().manual_seed(0))
+    stored = load_file(tmp_path / "model.safetensors")
+    scale = stored["model.layers.0.self_attn.q_proj.input_scale"].float() if is_static else None
+    torch.testing.assert_close(rounding[0](x), rounded(x, scale) @ rounding[0].weight.T)
+    ids = torch.randint(model.config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
+    parameters = {name: (weight, weight.detach().clone()) for name, weight in model.named_parameters()}
+    with torch.inference_mode():
+        before = model(ids).logits
+        patch(model, compile=False)
+        difference = (model(ids).logits - before).abs()
+    # Where a row's last bits differ, a value now and then is rounded to the next code.
+    assert difference.median() < 1e-5 and difference.max() < 0.3
+    held = [module for module in model.modules() if isinstance(module, Int8Linear)]
+    assert len(held) == len(rounding)
+    layer = model.model.layers[0]
+    assert is_group([layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj])
+    assert is_group([layer.mlp.gate_proj, layer.mlp.up_proj])
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, dense[name]), name
+    unpatch(model)
+    assert [module for module in model.modules() if isinstance(module, RoundedLinear)] == rounding
+    for name, weight in model.named_parameters():
+        assert weight is parameters[name][0] and torch.equal(weight, parameters[name][1]), name
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, before)
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_linears_in_int8_compute_what_the_packages_modules_do(is_static: bool, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    int8_folder(tmp_path, is_static=is_static)
+    ids = torch.randint(160, (2, 9), generator=torch.Generator().manual_seed(1))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(tmp_path)(ids).logits, theirs(ids).logits, rtol=1e-6, atol=1e-6)
+
+
+def test_a_linear_in_int8_computes_with_the_integer_sums(tmp_path: Path) -> None:
+    int8_folder(tmp_path)
+    model = loaded(tmp_path)
+    linear = model.model.layers[0].mlp.down_proj
+    stored = load_file(tmp_path / "model.safetensors")
+    codes, scale = (stored[f"model.layers.0.mlp.down_proj.{name}"] for name in ("weight", "weight_scale"))
+    patch(model, compile=False)
+    x = torch.randn(5, linear.in_features, generator=torch.Generator().manual_seed(0))
+    rows, of_rows = codes_of_rows(x)
+    sums = (rows.double() @ codes.double().T).float()
+    assert torch.equal(linear(x), sums * of_rows * scale.float()[:, 0])
+
+
+def test_a_weight_in_int8_that_was_changed_stays_dense_and_its_rows_are_rounded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    int8_folder(tmp_path)
+    model = loaded(tmp_path)
+    linear = model.model.layers[1].mlp.down_proj
+    with torch.no_grad():
+        linear.weight[0, 0] += 1
+    patch(model, compile=False)
+    assert type(linear) is RoundedLinear and type(model.model.layers[0].mlp.down_proj) is Int8Linear
+    assert "weights were changed since they were loaded, and are not held in int8" in caplog.text
+
+
+def test_ranks_keep_no_part_of_a_linear_that_rounds_its_rows(tmp_path: Path) -> None:
+    int8_folder(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="is a RoundedLinear, of which no rank can keep a part"):
+        shard(loaded(tmp_path), 0, 2)
+
+
+@pytest.mark.parametrize("name", ["weight_zero_point", "input_zero_point"])
+def test_zero_points_of_int8_are_refused(name: str, tmp_path: Path) -> None:
+    int8_folder(tmp_path, is_static=True)
+    path, stem = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj."
+    tensors = load_file(path)
+    save_file(tensors | {stem + name: torch.zeros(1, dtype=torch.int8)}, path)
+    loaded(tmp_path)
+    save_file(tensors | {stem + name: torch.ones(1, dtype=torch.int8)}, path)
+    with pytest.raises(NotRead, match=f"{stem}{name}: it is not zero"):
+        loaded(tmp_path)
 
 
 def test_the_tokens_that_end_an_answer_come_from_the_generation_config(tmp_path: Path) -> None:
@@ -194,6 +323,9 @@ def test_scales_in_bf16_are_kept_exactly(tmp_path: Path) -> None:
             "scales by tensor",
         ),
         (_groups(4, input_activations={"num_bits": 8}), "quantised activations"),
+        (in_int8(symmetric=False), "symmetric activations of 8 bits"),
+        (in_int8(strategy="group"), "dynamic by token or all static by tensor"),
+        (in_int8(num_bits=4), "symmetric activations of 8 bits"),
         ({"quant_method": "hqq"}, "the quantisation hqq is not read; gptq, awq, compressed-tensors are"),
     ],
 )
