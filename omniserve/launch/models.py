@@ -110,6 +110,8 @@ def load_pretrained(
         import_torchao_for(name)
         own = "auto" if dtype == "auto" else getattr(torch, dtype)
         model = from_pretrained(AutoModelForCausalLM, name, trusts_code, dtype=own, device_map=device)
+        if device == "cpu" and _is_torchaos(model):
+            _take_torchao_codes(model, name, progress)
     if quantize is not None:
         _quantize(model, quantize, progress)
     return model
@@ -141,6 +143,27 @@ def _load_gguf(file: Path, dtype: torch.dtype, device: str, progress: Callable[[
         kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(found.dense.items()))
         logger.warning("%s: tensors that are served widened to %s: %s", file.name, dtype, kinds)
     return model
+
+
+def _is_torchaos(model: PreTrainedModel) -> bool:
+    how = getattr(model.config, "quantization_config", None)
+    method = how.get("quant_method") if isinstance(how, dict) else getattr(how, "quant_method", None)
+    return str(getattr(method, "value", method)) == "torchao"
+
+
+def _take_torchao_codes(model: PreTrainedModel, name: str, progress: Callable[[str], None]) -> None:
+    """Note the codes that torchao's tensors have, in whose place there are dense weights then."""
+    from omniserve.layers.weights.torchao_codes import take_codes
+
+    progress("taking the codes out of torchao's tensors")
+    left = take_codes(model).left
+    if left:
+        kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(left.items()))
+        logger.warning("%s: weights with which torchao's own kernels compute: %s", name, kinds)
+        return
+    # Nothing is quantised as transformers understands it any more.
+    model.config.__dict__.pop("quantization_config", None)
+    model.__dict__.pop("hf_quantizer", None)
 
 
 def quantization_of(model: str) -> dict[str, Any] | None:

@@ -85,6 +85,29 @@ class QuantizedWeight:
         return QuantizedWeight(self.form, self.codes[order], scales, self.order)
 
 
+def affine_weight(bits: int, group: int, codes: Tensor, scale: Tensor, zeros: Tensor) -> QuantizedWeight:
+    """Return codes with a scale and a zero point for each group, ``[O, groups]``.
+
+    A zero point that all share and that is in the middle needs no offset.
+    """
+    if bool((zeros == 2 ** (bits - 1)).all()):
+        return symmetric_weight(bits, group, codes, scale)
+    wide = scale.float().contiguous()
+    return QuantizedWeight(QuantForm(bits, Scales.AFFINE32, group), codes, (wide, -(wide * zeros.float())))
+
+
+def symmetric_weight(bits: int, group: int, codes: Tensor, scale: Tensor) -> QuantizedWeight:
+    """Return codes whose zero is in the middle, with a scale for each group, ``[O, groups]``."""
+    is_half = scale.dtype is torch.float16
+    form = QuantForm(bits, Scales.F16 if is_half else Scales.F32, group)
+    return QuantizedWeight(form, codes, ((scale if is_half else scale.float()).contiguous(),))
+
+
+def itself(codes: QuantizedWeight) -> QuantizedWeight:
+    """Return codes that lie in memory, as what ``remember`` is given."""
+    return codes
+
+
 def joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
     """Return the weight of several, one below the other, that have the same form and order of inputs."""
     first = parts[0]

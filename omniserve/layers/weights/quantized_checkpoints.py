@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from omniserve.layers.weights.int8_modules import form_of_inputs, round_inputs
-from omniserve.layers.weights.quantized import QuantForm, QuantizedWeight, Scales, dense_of, remember
+from omniserve.layers.weights.quantized import QuantizedWeight, affine_weight, dense_of, remember, symmetric_weight
 
 Read = Callable[[str], Tensor]
 """Returns a tensor of a checkpoint by its name."""
@@ -139,7 +139,7 @@ class _GPTQ(_Method):
         zeros = _unpacked(read(stem + "qzeros"), self._bits, 1).T + self._first
         group = _group_of(stem, codes, scale)
         order = _order_of(stem + "g_idx", read, group, scale.shape[1]) if stem + "g_idx" in names else None
-        return _in_groups(_affine(self._bits, group, codes, scale, zeros), order)
+        return _in_groups(affine_weight(self._bits, group, codes, scale, zeros), order)
 
 
 class _AWQ(_Method):
@@ -156,7 +156,7 @@ class _AWQ(_Method):
     def weight(self, stem: str, read: Read, names: Any) -> QuantizedWeight:
         codes, zeros = (self._in_order(read(stem + name)).T.contiguous() for name in ("qweight", "qzeros"))
         scale = read(stem + "scales").T.contiguous()
-        return _affine(4, _group_of(stem, codes, scale), codes, scale, zeros)
+        return affine_weight(4, _group_of(stem, codes, scale), codes, scale, zeros)
 
     def _in_order(self, packed: Tensor) -> Tensor:
         return _unpacked(packed, 4, 1).unflatten(1, (-1, 8))[:, :, list(self._ORDER)].flatten(1)
@@ -190,8 +190,8 @@ class _PackQuantized(_Method):
         order = _order_of(groups_of_inputs, read, group, scale.shape[1]) if groups_of_inputs in names else None
         if stem + "weight_zero_point" in names:
             zeros = _unpacked(read(stem + "weight_zero_point"), self._bits, 0)[:num_out]
-            return _in_groups(_affine(self._bits, group, codes, scale, zeros), order)
-        return _in_groups(_symmetric(self._bits, group, codes, scale), order)
+            return _in_groups(affine_weight(self._bits, group, codes, scale, zeros), order)
+        return _in_groups(symmetric_weight(self._bits, group, codes, scale), order)
 
 
 class _IntQuantized(_Method):
@@ -313,17 +313,3 @@ def _in_groups(weight: QuantizedWeight, order: Tensor | None) -> QuantizedWeight
     if order is None:
         return weight
     return QuantizedWeight(weight.form, weight.codes[:, order.long()], weight.scales, order)
-
-
-def _affine(bits: int, group: int, codes: Tensor, scale: Tensor, zeros: Tensor) -> QuantizedWeight:
-    """Return codes with a zero point for each scale; one that all share and that is in the middle needs no offset."""
-    if bool((zeros == 2 ** (bits - 1)).all()):
-        return _symmetric(bits, group, codes, scale)
-    wide = scale.float().contiguous()
-    return QuantizedWeight(QuantForm(bits, Scales.AFFINE32, group), codes, (wide, -(wide * zeros.float())))
-
-
-def _symmetric(bits: int, group: int, codes: Tensor, scale: Tensor) -> QuantizedWeight:
-    is_half = scale.dtype is torch.float16
-    form = QuantForm(bits, Scales.F16 if is_half else Scales.F32, group)
-    return QuantizedWeight(form, codes, ((scale if is_half else scale.float()).contiguous(),))

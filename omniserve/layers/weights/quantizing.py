@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from omniserve.layers.weights.groups import is_plain
 from omniserve.layers.weights.loaded_model import in_adapters
-from omniserve.layers.weights.quantized import QuantForm, QuantizedWeight, Scales, dense_of, remember
+from omniserve.layers.weights.quantized import QuantForm, QuantizedWeight, Scales, dense_of, itself, remember
 
 Quantize = Literal["int8", "int4"]
 """What ``quantize_weights`` knows."""
@@ -54,16 +54,12 @@ def quantize_weights(model: nn.Module, how: Quantize) -> QuantizedModel:
             codes = _quantized(weight.detach(), "int8" if id(weight) in fine else how) if takes else None
             if codes is not None:
                 weight.data.copy_(dense_of(codes))
-                remember(weight, codes.form, functools.partial(_itself, codes), is_in_memory=True)
+                remember(weight, codes.form, functools.partial(itself, codes), is_in_memory=True)
             done[id(weight)] = codes is not None
     left = [name for name, weight in model.named_parameters() if weight.dim() > 1 and not done.get(id(weight))]
     if not any(done.values()):
         raise ValueError("nothing of the model can be quantised: it has no plain linear on the CPU")
     return QuantizedModel(sum(done.values()), left)
-
-
-def _itself(codes: QuantizedWeight) -> QuantizedWeight:
-    return codes
 
 
 def _quantized(weight: Tensor, how: Quantize) -> QuantizedWeight | None:
