@@ -14,9 +14,15 @@ import pytest
 from omniserve.ops.isa import instruction_sets
 from tests.rotation import chosen_of
 
-ISAS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "portable")
+ISAS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 CHOSEN = chosen_of(ISAS, 2)
-CPU_FLAG = {"amx_bf16": "amx_bf16", "avx512_bf16": "avx512_bf16", "avx512": "avx512f", "avx2": "avx2"}
+CPU_FLAG = {
+    "amx_bf16": "amx_bf16",
+    "avx512_bf16": "avx512_bf16",
+    "avx512_vnni": "avx512_vnni",
+    "avx512": "avx512f",
+    "avx2": "avx2",
+}
 CPU_INFO = Path("/proc/cpuinfo")
 FLAGS = CPU_INFO.read_text().split() if CPU_INFO.exists() else []
 

@@ -62,6 +62,7 @@ def _codes_of(weight: Any) -> QuantizedWeight | None:
         IntxUnpackedToInt8Tensor,
     )
 
+    rounds_rows: tuple[Any, ...]
     if type(weight) is Int8Tensor:
         rounds_rows, bits = (weight.act_quant_kwargs, weight.act_quant_scale, weight.act_pre_scale), 8
     elif type(weight) is IntxUnpackedToInt8Tensor:

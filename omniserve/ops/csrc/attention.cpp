@@ -27,9 +27,8 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-bool has_avx512_bf16() {  // CPUs with the first have the second
-  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-}
+bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_avx512_bf16() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
 bool has_amx_bf16() { return has_avx512_bf16() && amx_bf16_granted(); }
 #endif
 
@@ -37,6 +36,7 @@ const Choice kChoices[] = {  // best first
 #if defined(__x86_64__)
     {"amx_bf16", amx_bf16_kernels, has_amx_bf16},
     {"avx512_bf16", avx512_bf16_kernels, has_avx512_bf16},
+    {"avx512_vnni", avx512_kernels, has_avx512_vnni},
     {"avx512", avx512_kernels, has_avx512},
     {"avx2", avx2_kernels, has_avx2},
 #endif

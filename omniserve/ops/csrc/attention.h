@@ -120,8 +120,8 @@ void prefill_tile(const void* q, int64_t q_stride, const PagedKV& kv, const int3
                   int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,
                   int64_t out_stride);
 
-// Name of the instruction set in use: "amx_bf16", "avx512_bf16", "avx512", "avx2" or "portable". OMNISERVE_ISA forces one
-// (std::invalid_argument if this CPU lacks it or the name is unknown).
+// Name of the instruction set in use: "amx_bf16", "avx512_bf16", "avx512_vnni", "avx512", "avx2" or "portable".
+// OMNISERVE_ISA forces one (std::invalid_argument if this CPU lacks it or the name is unknown).
 const char* isa_name();
 
 struct InstructionSet {

@@ -22,6 +22,7 @@ const Choice kChoices[] = {
 #if defined(__x86_64__)
     {"amx_bf16", amx_bf16_linear_kernels},
     {"avx512_bf16", avx512_bf16_linear_kernels},
+    {"avx512_vnni", avx512_vnni_linear_kernels},
     {"avx512", avx512_linear_kernels},
     {"avx2", avx2_linear_kernels},
 #endif

@@ -25,6 +25,7 @@ const LinearKernels& portable_linear_kernels();
 #if defined(__x86_64__)
 const LinearKernels& avx2_linear_kernels();
 const LinearKernels& avx512_linear_kernels();
+const LinearKernels& avx512_vnni_linear_kernels();
 const LinearKernels& avx512_bf16_linear_kernels();
 const LinearKernels& amx_bf16_linear_kernels();
 #endif
