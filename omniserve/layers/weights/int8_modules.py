@@ -32,7 +32,7 @@ from omniserve.layers.weights.quantized import (
 GROUP_PRODUCTS.add(torch.ops.omniserve.int8_linear.default)
 
 MOST_INPUTS = 1 << 16
-"""Of which the sums are in the range of int32."""
+"""The most inputs whose sums are in the range of int32."""
 
 _HEADER = PANEL * 8
 _INPUTS = 64

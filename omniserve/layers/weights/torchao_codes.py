@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from omniserve.layers.weights.loaded_model import in_adapters
 from omniserve.layers.weights.quantized import QuantizedWeight, affine_weight, dense_of, itself, remember
 
 
@@ -23,11 +24,13 @@ class TakenCodes(NamedTuple):
     num_weights: int
     """Weights that have codes now."""
     left: dict[str, int]
-    """How many weights torchao computes with, by the name of their class and what it is about them."""
+    """How many weights torchao computes with, by the name of their class."""
 
 
 def take_codes(model: nn.Module) -> TakenCodes:
     """Replace torchao's tensors in the linears and embeddings of a model on the CPU by dense weights of noted codes.
+
+    What adapters wrap is left, for they compute with torchao's tensors.
 
     Raises:
         ImportError: torchao is not installed.
@@ -36,14 +39,15 @@ def take_codes(model: nn.Module) -> TakenCodes:
 
     taken: dict[int, nn.Parameter] = {}
     left = Counter[str]()
-    seen = set[int]()
+    adapted, seen = in_adapters(model), set[int]()
     for module in model.modules():
         weight: Any = module._parameters.get("weight")
         if not isinstance(weight, TorchAOBaseTensor):
             continue
         if id(weight) not in seen:
             seen.add(id(weight))
-            codes = _codes_of(weight) if type(module) in (nn.Linear, nn.Embedding) else None
+            takes = type(module) in (nn.Linear, nn.Embedding) and id(module) not in adapted
+            codes = _codes_of(weight) if takes else None
             if codes is None:
                 left[type(weight).__name__] += 1
             else:
