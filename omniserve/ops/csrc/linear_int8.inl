@@ -164,7 +164,7 @@ static void int8_write(const LinearArgs& args, const char* header, const char* r
     __builtin_memcpy(&x_scale, rows + t * bytes + at, sizeof(x_scale));
     for (int64_t f = 0; f < kPanel; f += W) {
       float* const to = sums + t * kPanel + f;
-      const VI sum = (VI)load(to) - kXOffset * load(totals + f);
+      const VI sum = (VI)((VU)load(to) - static_cast<uint32_t>(kXOffset) * (VU)load(totals + f));
       store(to, in_register(__builtin_convertvector(sum, VF) * splat(x_scale) * load(scales + f)));
     }
   }
