@@ -327,7 +327,7 @@ class DiskFiles:
         count = num_bytes // block_bytes
         self.num_bytes, self._slots = count * block_bytes, tuple(range(count))
         pool = torch.randint(0, 255, (1, count, 1, 2, 1, block_bytes // 2), dtype=torch.uint8)
-        self.tier = DiskTier(DiskFile(folder, num_bytes=2 * num_bytes, block_bytes=block_bytes), pool)
+        self.tier = DiskTier(DiskFile(folder, num_bytes=2 * num_bytes, block_bytes=block_bytes), (pool,))
         self._keys = tuple(slot.to_bytes(32, "little") for slot in self._slots)
         self._copy(to_disk=True)
         self._plain, path = tempfile.mkstemp(dir=folder)

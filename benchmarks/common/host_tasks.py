@@ -39,7 +39,7 @@ def host_tier_of(
             attention=(AttentionSpec(scale=head_size**-0.5),) * num_layers,
         )  # fmt: skip
 
-    layer_bytes = num_blocks * spec_of(1).host_block_bytes(block_size, kv_dtype)
+    layer_bytes = num_blocks * spec_of(1).kv_block_bytes(block_size, kv_dtype)
     num_layers = max(least_layers, -(-cold_bytes // layer_bytes))
     settings = HostTierSetup(block_size=block_size, kv_bytes=num_layers * layer_bytes, kv_dtype=kv_dtype, **setup)
     return HostTier(settings, spec=spec_of(num_layers), dtype=dtype), num_layers

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from omniserve.core.lora import MOST_LORAS
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
-from omniserve.core.spec import HOST_KV_DTYPES
+from omniserve.core.spec import KV_DTYPES
 
 GIB = 1 << 30
 MOST_HOSTS = 127
@@ -62,10 +62,16 @@ class ExecutionConfig:
     blocks, under policies that reserve memory for LS."""
     host_prefixes: bool = True
     """Copy blocks of the prefix cache to the host tier before the device overwrites them, into host blocks that no
-    request uses, and copy them back for a request with the same first tokens. Not with ``host_kv_dtype`` ``int8``,
-    which would round them."""
+    request uses, and copy them back for a request with the same first tokens. Not with ``host_kv_dtype`` ``int8``
+    alone, which would round them; with ``kv_dtype`` ``int8`` they are rounded already."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model or its tokenizer, when it is loaded by its name; it can do anything."""
+    kv_dtype: Literal["auto", "int8"] = "auto"
+    """``auto``: KV is in the model's dtype. ``int8``, on the CPU: in half the bytes or less (a scale per token and KV
+    head included), so that about twice the tokens fit into ``device_kv_bytes``, and attention reads half as much. Its
+    outputs are not exact: K and V of each token are rounded, by up to 0.4 % of their row's largest value, before the
+    first query attends them, so that they do not depend on how a prompt is cut into chunks. The host tier then has int8
+    as well, and rounds nothing again. With attention ``cpu``."""
     numa: Literal["auto", "off"] = "auto"
     """``auto``: ranks on the CPU of one machine are spread over its NUMA nodes, if that is possible evenly: each has
     cores and memory of one. ``off``: each has an equal share of the cores, whatever their nodes."""
@@ -77,6 +83,8 @@ class ExecutionConfig:
                 raise ValueError(f"{name} must be a number >= 0, got {value}")
         if not 0 <= self.ls_prefix_share < 1:
             raise ValueError(f"ls_prefix_share must be a share in [0, 1), got {self.ls_prefix_share}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise ValueError(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}")
         if self.step_graphs not in ("auto", "on", "off"):
             raise ValueError(f"step_graphs must be auto, on or off, got {self.step_graphs!r}")
         if self.numa not in ("auto", "off"):
@@ -260,10 +268,10 @@ class EngineConfig:
     host_kv_bytes: int = 1 * GIB
     """Memory for the host tier's KV pool; 0 switches the host tier off. With a GPU it is page-locked."""
     host_kv_dtype: str = "auto"
-    """``auto``: the host pool is in the model's dtype, and its outputs are the device tier's. ``int8``: half the bytes
-    or less (a scale per token and KV head included), so that about twice the tokens fit. Its
-    outputs are not exact: K and V are rounded, by up to 0.4 % of their row's largest value, as they come to the host
-    tier, and stay so if they go back."""
+    """``auto``: the host pool is in the dtype of the device's (``execution.kv_dtype``), and its outputs are the device
+    tier's. ``int8``: half the bytes or less (a scale per token and KV head included), so that about twice the tokens
+    fit. Its outputs are not exact, unless the device has int8 as well: K and V are rounded, by up to 0.4 % of their
+    row's largest value, as they come to the host tier, and stay so if they go back."""
     disk_kv: DiskKVConfig = field(default_factory=DiskKVConfig)
     """KV of prefixes on disk."""
     block_size: int = 64
@@ -308,8 +316,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two, got {self.block_size}")
-        if self.host_kv_dtype not in HOST_KV_DTYPES:
-            raise ValueError(f"host_kv_dtype must be one of {', '.join(HOST_KV_DTYPES)}, got {self.host_kv_dtype!r}")
+        if self.host_kv_dtype not in KV_DTYPES:
+            raise ValueError(f"host_kv_dtype must be one of {', '.join(KV_DTYPES)}, got {self.host_kv_dtype!r}")
         for name, low in (
             ("device_kv_bytes", 1),
             ("host_kv_bytes", 0),
@@ -330,7 +338,7 @@ class EngineConfig:
             )
         if self.disk_kv.gib and not self.host_kv_bytes:
             raise ValueError("the disk tier is read into host memory: give host_kv_bytes, or set disk_kv.gib to 0")
-        if self.disk_kv.gib and not (self.execution.host_prefixes and self.host_kv_dtype == "auto"):
+        if self.disk_kv.gib and not self.keeps_host_prefixes:
             raise ValueError(
                 "the disk tier keeps what the host tier has of prefixes: set host_prefixes to True and host_kv_dtype "
                 "to auto, or disk_kv.gib to 0"
@@ -349,6 +357,16 @@ class EngineConfig:
             if self.host_cores is not None:
                 raise ValueError(f"host_cores names cores of one process: leave it out, or {sizes}")
         check_classes(self.classes)
+
+    @property
+    def host_pool_dtype(self) -> str:
+        """The dtype of the host pool, one of KV_DTYPES."""
+        return self.execution.kv_dtype if self.host_kv_dtype == "auto" else self.host_kv_dtype
+
+    @property
+    def keeps_host_prefixes(self) -> bool:
+        """Whether a host tier keeps prefixes: it may if their way there and back rounds nothing."""
+        return self.execution.host_prefixes and self.host_pool_dtype == self.execution.kv_dtype
 
     def class_named(self, name: str) -> ClassSpec:
         """Return a class.

@@ -22,10 +22,12 @@ class HostTierSetup:
     block_size: int
     """Tokens per block."""
     kv_bytes: int
-    """Size of the pool, which is ``kv_bytes // spec.host_block_bytes(block_size, kv_dtype)`` blocks."""
+    """Size of the pool, which is ``kv_bytes // spec.kv_block_bytes(block_size, kv_dtype)`` blocks."""
     kv_dtype: str = "auto"
     """Dtype of K and V in the pool. ``auto``: the model's dtype, and results are exact. ``int8``: K and V are rounded
     to int8, with a scale per token and KV head: about twice the tokens fit, and reading takes about half the time."""
+    cache_dtype: str = "auto"
+    """Dtype of K and V in the device's cache, from and to which moves copy: ``auto``, or ``int8`` if the pool's is."""
     num_slots: int
     """The number of requests that can have a task on the tier at the same time."""
     max_rows: int = 1
@@ -49,6 +51,8 @@ class HostTierSetup:
         for name in ("block_size", "num_slots", "num_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.cache_dtype == "int8" and self.kv_dtype != "int8":
+            raise ValueError("a cache of int8 needs a host pool of int8, whose codes are then copied: set kv_dtype to int8")
         if not 1 <= self.max_rows <= MOST_TASK_ROWS:
             raise ValueError(f"max_rows must be in [1, {MOST_TASK_ROWS}], got {self.max_rows}")
 
@@ -66,7 +70,8 @@ class HostTierSetup:
         return cls(
             block_size=config.block_size,
             kv_bytes=config.host_kv_bytes,
-            kv_dtype=config.host_kv_dtype,
+            kv_dtype=config.host_pool_dtype,
+            cache_dtype=config.execution.kv_dtype,
             num_slots=config.max_host_requests,
             max_rows=max_rows,
             num_threads=num_threads,

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-HOST_KV_DTYPES = ("auto", "int8")
-"""The dtypes of the host pool: the model's, or int8 with a scale per token, KV head and K or V."""
+KV_DTYPES = ("auto", "int8")
+"""The dtypes of a tier's KV: the model's, or int8 with a scale per token, KV head and K or V."""
 
 HEAD_SIZE_STEP, MAX_HEAD_SIZE = 8, 512
 """The attention kernels of both tiers take heads whose size is a multiple of the one and at most the other. Heads of
 another size are padded with zeros, up to the largest of the model's layers."""
 
-_SCALE_BYTES = 4
+SCALE_BYTES = 4
+"""Bytes of the scale of a row of int8, a float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,19 +75,15 @@ class ModelSpec:
         """Return the spec of a model of these layers alone."""
         return dataclasses.replace(self, num_layers=len(layers), attention=self.attention[layers.start : layers.stop])
 
-    def kv_block_bytes(self, block_size: int) -> int:
-        """Return the bytes of one KV block over all layers, K and V."""
-        return 2 * self.num_layers * self.num_kv_heads * block_size * self.head_size * self.dtype_bytes
-
-    def host_block_bytes(self, block_size: int, kv_dtype: str = "auto") -> int:
-        """Return the bytes of one block of the host pool over all layers, K, V and scales.
+    def kv_block_bytes(self, block_size: int, kv_dtype: str = "auto") -> int:
+        """Return the bytes of one KV block of either tier over all layers: K, V and scales.
 
         Raises:
-            ValueError: The dtype is not one of HOST_KV_DTYPES.
+            ValueError: The dtype is not one of KV_DTYPES.
         """
-        if kv_dtype not in HOST_KV_DTYPES:
-            raise ValueError(f"the host pool's dtype must be one of {', '.join(HOST_KV_DTYPES)}, got {kv_dtype!r}")
-        if kv_dtype == "auto":
-            return self.kv_block_bytes(block_size)
+        if kv_dtype not in KV_DTYPES:
+            raise ValueError(f"the dtype of KV must be one of {', '.join(KV_DTYPES)}, got {kv_dtype!r}")
         rows = 2 * self.num_layers * self.num_kv_heads * block_size
-        return rows * (self.head_size + _SCALE_BYTES)
+        if kv_dtype == "auto":
+            return rows * self.head_size * self.dtype_bytes
+        return rows * (self.head_size + SCALE_BYTES)

@@ -57,10 +57,10 @@ def num_blocks(config: EngineConfig, spec: ModelSpec, *, has_hosts: bool = True)
     num_states = num_state_slots(config, spec, has_host_tier=has_host_tier(config))
     kv_bytes = config.device_kv_bytes - num_states * spec.state_bytes
     name = "device_kv_bytes without its recurrent states" if num_states else "device_kv_bytes"
-    num_device_blocks = _num_blocks(kv_bytes, spec.kv_block_bytes(config.block_size), name)
+    num_device_blocks = _num_blocks(kv_bytes, spec.kv_block_bytes(config.block_size, config.execution.kv_dtype), name)
     if not has_hosts:
         return num_device_blocks, 0
-    block_bytes = spec.host_block_bytes(config.block_size, config.host_kv_dtype)
+    block_bytes = spec.kv_block_bytes(config.block_size, config.host_pool_dtype)
     if KV_MANAGERS.get(config.kv).abilities.evictions and config.host_kv_bytes < block_bytes:
         raise ValueError(
             f"kv={config.kv!r} keeps checkpoints in host memory, but host_kv_bytes is {config.host_kv_bytes}; "
@@ -106,8 +106,8 @@ def prefix_settings(
     num_protected = int(config.execution.ls_prefix_share * num_device_blocks)
     settings: dict[str, Any] = {"prefix_cache": True, "num_protected_blocks": num_protected}
     if num_host_blocks > 0:
-        # What was rounded to int8 must not serve requests that are exact.
-        settings["host_prefixes"] = config.execution.host_prefixes and config.host_kv_dtype == "auto"
+        # What is rounded on its way to the host must not serve requests that are exact.
+        settings["host_prefixes"] = config.keeps_host_prefixes
     return settings
 
 

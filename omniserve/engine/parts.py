@@ -219,8 +219,8 @@ def require_shared_kv(config: EngineConfig, tier: HostTier | None, kv: KVManager
             f"{what} need a host tier and a prefix cache: set kv to tiered, host_kv_bytes above 0, and prefix_cache to "
             "True"
         )
-    if config.host_kv_dtype != "auto" or not config.execution.host_prefixes:
-        raise ValueError(f"{what} need host_kv_dtype='auto' and host_prefixes")
+    if config.host_pool_dtype != "auto" or not config.execution.host_prefixes:
+        raise ValueError(f"{what} need host_prefixes, and KV in the model's dtype: set host_kv_dtype and kv_dtype to auto")
 
 
 # -- the parts, in the order in which they are made --------------------------------------------------------------------
@@ -326,10 +326,11 @@ def open_disk(config: EngineConfig, model: PatchedModel, tier: HostTier | None) 
     file = DiskFile(
         Path(config.disk_kv.dir) if config.disk_kv.dir is not None else cache_folder() / "kv",
         num_bytes=int(config.disk_kv.gib * GIB),
-        block_bytes=model.spec.host_block_bytes(config.block_size, "auto"),
+        block_bytes=model.spec.kv_block_bytes(config.block_size, config.host_pool_dtype),
         fingerprint=fingerprint,
     )
-    return DiskTier(file, tier.pool_LBK2SH)
+    pools = (tier.pool_LBK2SH,) if tier.scales_LBK2S is None else (tier.pool_LBK2SH, tier.scales_LBK2S)
+    return DiskTier(file, pools)
 
 
 def make_kv(setup: RunnerSetup, spec: ModelSpec, disk: DiskTier | None) -> KVManager:

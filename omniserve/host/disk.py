@@ -46,17 +46,19 @@ class DiskTier:
 
     Args:
         file: Is closed with the tier.
-        pool_LBK2SH: The host tier's pool.
+        pools: The host tier's pool, ``[L, B, ...]``, and in int8 its scales.
         num_threads: Threads that read, and threads that write.
     """
 
-    def __init__(self, file: DiskFile, pool_LBK2SH: Tensor, *, num_threads: int = _NUM_THREADS) -> None:
+    def __init__(self, file: DiskFile, pools: Sequence[Tensor], *, num_threads: int = _NUM_THREADS) -> None:
         self.file = file
-        num_layers, self._num_blocks = pool_LBK2SH.shape[:2]
-        bytes_LBX = pool_LBK2SH.view(torch.uint8).reshape(num_layers, self._num_blocks, -1).numpy()
-        self._layers = [layer.data for layer in bytes_LBX.reshape(num_layers, -1)]
-        self._part_bytes = bytes_LBX.shape[2]
-        assert num_layers * self._part_bytes == file.block_bytes, "the file is for blocks of another size"
+        num_layers, self._num_blocks = pools[0].shape[:2]
+        self._layers: list[tuple[memoryview, int]] = []  # of each pool, with the bytes of a block
+        for pool in pools:
+            bytes_LX = pool.view(torch.uint8).reshape(num_layers, -1).numpy()
+            self._layers += [(layer.data, bytes_LX.shape[1] // self._num_blocks) for layer in bytes_LX]
+        block_bytes = sum(part_bytes for _, part_bytes in self._layers)
+        assert block_bytes == file.block_bytes, "the file is for blocks of another size"
         self._blocks_per_piece = max(1, _PIECE_BYTES // file.block_bytes)
         self._threads = {
             to_disk: ThreadPoolExecutor(
@@ -145,8 +147,7 @@ class DiskTier:
 
     def _copy_blocks(self, to_disk: bool, blocks: Sequence[int], slots: Sequence[int], keys: Sequence[bytes]) -> None:
         for block, slot, key in zip(blocks, slots, keys, strict=True):
-            at = block * self._part_bytes
-            parts = [layer[at : at + self._part_bytes] for layer in self._layers]
+            parts = [layer[block * size : (block + 1) * size] for layer, size in self._layers]
             if to_disk:
                 self.file.write(slot, key, parts)
             else:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from omniserve.core.spec import SCALE_BYTES
 from omniserve.core.work import HOST_BLOCKS, Done, KVMove, MoveDirection
 from omniserve.host.mover import DirectMover, Mover, StagedMover, sides
 
@@ -20,6 +21,8 @@ _COPY_ID, _NETWORK_COPY_ID = -2, -3
 class HostMoves:
     """Starts moves between a device cache of `dtype` and the pool, which is of the same dtype or int8.
 
+    With `has_int8_caches` both are of int8, and the cache, on the CPU, is laid out as in ``kv/storage.py``.
+
     The worker threads copy from and to CPU caches and report the end to the tier; a mover does both for CUDA caches.
     ``host_copy(move_id, to_host, k, v, cache_ids, pool_ids, is_reversed=False)`` lets the worker threads copy blocks
     between a CPU cache and the pool; it must not keep the tier alive. With `pin_memory` the device is a GPU, on which
@@ -27,11 +30,18 @@ class HostMoves:
     """
 
     def __init__(
-        self, pool_LBK2SH: Tensor, dtype: torch.dtype, host_copy: Callable[..., None], *, pin_memory: bool
+        self,
+        pool_LBK2SH: Tensor,
+        dtype: torch.dtype,
+        host_copy: Callable[..., None],
+        *,
+        pin_memory: bool,
+        has_int8_caches: bool = False,
     ) -> None:
         num_layers, self._num_pool_blocks, num_kv_heads, _, block_size, head_size = pool_LBK2SH.shape
-        self._block_shape = (num_layers, num_kv_heads, block_size, head_size)
-        self._dtype = dtype
+        row_size = head_size + SCALE_BYTES if has_int8_caches else head_size
+        self._block_shape = (num_layers, num_kv_heads, block_size, row_size)
+        self._dtype = torch.int8 if has_int8_caches else dtype
         self._host_copy = host_copy
         self._pin_memory = pin_memory
         self.mover: Mover

@@ -116,7 +116,7 @@ class HostTier:
         """The dtype of the rows and of the results."""
         self._first_layer = layers.start if layers is not None else 0
         self._check()
-        self.num_blocks = setup.kv_bytes // self.spec.host_block_bytes(setup.block_size, setup.kv_dtype)
+        self.num_blocks = setup.kv_bytes // self.spec.kv_block_bytes(setup.block_size, setup.kv_dtype)
         """The number of blocks in the pool."""
         self.max_rows = setup.max_rows
         """M."""
@@ -131,7 +131,10 @@ class HostTier:
             # With a method there would be a reference cycle through `self`, which would keep the threads alive until
             # the next garbage collection.
             host_copy = functools.partial(_host.start_move, self._handle)
-            self._moves = HostMoves(self.pool_LBK2SH, dtype, host_copy, pin_memory=setup.pin_memory)
+            has_int8_caches = setup.cache_dtype == "int8"
+            self._moves = HostMoves(
+                self.pool_LBK2SH, dtype, host_copy, pin_memory=setup.pin_memory, has_int8_caches=has_int8_caches
+            )
         self._logged: set[str] = set()
         self._progress = Progress(setup.patience_s)
 
@@ -147,7 +150,7 @@ class HostTier:
             )
         if len(spec.attention) != spec.num_layers:
             raise ValueError(f"spec.attention needs one entry per layer: {spec.num_layers}, got {len(spec.attention)}")
-        block_bytes = spec.host_block_bytes(setup.block_size, setup.kv_dtype)
+        block_bytes = spec.kv_block_bytes(setup.block_size, setup.kv_dtype)
         if setup.kv_bytes < block_bytes:
             raise ValueError(
                 f"kv_bytes={setup.kv_bytes} is less than one block of {setup.block_size} tokens: give at least "
@@ -201,6 +204,7 @@ class HostTier:
             setup.num_threads,
             torch.tensor(setup.cores or (), dtype=torch.int64),
             not setup.pin_memory,
+            setup.cache_dtype == "int8",
             self.mailbox_SW,
             self._flags_3S,
             setup.mailbox_spin_s,
@@ -288,7 +292,8 @@ class HostTier:
     def start_move(self, move: KVMove, device_k_LBKSH: Tensor, device_v_LBKSH: Tensor) -> None:
         """Start to copy whole blocks, K and V of all layers, between a device cache and the pool.
 
-        The copy converts between the device's layout and the pool's, and between the model's dtype and int8. The worker
+        The copy converts between the device's layout and the pool's, and between the model's dtype and int8; codes of
+        an int8 cache are copied as they are. The worker
         threads copy from and to CPU caches; for CUDA caches a kernel on a side stream reads and writes the pool in
         place (with an int8 pool both take part, through a pinned staging buffer). The side stream, not this call, waits
         for the work that is already queued on the current CUDA stream.

@@ -64,6 +64,8 @@ class Fingerprint:
     """Version of OmniServe and hash of its compiled extension."""
     kernels: str
     """The instruction set asked for by OMNISERVE_ISA; empty: the best."""
+    kv_dtype: str = "auto"
+    """Dtype of the device's KV."""
     weights: str = ""
     """Dtype in which linears hold their weights where that is not ``dtype``, and classes of adapters and of quantised
     weights."""

@@ -46,7 +46,9 @@ class Served:
 
     def __init__(self, model: PatchedModel, config: EngineConfig, *, capture: Capture | None = None) -> None:
         spec, on_cuda = model.spec, model.device.type == "cuda"
-        self.attend = resolve_attention(config.execution.attention, model.device, spec.attention)
+        self.attend = resolve_attention(
+            config.execution.attention, model.device, spec.attention, kv_dtype=config.execution.kv_dtype
+        )
         """Device attention."""
         self.constant = has_constant_steps(config, model.device) and not why_not_captured(model, self.attend, config)
         """Steps run in constant shapes."""
@@ -95,7 +97,7 @@ class ModuleBench:
     ) -> None:
         self.model, self.config = model, config
         self.num_blocks = -(-max_tokens // config.block_size)
-        self.storage = zeroed_storage(model, self.num_blocks, config.block_size)
+        self.storage = zeroed_storage(model, self.num_blocks, config)
         self._served = served or Served(model, config)
         self._most_decodes = fit_states(config, model.spec).max_num_seqs
         self._states = StepStates(model, num_slots=self._most_decodes if model.spec.state_bytes else 0)
@@ -189,15 +191,16 @@ def _chunk_with_state(slot: int, *, start: int, count: int) -> DeviceChunk:
     return DeviceChunk(request_id="", token_ids=(0,) * count, start=start, block_ids=(), samples=False, state_slot=slot)
 
 
-def zeroed_storage(model: PatchedModel, num_blocks: int, block_size: int) -> DeviceKVStorage:
+def zeroed_storage(model: PatchedModel, num_blocks: int, config: EngineConfig) -> DeviceKVStorage:
     """Return device KV of a model, every page of which was written."""
     storage = DeviceKVStorage(
         model.spec,
         num_blocks=num_blocks,
-        block_size=block_size,
+        block_size=config.block_size,
         dtype=model.dtype,
         device=model.device,
         layers=model.layers,
+        kv_dtype=config.execution.kv_dtype,
     )
     storage.k_LBKSH.zero_()
     storage.v_LBKSH.zero_()

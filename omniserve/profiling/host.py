@@ -284,9 +284,11 @@ def _measure_piggyback(bench: _HostBench, timer: Timer) -> None:
 
 
 def _measure_moves(bench: _HostBench, timer: Timer) -> tuple[AlphaBeta, AlphaBeta]:
-    block_bytes = bench.spec.part(bench.model.layers).kv_block_bytes(bench.config.block_size)
+    block_bytes = bench.spec.part(bench.model.layers).kv_block_bytes(
+        bench.config.block_size, bench.config.execution.kv_dtype
+    )
     num_blocks = min(16, bench.tier.num_blocks)
-    storage = zeroed_storage(bench.model, num_blocks, bench.config.block_size)
+    storage = zeroed_storage(bench.model, num_blocks, bench.config)
     if not timer.counts_preparing:
         with timer.preparing():
             for direction in MoveDirection:

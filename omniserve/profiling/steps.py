@@ -153,7 +153,7 @@ def measure_mixed_steps(
     max_prompt = int(5 * rows_a_step * max_output / 3 / (2 * MEAN_ACTIVE))
     max_prompt = max(1, min(longest // 2, _MAX_PROMPT, max(max_prompt, _LEAST_MAX_PROMPT)))
     here = largest_part(config, spec)
-    block_bytes = here.kv_block_bytes(config.block_size)
+    block_bytes = here.kv_block_bytes(config.block_size, config.execution.kv_dtype)
     blocks_each = -(-(max_prompt + max_output) // config.block_size)
     roomy = config.device_kv_bytes
     if not in_grid:  # whose largest points fill the pool
@@ -164,7 +164,7 @@ def measure_mixed_steps(
     has_tier = (
         not in_grid
         and has_host_tier(config)
-        and host_bytes >= here.host_block_bytes(config.block_size, config.host_kv_dtype)
+        and host_bytes >= here.kv_block_bytes(config.block_size, config.host_pool_dtype)
     )
     pools = [(roomy, 0), (tight, host_bytes)] if has_tier else [(roomy, 0)]
     pools = pools[-1:] if is_coarse else pools

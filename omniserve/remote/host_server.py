@@ -197,6 +197,7 @@ class HostServer:
             block_size=caller["block_size"],
             kv_bytes=self._kv_bytes // num_ranks,
             kv_dtype=caller["kv_dtype"],
+            cache_dtype=caller["cache_dtype"],
             num_slots=caller["num_slots"],
             max_rows=caller["max_rows"],
             num_threads=num_threads,

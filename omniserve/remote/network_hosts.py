@@ -90,6 +90,7 @@ class NetworkHosts:
             "dtype": str(tier.dtype).removeprefix("torch."),
             "block_size": setup.block_size,
             "kv_dtype": setup.kv_dtype,
+            "cache_dtype": setup.cache_dtype,
             "num_slots": setup.num_slots,
             "max_rows": setup.max_rows,
             "timeout_s": config.cpu_host_timeout_s,

@@ -103,6 +103,7 @@ class ModelRunner:
             dtype=model.dtype,
             device=model.device,
             layers=model.layers,
+            kv_dtype=config.execution.kv_dtype,
         )
         threads = setup.host_tier.num_threads if setup.host_tier is not None else 0
         self._cores = CoreSplit(device=model.device, device_threads=config.device_threads, host_threads=threads)

@@ -26,8 +26,14 @@ def device_attention(setup: RunnerSetup, model: PatchedModel) -> DeviceAttention
     Raises:
         ValueError: This device or model does not allow it.
     """
-    name = setup.config.execution.attention
-    return resolve_attention(name, model.device, model.spec.attention, is_directed=setup.is_directed)
+    execution = setup.config.execution
+    return resolve_attention(
+        execution.attention,
+        model.device,
+        model.spec.attention,
+        is_directed=setup.is_directed,
+        kv_dtype=execution.kv_dtype,
+    )
 
 
 def warm_up(setup: RunnerSetup, model: PatchedModel, storage: DeviceKVStorage, attend: DeviceAttention) -> None:

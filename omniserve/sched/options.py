@@ -349,7 +349,10 @@ class SchedulerLimits:
             num_state_slots=num_state_slots(config, spec, has_host_tier=kv.num_host_blocks > 0),
             late_layers=late_layers if isinstance(options, HostTierOptions) and options.late_joins else 0,
             max_host_drafts=max_host_drafts,
-            kv_block_bytes=-(-spec.kv_block_bytes(config.block_size) // config.parallel.pipeline_parallel_size),
+            kv_block_bytes=-(
+                -spec.kv_block_bytes(config.block_size, config.execution.kv_dtype)
+                // config.parallel.pipeline_parallel_size
+            ),
         )
 
 

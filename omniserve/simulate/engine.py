@@ -207,6 +207,7 @@ def _host_tier(machine: Machine, config: EngineConfig, kv: KVManager, num_blocks
         machine.copies,
         machine.spec,
         config.block_size,
+        kv_dtype=config.execution.kv_dtype,
         num_blocks=num_blocks,
         num_stages=config.parallel.pipeline_parallel_size,
         held=lambda request_id: kv.num_held(request_id, Tier.HOST),

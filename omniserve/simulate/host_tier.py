@@ -86,6 +86,7 @@ class SimulatedHostTier:
         copies: Moves.
         spec: The model's sizes.
         block_size: Tokens per block.
+        kv_dtype: The dtype of the device's KV, in which it is copied.
         num_blocks: Blocks of the pool, all hosts together.
         num_stages: Stages of the model.
         held: Returns how many of them a request holds.
@@ -101,6 +102,7 @@ class SimulatedHostTier:
         spec: ModelSpec,
         block_size: int,
         *,
+        kv_dtype: str = "auto",
         num_blocks: int,
         num_stages: int = 1,
         held: Callable[[str], int],
@@ -111,7 +113,7 @@ class SimulatedHostTier:
         self._copies = copies
         self._attention = spec.attention
         self._last_layer = spec.num_layers - 1
-        self._block_bytes = spec.kv_block_bytes(block_size)
+        self._block_bytes = spec.kv_block_bytes(block_size, kv_dtype)
         self._num_layers, self._num_stages = spec.num_layers, num_stages
         self._hosts = [[_Server() for _ in nodes] for _ in range(num_stages)]
         """The servers of the hosts, by stage."""

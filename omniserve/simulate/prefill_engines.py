@@ -56,7 +56,7 @@ class _Engine:
 
     def __init__(self, number: int, machine: Machine, config: EngineConfig, link: AlphaBeta, seed: int) -> None:
         self._number, self._link, self._block_size = number, link, config.block_size
-        self._block_bytes = machine.spec.kv_block_bytes(config.block_size)
+        self._block_bytes = machine.spec.kv_block_bytes(config.block_size, config.execution.kv_dtype)
         self._state_bytes = machine.spec.state_bytes
         self.engine = SimulatedEngine(machine, config, Chances(seed), caches_prefixes=True)
         require_shared_kv(self.engine, "a prefill engine")

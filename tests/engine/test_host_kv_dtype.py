@@ -19,16 +19,16 @@ BLOCK = 8
 def test_int8_blocks_take_a_byte_per_value_and_a_scale_per_row(make_engine: Callable[..., Engine]) -> None:
     spec = make_engine().spec
     rows = 2 * spec.num_layers * spec.num_kv_heads * BLOCK
-    assert spec.host_block_bytes(BLOCK, "int8") == rows * (spec.head_size + 4)
-    assert spec.host_block_bytes(BLOCK, "auto") == spec.kv_block_bytes(BLOCK)
+    assert spec.kv_block_bytes(BLOCK, "int8") == rows * (spec.head_size + 4)
+    assert spec.kv_block_bytes(BLOCK, "auto") == spec.kv_block_bytes(BLOCK)
     with pytest.raises(ValueError, match="must be one of auto, int8, got 'fp8'"):
-        spec.host_block_bytes(BLOCK, "fp8")
+        spec.kv_block_bytes(BLOCK, "fp8")
     with pytest.raises(ValueError, match="host_kv_dtype must be one of auto, int8, got 'fp8'"):
         EngineConfig(host_kv_dtype="fp8")
     engine = make_engine(host_blocks=50, host_kv_dtype="int8")
     assert engine.host_tier is not None
     tier = engine.host_tier
-    assert tier.num_blocks == 50 * spec.kv_block_bytes(BLOCK) // spec.host_block_bytes(BLOCK, "int8") > 100
+    assert tier.num_blocks == 50 * spec.kv_block_bytes(BLOCK) // spec.kv_block_bytes(BLOCK, "int8") > 100
     assert tier.scales_LBK2S is not None
     assert tier.pool_LBK2SH.nbytes + tier.scales_LBK2S.nbytes <= engine.config.host_kv_bytes
     assert engine.stats().kv.host_total == tier.num_blocks

@@ -84,7 +84,7 @@ def make_tier(
 ) -> HostTier:
     """Make a tier with these sizes, fields of HostTierSetup, and others that do for most tests."""
     setup = HostTierSetup(
-        block_size=block_size, kv_bytes=num_blocks * spec.host_block_bytes(block_size, kv_dtype), kv_dtype=kv_dtype,
+        block_size=block_size, kv_bytes=num_blocks * spec.kv_block_bytes(block_size, kv_dtype), kv_dtype=kv_dtype,
         **{"num_slots": 8, "num_threads": 2, **sizes},
     )  # fmt: skip
     tier = HostTier(setup, spec=spec, dtype=dtype, device=device)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from omniserve.core.spec import HOST_KV_DTYPES, AttentionSpec
+from omniserve.core.spec import KV_DTYPES, AttentionSpec
 from omniserve.ops.attention.base import per_head
 from tests.events import ATTENTION_DONE, kind_of
 from tests.host.helpers import (
@@ -80,7 +80,7 @@ def test_random_histories_match_the_reference(
 
 
 @anywhere
-@pytest.mark.parametrize("kv_dtype", HOST_KV_DTYPES)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_result_is_cpu_attentions_to_the_bit(
     open_driver: Callable[..., Driver], dtype: torch.dtype, kv_dtype: str

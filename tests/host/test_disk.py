@@ -28,7 +28,7 @@ def pool_LBK2SH(request: pytest.FixtureRequest) -> Tensor:
 @pytest.fixture
 def tier(pool_LBK2SH: Tensor, tmp_path: Path) -> Iterator[DiskTier]:
     file = DiskFile(tmp_path, num_bytes=2 << 20, block_bytes=pool_LBK2SH[:, 0].nbytes)
-    tier = DiskTier(file, pool_LBK2SH)
+    tier = DiskTier(file, (pool_LBK2SH,))
     yield tier
     tier.close()
 
@@ -60,7 +60,7 @@ def test_blocks_come_back_into_other_blocks(
 ) -> None:
     monkeypatch.setattr(disk_module, "_PIECE_BYTES", piece_bytes)
     block_bytes = pool_LBK2SH[:, 0].nbytes
-    tier = DiskTier(DiskFile(tmp_path, num_bytes=2 << 20, block_bytes=block_bytes), pool_LBK2SH)
+    tier = DiskTier(DiskFile(tmp_path, num_bytes=2 << 20, block_bytes=block_bytes), (pool_LBK2SH,))
     before = pool_LBK2SH.clone()
     blocks, slots = list(range(20)), [7 * slot % 41 for slot in range(20)]
     tier.start(copy(0, blocks[:11], slots[:11], to_disk=True))
@@ -126,7 +126,7 @@ def test_a_tier_that_is_closed_fails_what_has_not_begun(
 ) -> None:
     monkeypatch.setattr(disk_module, "_PIECE_BYTES", 1)
     file = DiskFile(tmp_path, num_bytes=2 << 20, block_bytes=pool_LBK2SH[:, 0].nbytes)
-    tier = DiskTier(file, pool_LBK2SH, num_threads=1)
+    tier = DiskTier(file, (pool_LBK2SH,), num_threads=1)
     write = file.write
     monkeypatch.setattr(file, "write", lambda *args: (time.sleep(0.05), write(*args)))
     for number in range(4):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omniserve.core.spec import HOST_KV_DTYPES, AttentionSpec
+from omniserve.core.spec import KV_DTYPES, AttentionSpec
 from omniserve.core.work import KVMove, MoveDirection
 from omniserve.host.memory import allocate_pool
 from tests.events import WORK_DONE, kind_of
@@ -39,7 +39,7 @@ def test_any_block_comes_back_as_it_went_in(
     shape = (num_layers, 4, num_kv_heads, block_size, head_size)
     k, v = (torch.randn(shape, generator=rng).to(dtype) for _ in range(2))
     out, home = torch.randperm(4, generator=rng).tolist(), torch.randperm(6, generator=rng).tolist()[:4]
-    for kv_dtype in HOST_KV_DTYPES:
+    for kv_dtype in KV_DTYPES:
         tier = make_tier(spec, dtype=dtype, block_size=block_size, num_blocks=6, num_threads=1, kv_dtype=kv_dtype)
         back = [torch.zeros_like(k), torch.zeros_like(v)]
         for move_id, (direction, ids, caches) in enumerate(
@@ -192,7 +192,7 @@ def test_a_kernel_that_refuses_to_spread_pages_is_told(
 
 
 def test_poison_is_nan_in_every_pool() -> None:
-    for kv_dtype in HOST_KV_DTYPES:
+    for kv_dtype in KV_DTYPES:
         tier = make_tier(make_spec(), kv_dtype=kv_dtype, num_blocks=4)
         poison(tier, range(4))
         assert all(side.isnan().all() for side in read_blocks(tier.pool_LBK2SH, tier.scales_LBK2S))

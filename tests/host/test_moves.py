@@ -26,6 +26,7 @@ from tests.host.helpers import (
     rounded,
     write_blocks,
 )
+from tests.ops.host_layout import parts_of_cache, quantize_cache
 
 TO_HOST, TO_DEVICE = MoveDirection.TO_HOST, MoveDirection.TO_DEVICE
 
@@ -144,6 +145,38 @@ def test_blocks_that_run_from_the_right_do_not_on_the_host(
     for side, got, held in zip(device, back, read_pool(tier), strict=True):
         assert torch.equal(held[:, 5:15].to(dtype), rounded(tier, side).flip(3).to(dtype))
         assert torch.equal(got, rounded(tier, side).to(dtype))
+
+
+@anywhere
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize("block_size", [3, 16])
+def test_codes_of_an_int8_cache_are_copied_as_they_are(
+    open_driver: Callable[..., Driver], block_size: int, is_reversed: bool
+) -> None:
+    spec = make_spec(torch.bfloat16, head_size=24)
+    driver = open_driver(
+        spec, dtype=torch.bfloat16, kv_dtype="int8", cache_dtype="int8", num_blocks=20, block_size=block_size
+    )
+    tier = driver.tier
+    device = [quantize_cache(random_cache(driver, 10)) for _ in range(2)]
+    codes, scales = parts_of_cache(device[1])
+    codes[0, 0, 0, 1], scales[0, 0, 0, 1] = 0, torch.nan
+    back = [torch.zeros_like(side) for side in device]
+    for move_id, direction, src, cache in ((0, TO_HOST, 0, device), (1, TO_DEVICE, 5, back)):
+        ids = list(range(src, src + 10)), list(range(5 - src, 15 - src))
+        tier.start_move(dataclasses.replace(make_move(move_id, direction, *ids), is_reversed=is_reversed), *cache)
+        assert [kind_of(event) for event in collect(tier, 1)] == [WORK_DONE]
+    pool, pool_scales = tier.pool_LBK2SH[:, 5:15], tier.scales_LBK2S[:, 5:15]
+    for side, (got, before) in enumerate(zip(back, device, strict=True)):
+        assert torch.equal(got, before)
+        codes, scales = (part.flip(3) if is_reversed else part for part in parts_of_cache(before))
+        assert torch.equal(pool[:, :, :, side], codes)
+        assert_same_bits(pool_scales[:, :, :, side].contiguous(), scales.contiguous())
+    assert tier.stats().bytes_moved == 2 * 10 * spec.kv_block_bytes(block_size, "int8")
+    with pytest.raises(ValueError, match="device_k_LBKSH must be contiguous torch.int8 of shape"):
+        tier.start_move(make_move(2, TO_HOST, [0], [0]), *(random_cache(driver, 1) for _ in range(2)))
+    with pytest.raises(ValueError, match="a cache of int8 needs a host pool of int8"):
+        open_driver(spec, dtype=torch.bfloat16, cache_dtype="int8")
 
 
 def test_a_move_goes_ahead_of_queued_attention(open_driver: Callable[..., Driver]) -> None:

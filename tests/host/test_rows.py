@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from omniserve.core.spec import HOST_KV_DTYPES
+from omniserve.core.spec import KV_DTYPES
 from tests.events import ATTENTION_FAILED, kind_of
 from tests.host.helpers import (
     ATTENTION,
@@ -79,7 +79,7 @@ def test_random_histories_match_the_reference(
 
 
 @anywhere
-@pytest.mark.parametrize("kv_dtype", HOST_KV_DTYPES)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_beside_others_is_its_own_tasks_to_the_bit(
     open_driver: Callable[..., Driver], dtype: torch.dtype, kv_dtype: str

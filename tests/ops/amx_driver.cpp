@@ -53,10 +53,10 @@ void amx_prefill(const void* q, const void* k, const void* v, const int64_t* kv,
   const PagedKV cache = device_layout(k, v, kv[0], kv[1], kv[2], kv[3], DType::bf16);
   const AttentionParams params = {num_heads, scale, window, softcap, chunk_size, sinks, slopes};
   const int64_t stride = num_heads * kv[3];
-  const Scratch scratch(amx_prefill_scratch_floats(cache, (chunk[2] - chunk[1]) * (num_heads / kv[1])));
+  const Scratch scratch(amx_prefill_scratch_floats(cache, DType::bf16, (chunk[2] - chunk[1]) * (num_heads / kv[1])));
   for (int64_t head = 0; head < kv[1]; ++head)
-    amx_bf16_kernels().prefill(q, stride, cache, block_table, chunk[0], chunk[1], chunk[2], head, params, out, stride,
-                               scratch.floats);
+    amx_bf16_kernels().prefill(q, DType::bf16, stride, cache, block_table, chunk[0], chunk[1], chunk[2], head, params,
+                               out, stride, scratch.floats);
 }
 
 bool amx_granted() { return amx_bf16_granted(); }

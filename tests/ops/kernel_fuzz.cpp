@@ -114,7 +114,6 @@ Case make_case(Rng& rng) {
   c.length = between(rng, 1, one_of<int64_t>(rng, {3, 70, 400}));
   c.host = rng() % 2 != 0;
   c.dtype = one_of(rng, {DType::f32, DType::bf16, DType::bf16, DType::f16, DType::i8});
-  if (!c.host && c.dtype == DType::i8) c.dtype = DType::bf16;
   c.row_dtype = c.dtype == DType::i8 ? one_of(rng, {DType::f32, DType::bf16, DType::f16}) : c.dtype;
   c.params = {c.kv_heads * c.group, static_cast<float>(1 / std::sqrt(double(c.head_size))),
               rng() % 3 != 0 ? 0 : between(rng, 1, c.length + 5), rng() % 4 != 0 ? 0.0f : 3.0f,
@@ -150,15 +149,15 @@ Case make_case(Rng& rng) {
       for (int64_t i = 0; i < 2 * planes * c.block_size; ++i) c.scales[static_cast<size_t>(i)] = NAN;
     }
   } else {
-    c.k_cache = poisoned(planes * plane * c.element());
-    c.v_cache = poisoned(planes * plane * c.element());
+    c.k_cache = poisoned(planes * device_head_bytes(c.block_size, c.head_size, c.dtype));
+    c.v_cache = poisoned(planes * device_head_bytes(c.block_size, c.head_size, c.dtype));
   }
   // What lies before every query's window was freed.
   const int64_t row = c.kv_heads * c.head_size;
   std::vector<char> k_row(static_cast<size_t>(row * c.element())), v_row(k_row.size());
   c.k.resize(static_cast<size_t>(c.length * row));
   c.v.resize(c.k.size());
-  const HostBlockShape shape{c.kv_heads, c.block_size, c.head_size, c.dtype, c.row_dtype};
+  const HostBlockShape shape{c.kv_heads, c.block_size, c.head_size, c.dtype, c.row_dtype, c.row_dtype};
   for (int64_t t = 0; t < c.length; ++t) {
     for (int64_t i = 0; i < row; ++i) {
       c.k[static_cast<size_t>(t * row + i)] = draw(rng);
@@ -176,22 +175,35 @@ Case make_case(Rng& rng) {
       continue;
     }
     for (int64_t head = 0; head < c.kv_heads; ++head) {
-      const int64_t to = ((block * c.kv_heads + head) * c.block_size + offset) * c.head_size * c.element();
-      const size_t bytes = static_cast<size_t>(c.head_size * c.element());
-      std::memcpy(c.k_cache.get() + to, k_row.data() + head * c.head_size * c.element(), bytes);
-      std::memcpy(c.v_cache.get() + to, v_row.data() + head * c.head_size * c.element(), bytes);
+      const int64_t plane_at = (block * c.kv_heads + head) * device_head_bytes(c.block_size, c.head_size, c.dtype);
+      for (const auto& [rows, cache] : {std::pair{&k_row, &c.k_cache}, std::pair{&v_row, &c.v_cache}}) {
+        const char* const from = rows->data() + head * c.head_size * c.element();
+        char* const to = cache->get() + plane_at;
+        if (c.dtype == DType::i8) {
+          const float scale = quantize_row(c.row_dtype, from, c.head_size, to + offset * c.head_size);
+          std::memcpy(to + c.block_size * c.head_size + offset * kScaleBytes, &scale, kScaleBytes);
+        } else {
+          std::memcpy(to + offset * c.head_size * c.element(), from, static_cast<size_t>(c.head_size * c.element()));
+        }
+      }
     }
   }
   if (c.dtype == DType::i8) {  // the numbers that were kept, which the appending rounded
     for (int64_t t = 0; t < c.length; ++t)
       for (int64_t head = 0; head < c.kv_heads; ++head)
         for (int plane_index = 0; plane_index < 2; ++plane_index) {
-          const int64_t block = c.table[static_cast<size_t>(t / c.block_size)], offset = t % c.block_size;
-          const int64_t index = ((block * c.kv_heads + head) * 2 + plane_index) * c.block_size + offset;
-          const int8_t* const values = reinterpret_cast<const int8_t*>(c.pool.get()) + index * c.head_size;
+          const BlockRef ref(c.table[static_cast<size_t>(t / c.block_size)]);
+          const int64_t offset = ref.reversed ? c.block_size - 1 - t % c.block_size : t % c.block_size;
+          const PagedKV kv = c.kv();
+          const char* const plane = plane_index == 0 ? kv.k : kv.v;
+          const float* const scales = plane_index == 0 ? kv.k_scales : kv.v_scales;
+          const int8_t* const values =
+              reinterpret_cast<const int8_t*>(plane + ref.block * kv.block_stride + head * kv.head_stride) +
+              offset * c.head_size;
+          const float scale = scales[ref.block * kv.scale_block_stride + head * kv.scale_head_stride + offset];
           std::vector<float>& numbers = plane_index == 0 ? c.k : c.v;
           for (int64_t h = 0; h < c.head_size; ++h)
-            numbers[static_cast<size_t>(c.at(t, head, h))] = c.scales[static_cast<size_t>(index)] * values[h];
+            numbers[static_cast<size_t>(c.at(t, head, h))] = scale * values[h];
         }
   }
   return c;
@@ -298,14 +310,14 @@ void check_prefill(const Case& c, Rng& rng) {
   for (int64_t head = 0; head < c.kv_heads; ++head)
     for (const auto& [begin, end] : {std::pair{int64_t{0}, cut}, std::pair{cut, query_len}})
       if (begin < end)
-        prefill_tile(packed.data(), stride, c.kv(), c.table.data(), context_len, begin, end, head, c.params, out.data(),
-                     row);
-  // Results are rounded to the cache's dtype, and bf16 weights may be.
-  const double allowed = c.dtype == DType::f32 ? 1e-5 : c.dtype == DType::f16 ? 1e-3 : 6e-3;
+        prefill_tile(packed.data(), c.row_dtype, stride, c.kv(), c.table.data(), context_len, begin, end, head,
+                     c.params, out.data(), row);
+  // Results are rounded to the rows' dtype, and bf16 weights may be.
+  const double allowed = c.row_dtype == DType::f32 ? 1e-5 : c.row_dtype == DType::f16 ? 1e-3 : 6e-3;
   for (int64_t i = 0; i < query_len; ++i) {
     std::vector<double> got(static_cast<size_t>(row));
     for (int64_t j = 0; j < row; ++j)
-      got[static_cast<size_t>(j)] = double(get(out.data() + (i * row + j) * c.element(), c.dtype));
+      got[static_cast<size_t>(j)] = double(get(out.data() + (i * row + j) * c.element(), c.row_dtype));
     const double error = relative_rms(expected(c, q.data() + i * row, context_len + i), got);
     if (!(error < allowed)) fail(c, "prefill", error);
   }

@@ -12,16 +12,29 @@ import torch
 from torch import Tensor
 
 from omniserve.core.spec import AttentionSpec
-from tests.ops.host_layout import pack_blocks, quantize_blocks, read_blocks
+from tests.ops.host_layout import (
+    pack_blocks,
+    parts_of_cache,
+    quantize_blocks,
+    quantize_rows,
+    read_blocks,
+    read_cache,
+)
 
 
 def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, slot_mapping_T: Tensor) -> None:
     """Write each token's K and V to slot ``block * S + offset``; -1 leaves a token out."""
     block_size = k_cache_BKSH.shape[2]
     for token, slot in enumerate(slot_mapping_T.tolist()):
-        if slot >= 0:
-            k_cache_BKSH[slot // block_size, :, slot % block_size] = k_TKH[token]
-            v_cache_BKSH[slot // block_size, :, slot % block_size] = v_TKH[token]
+        if slot < 0:
+            continue
+        block, offset = divmod(slot, block_size)
+        for cache_BKSH, row_KH in ((k_cache_BKSH, k_TKH[token]), (v_cache_BKSH, v_TKH[token])):
+            if cache_BKSH.dtype == torch.int8:
+                codes_BKSH, scales_BKS = parts_of_cache(cache_BKSH)
+                codes_BKSH[block, :, offset], scales_BKS[block, :, offset] = quantize_rows(row_KH)
+            else:
+                cache_BKSH[block, :, offset] = row_KH
 
 
 def paged_attention(
@@ -31,6 +44,7 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     """Attend each request's chunk over its cached keys, the chunk's own included; some blocks run from the right."""
     spec = AttentionSpec(scale=scale, window=window, chunk=chunk)
+    k_cache_BKSH, v_cache_BKSH = read_cache(k_cache_BKSH), read_cache(v_cache_BKSH)
     out_TNH = torch.zeros_like(q_TNH, memory_format=torch.contiguous_format)
     starts, seq_lens = query_start_R1.tolist(), seq_lens_R.tolist()
     block_size, group = k_cache_BKSH.shape[2], q_TNH.shape[1] // k_cache_BKSH.shape[1]

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
-from omniserve.core.spec import AttentionSpec
+from omniserve.core.spec import SCALE_BYTES, AttentionSpec
 from tests.ops import reference as references
-from tests.ops.host_layout import pack_blocks, quantize_blocks
+from tests.ops.host_layout import pack_blocks, quantize_blocks, quantize_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +171,20 @@ def attention_options(args: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(names, (*args[6:], *(None, 0, None, None)[len(args) - 9 :]), strict=True))
 
 
+def int8_attention_args(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return paged_attention's arguments for ``shape`` with caches of int8; where nothing is read, scales are NaN."""
+    q, k, v, *rest = attention_args(shape, device, dtype)
+    return q, quantize_cache(k), quantize_cache(v), *rest
+
+
 def _paged_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for shape in _MIXED_SHAPES:
         yield Sample(label=shape.label, args=attention_args(shape, device, dtype))
+
+
+def _int8_attention_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for shape in _MIXED_SHAPES:
+        yield Sample(label=f"{shape.label}, int8", args=int8_attention_args(shape, torch.device("cpu"), dtype))
 
 
 def small_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -233,6 +244,29 @@ def _store_kv_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Samp
         # As cut from a fused QKV, but for the empty one: opcheck cannot copy a slice of nothing.
         k, v = (kv[:, :2], kv[:, 3:5]) if slots else kv.view(2, 0, 2, head_size)
         yield Sample(label=label, args=(k, v, cache[0], cache[1], slot_mapping))
+
+
+def _int8_store_kv_samples(dtype: torch.dtype) -> Iterator[Sample]:
+    for label, slots, head_size in (
+        ("int8, no token", [], 16),
+        ("int8, some left out, head size 24", [5, -1, 0, 11, -1, 6], 24),
+        ("int8, first left out, last slot", [-1, 11, 3], 64),
+    ):
+        kv = torch.randn(len(slots), 6, head_size).to(dtype)
+        kv[:, 3, 0] = 0
+        if slots:
+            kv[-1, 1], kv[-1, 4, 2] = 0, torch.inf
+        cache = torch.full((2, 3, 2, 4, head_size + SCALE_BYTES), -1, dtype=torch.int8)
+        k, v = (kv[:, :2], kv[:, 3:5]) if slots else kv.view(2, 0, 2, head_size)
+        yield Sample(label=label, args=(k, v, cache[0], cache[1], torch.tensor(slots, dtype=torch.int64)))
+
+
+def cpu_samples(name: str, dtype: torch.dtype) -> Iterator[Sample]:
+    """Yield an operator's samples on the CPU, those too that no other device takes."""
+    yield from OPS[name].samples(torch.device("cpu"), dtype)
+    more = {"paged_attention": _int8_attention_samples, "store_kv": _int8_store_kv_samples}
+    if name in more:
+        yield from more[name](dtype)
 
 
 def _seat_samples(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:

@@ -17,8 +17,15 @@ from torch import Tensor
 
 from tests.ops import reference
 from tests.ops.checks import CPU, check_against_reference, op_named
-from tests.ops.host_layout import pack_blocks
-from tests.ops.table import AttentionShape, Sample, attention_args, attention_options, cpu_attention_args
+from tests.ops.host_layout import pack_blocks, quantize_cache
+from tests.ops.table import (
+    AttentionShape,
+    Sample,
+    attention_args,
+    attention_options,
+    cpu_attention_args,
+    int8_attention_args,
+)
 from tests.ops.tolerances import ATTENTION, TORCH_HALF_ATTENTION, Tolerance
 
 paged_attention = op_named("paged_attention")
@@ -111,6 +118,13 @@ def test_any_shape_agrees_with_the_reference(implementation: Implementation) -> 
     check()
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(shape=shapes, dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
+def test_any_shape_of_int8_agrees_with_the_reference(shape: AttentionShape, dtype: torch.dtype) -> None:
+    sample = Sample(label=shape.label, args=int8_attention_args(shape, CPU, dtype))
+    check_against_reference(paged_attention, "paged_attention", sample, dtype)
+
+
 decode_shapes = st.builds(
     lambda shape, contexts: replace(shape, directed=False, chunks=tuple((1, context) for context in contexts)),
     shape=shapes,
@@ -164,9 +178,14 @@ def chunk(q: Tensor, k: Tensor, v: Tensor, table: Tensor, begin: int, end: int, 
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_chunking_does_not_change_a_bit(dtype: torch.dtype, window: int, kinds: tuple[Any, ...]) -> None:
+def test_chunking_does_not_change_a_bit(
+    dtype: torch.dtype, int8: bool, window: int, kinds: tuple[Any, ...]
+) -> None:
     q, k, v, table = sequence(300, dtype)
+    if int8:
+        k, v = quantize_cache(k), quantize_cache(v)
     whole = chunk(q, k, v, table, 0, 300, window, *kinds)
     cuts = [0, 2, 77, 140, 298, 300]
     parts = [chunk(q, k, v, table, a, b, window, *kinds) for a, b in pairwise(cuts)]

@@ -88,6 +88,13 @@ def test_a_layers_values_are_on_the_device_before_the_first_call() -> None:
     assert per_head.cache_info().misses == before.misses
 
 
+def test_kv_of_int8_is_for_the_cpu_and_its_own_kernel() -> None:
+    assert resolve_attention("auto", CPU, kv_dtype="int8") is attend_cpu
+    for name, device, remedy in (("sdpa", CPU, "or attention to 'cpu'"), ("auto", CUDA, "a device that is a CPU")):
+        with pytest.raises(ValueError, match=f"cannot read KV of int8: set kv_dtype to 'auto'.*{remedy}"):
+            resolve_attention(name, device, kv_dtype="int8")
+
+
 def test_an_unknown_name_lists_the_known() -> None:
     with pytest.raises(ValueError, match="cpu, flex, sdpa, triton, xformers"):
         resolve_attention("flash9", CPU)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.checks import CPU, DTYPES, check_against_reference, op_named
-from tests.ops.table import OPS, Sample
+from tests.ops.checks import DTYPES, check_against_reference, op_named
+from tests.ops.table import OPS, Sample, cpu_samples
 
 
 @cache
 def samples_of(name: str, dtype: torch.dtype) -> list[Sample]:
-    return list(OPS[name].samples(CPU, dtype))
+    return list(cpu_samples(name, dtype))
 
 
 SAMPLES = [

@@ -13,7 +13,7 @@ from tests.host.helpers import BLOCK_SIZE, make_spec
 def test_it_is_healthy_while_the_tiers_of_all_ranks_are() -> None:
     spec = make_spec()
     setup = HostTierSetup(
-        block_size=BLOCK_SIZE, kv_bytes=8 * spec.host_block_bytes(BLOCK_SIZE, "auto"), num_slots=2, num_threads=1
+        block_size=BLOCK_SIZE, kv_bytes=8 * spec.kv_block_bytes(BLOCK_SIZE, "auto"), num_slots=2, num_threads=1
     )
     others = [True, False]
     tier = GroupHostTier(setup, spec=spec, dtype=torch.float32, device=torch.device("cpu"))

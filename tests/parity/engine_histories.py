@@ -23,6 +23,7 @@ from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.kv import Tier
 from omniserve.kv.bidirectional import BidirectionalKVManager
 from omniserve.kv.host_prefixes import PrefixPool
+from omniserve.kv.storage import parts_of_rows
 from omniserve.kv.two_tiers import TwoTierKVManager
 from omniserve.latency import ModelShape, Profile
 from omniserve.latency.omniserve import OmniServeModel
@@ -192,10 +193,13 @@ def poison(engine: Engine) -> None:
     pools = [(Tier.DEVICE, storage.k_LBKSH), (Tier.DEVICE, storage.v_LBKSH)]
     if engine.host_tier is not None:
         pools.append((Tier.HOST, engine.host_tier.pool_LBK2SH))
+        if (scales := engine.host_tier.scales_LBK2S) is not None:
+            pools.append((Tier.HOST, scales))
     for tier, blocks_LB in pools:
         free_ids = [block for block in free_block_ids(engine.kv, tier) if block not in used[tier]]
         free = torch.tensor(free_ids, dtype=torch.long, device=blocks_LB.device)
-        blocks_LB[:, free] = torch.nan
+        # int8 has no NaN, but scales have: beside the host's blocks, and, as all bits set, in the device's.
+        blocks_LB[:, free] = torch.nan if blocks_LB.is_floating_point() else -1
     features = engine.scheduler.requests.features.on
     of_states = (feature._free for feature in features if isinstance(feature, StateSlots))
     free_slots = [slot for free in of_states for slot in free if slot not in used_states]
@@ -209,7 +213,7 @@ def poison(engine: Engine) -> None:
                 continue
             empty = slice(kv._device.num_in_tail(ls), kv.block_size - kv._device.num_in_tail(be))
             for pool in (storage.k_LBKSH, storage.v_LBKSH):
-                pool[:, block, :, empty] = torch.nan
+                parts_of_rows(pool)[-1][:, block, :, empty] = torch.nan
 
 
 def plans_in_stages(engine: Engine) -> list[StepPlan]:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
+from tests.ops.host_layout import quantize_rows
 from tests.parity.models import VOCAB_SIZE
 from tests.references import identity, kept
 
@@ -19,6 +21,18 @@ NEAR_TIE = 1e-4
 # A delta rule or a scan in chunks rounds otherwise than one token at a time, up to some 1e-4 after a few layers of
 # random weights. A model whose own decode contradicts its prefill is given no more than this.
 _NOISES, _LARGEST_TOLERANCE = 10, 4e-3
+
+
+class RoundedCache(DynamicCache):
+    """Hugging Face's cache, in which each token's K and V are rounded as int8 KV is before anything attends them."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(_rounded(key_states), _rounded(value_states), *args, **kwargs)
+
+
+def _rounded(rows: Tensor) -> Tensor:
+    codes, scales = quantize_rows(rows)
+    return (codes * scales[..., None]).to(rows.dtype)
 
 
 class _Continuation(NamedTuple):
@@ -47,6 +61,7 @@ class Reference:
         first_position: int = 0,
         num_shared: int = 0,
         near_tie: float = NEAR_TIE,
+        int8_kv: bool = False,
     ) -> None:
         """Make them; ``first_position`` is the model's own, of which ``generate`` knows nothing if it is not 0.
 
@@ -54,15 +69,18 @@ class Reference:
             prompts: The first ``num_prompts`` of these without a near tie are taken; None: random ones are made up.
             num_shared: Random prompts with more tokens than that begin with the same ones.
             near_tie: Logits that are closer are equal, where a model rounds its rows to few bits.
+            int8_kv: K and V are rounded to int8. Where a value is between two codes, the last bit of fp32 chooses, so
+                 that all runs have the largest tolerance.
         """
         tried = prompts if prompts is not None else _random_prompts(10 * num_prompts, seed, num_shared)
         self.max_tokens = max_tokens
 
         def make() -> dict[str, Any]:
-            return _made(model, tried, num_prompts, max_tokens, first_position, near_tie)
+            return _made(model, tried, num_prompts, max_tokens, first_position, near_tie, int8_kv)
 
         which = identity(model)
-        about = (which, tuple(tried), num_prompts, max_tokens, first_position, near_tie, Path(__file__).read_text())
+        numbers = (num_prompts, max_tokens, first_position, near_tie, int8_kv)
+        about = (which, tuple(tried), *numbers, Path(__file__).read_text())
         found = make() if which is None else kept(about, make)
         self.prompts: list[tuple[int, ...]] = found["prompts"]
         self.tokens: list[tuple[int, ...]] = found["tokens"]
@@ -91,12 +109,13 @@ def _made(
     max_tokens: int,
     first_position: int,
     near_tie: float,
+    int8_kv: bool,
 ) -> dict[str, Any]:
     """Compute the fields of a reference."""
     made: list[_Continuation] = []
-    tolerance = near_tie
+    tolerance = max(near_tie, _LARGEST_TOLERANCE if int8_kv else 0.0)
     for prompt in tried:
-        made.append(_generate(model, prompt, max_tokens, first_position))
+        made.append(_generate(model, prompt, max_tokens, first_position, int8_kv))
         tolerance = max(tolerance, min(_NOISES * made[-1].noise, _LARGEST_TOLERANCE))
         good = [each for each in made if each.gap >= tolerance]
         if len(good) == num_prompts:
@@ -106,7 +125,12 @@ def _made(
     raise AssertionError(f"only {len(good)} of {len(tried)} prompts have no near tie")
 
 
-def _generate(model: PreTrainedModel, prompt: tuple[int, ...], max_tokens: int, first_position: int) -> _Continuation:
+def _generate(
+    model: PreTrainedModel, prompt: tuple[int, ...], max_tokens: int, first_position: int, int8_kv: bool
+) -> _Continuation:
+    def cached() -> dict[str, Any]:
+        return {"past_key_values": RoundedCache(config=model.config), "use_cache": True} if int8_kv else {}
+
     ids = torch.tensor([prompt], device=model.device)
     numbered = {}
     if first_position:
@@ -117,15 +141,15 @@ def _generate(model: PreTrainedModel, prompt: tuple[int, ...], max_tokens: int, 
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_tokens,
         do_sample=False,
-        use_cache=True,
+        **{"use_cache": True, **cached()},
         return_dict_in_generate=True,
         output_logits=True,
     )
     decoded = torch.cat(out.logits).float()
     best = decoded.topk(2).values
     with torch.inference_mode():
-        prompt_logits = model(ids).logits[0]
-        prefilled = model(out.sequences[:, :-1]).logits[0, len(prompt) - 1 :].float()
+        prompt_logits = model(ids, **cached()).logits[0]
+        prefilled = model(out.sequences[:, :-1], **cached()).logits[0, len(prompt) - 1 :].float()
     return _Continuation(
         prompt=prompt,
         tokens=tuple(out.sequences[0, len(prompt) :].tolist()),

@@ -29,7 +29,7 @@ from tests.remote.proxy import Proxy
 
 SECRET = b"a secret of some length"
 SPEC = make_spec()
-BLOCK_BYTES = SPEC.host_block_bytes(BLOCK_SIZE)
+BLOCK_BYTES = SPEC.kv_block_bytes(BLOCK_SIZE)
 
 
 class Network:

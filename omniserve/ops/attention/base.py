@@ -93,17 +93,22 @@ def is_graph_safe(attend: DeviceAttention) -> bool:
 
 
 def resolve_attention(
-    name: str, device: torch.device, layers: Sequence[AttentionSpec] = (), *, is_directed: bool = False
+    name: str,
+    device: torch.device,
+    layers: Sequence[AttentionSpec] = (),
+    *,
+    is_directed: bool = False,
+    kv_dtype: str = "auto",
 ) -> DeviceAttention:
     """Return the implementation called ``name``; "auto" takes the one that should be the best on ``device``.
 
     On CUDA that is ``triton`` if triton can be imported, else ``xformers`` if it can do all ``layers``, else ``sdpa``.
     This order is reasoned, not yet measured on a GPU. With ``is_directed`` some blocks will run from the right
-    (``reversed_RM``).
+    (``reversed_RM``). With ``kv_dtype`` ``int8`` the caches are as in ``kv/storage.py``.
 
     Raises:
-        ValueError: The name is unknown, or its implementation does not run on this device, in both directions or with
-            these layers.
+        ValueError: The name is unknown, or its implementation does not run on this device, in both directions, with
+            these layers or with this KV.
     """
     refusals = [refusal for layer in layers if (refusal := why_not_xformers(layer))]
     if name == "auto":
@@ -120,6 +125,11 @@ def resolve_attention(
         raise ValueError(
             "the KV manager lets blocks run in two directions, which device attention 'xformers' cannot read; "
             "set attention='triton' or 'sdpa', or a KV manager other than 'bidirectional'"
+        )
+    if kv_dtype != "auto" and name != "cpu":
+        raise ValueError(
+            f"device attention {name!r} on {device.type} cannot read KV of {kv_dtype}: set kv_dtype to 'auto'"
+            + (", or attention to 'cpu'" if device.type == "cpu" else "; it is for a device that is a CPU")
         )
     attend = DEVICE_ATTENTION.get(name)
     for layer in layers:

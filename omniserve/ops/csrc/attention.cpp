@@ -106,17 +106,17 @@ int64_t decode_piece_tokens(int64_t context_len) {
   return context_len <= 2048 ? 256 : 512;
 }
 
-void prefill_tile(const void* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
+void prefill_tile(const void* q, DType q_dtype, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
                   int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,
                   int64_t out_stride) {
   const int64_t num_rows = (q_end - q_begin) * (params.num_heads / kv.kv_heads), rows = round_up(num_rows, kMaxLanes);
   const int64_t head_size = round_up(kv.head_size, kMaxLanes);
   int64_t floats = 2 * rows * head_size + (rows + 2 * head_size) * kPrefillTile + 6 * rows;
 #if defined(__x86_64__)
-  floats = std::max(floats, amx_prefill_scratch_floats(kv, num_rows));
+  floats = std::max(floats, amx_prefill_scratch_floats(kv, q_dtype, num_rows));
 #endif
-  kernels().prefill(q, q_stride, kv, block_table, context_len, q_begin, q_end, kv_head, params, out, out_stride,
-                    scratch(floats));
+  kernels().prefill(q, q_dtype, q_stride, kv, block_table, context_len, q_begin, q_end, kv_head, params, out,
+                    out_stride, scratch(floats));
 }
 
 bool hardware_follows_streams() {

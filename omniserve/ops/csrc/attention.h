@@ -31,12 +31,27 @@ struct PagedKV {
   int64_t scale_head_stride = 0;
 };
 
-// Device tier: K and V apart, [num_blocks, K, S, H] each.
+constexpr int64_t kScaleBytes = 4;  // of a row of i8
+
+// Bytes of a block's KV head in the device tier's K, or V: rows, and for i8 behind them their scales.
+inline int64_t device_head_bytes(int64_t block_size, int64_t head_size, DType dtype) {
+  return block_size * (head_size * dtype_bytes(dtype) + (dtype == DType::i8 ? kScaleBytes : 0));
+}
+
+// Device tier: K and V apart, [num_blocks, K, S, H] each; for i8 [num_blocks, K] runs of codes [S, H] and scales [S], so
+// that whoever copies blocks as bytes takes the scales along.
 inline PagedKV device_layout(const void* k, const void* v, int64_t num_blocks, int64_t kv_heads, int64_t block_size,
                              int64_t head_size, DType dtype) {
-  const int64_t head = block_size * head_size * dtype_bytes(dtype);
-  return {static_cast<const char*>(k), static_cast<const char*>(v), num_blocks, kv_heads, block_size, head_size, dtype,
-          kv_heads * head, head, false};
+  const int64_t head = device_head_bytes(block_size, head_size, dtype), rows = block_size * head_size;
+  PagedKV kv{static_cast<const char*>(k), static_cast<const char*>(v), num_blocks, kv_heads, block_size, head_size, dtype,
+             kv_heads * head, head, false};
+  if (dtype == DType::i8) {
+    kv.k_scales = reinterpret_cast<const float*>(kv.k + rows);
+    kv.v_scales = reinterpret_cast<const float*>(kv.v + rows);
+    kv.scale_block_stride = kv.block_stride / kScaleBytes;
+    kv.scale_head_stride = kv.head_stride / kScaleBytes;
+  }
+  return kv;
 }
 
 // Whether the host layout keeps V in token pairs: one 32-bit lane then holds two tokens, which is what VDPBF16PS, AMX
@@ -114,9 +129,9 @@ int64_t decode_piece_tokens(int64_t context_len);
 
 // One tile of prefill or mixed attention: query tokens [q_begin, q_end) of one sequence (indices into its chunk), all
 // query heads of KV head `kv_head`. `q` points at the chunk's first row [q_len, N, H] (row stride q_stride elements),
-// `out` likewise with out_stride. Query i stands at position context_len + i; keys are [0, context_len + q_len). Not for
-// i8, nor for V in pairs.
-void prefill_tile(const void* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
+// `out` likewise with out_stride; both are in q_dtype, as in decode_partial. Query i stands at position context_len + i;
+// keys are [0, context_len + q_len). Not for V in pairs.
+void prefill_tile(const void* q, DType q_dtype, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
                   int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,
                   int64_t out_stride);
 

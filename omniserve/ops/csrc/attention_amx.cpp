@@ -32,8 +32,9 @@ int64_t amx_decode_scratch_floats(const PagedKV& kv, int64_t num_heads) {
   return amx_bf16::tiles_serve_decode(kv) ? amx_bf16::DecodeShape(kv, num_heads).scratch_floats() : 0;
 }
 
-int64_t amx_prefill_scratch_floats(const PagedKV& kv, int64_t num_rows) {
-  return amx_bf16::tiles_serve_prefill(kv) ? amx_bf16::PrefillTile(num_rows, kv.head_size).scratch_floats() : 0;
+int64_t amx_prefill_scratch_floats(const PagedKV& kv, DType q_dtype, int64_t num_rows) {
+  if (!amx_bf16::tiles_serve_prefill(kv, q_dtype)) return 0;
+  return amx_bf16::PrefillTile(num_rows, kv.head_size).scratch_floats();
 }
 
 }  // namespace omniserve
@@ -153,14 +154,15 @@ void merge(const float* acc, const float* m, const float* l, int64_t num_pieces,
   avx512_bf16_kernels().merge(acc, m, l, num_pieces, num_rows, num_heads, kv_heads, head_size, sinks, dtype, out);
 }
 
-void prefill(const void* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
+void prefill(const void* q, DType q_dtype, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
              int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,
              int64_t out_stride, float* scratch) {
-  if (!tiles_serve_prefill(kv))
-    return avx512_bf16_kernels().prefill(q, q_stride, kv, block_table, context_len, q_begin, q_end, kv_head, params,
-                                         out, out_stride, scratch);
-  prefill_by_tiles(static_cast<const BF16*>(q), q_stride, kv, block_table, context_len, q_begin, q_end, kv_head,
-                   params, static_cast<BF16*>(out), out_stride, scratch);
+  if (!tiles_serve_prefill(kv, q_dtype))
+    return avx512_bf16_kernels().prefill(q, q_dtype, q_stride, kv, block_table, context_len, q_begin, q_end, kv_head,
+                                         params, out, out_stride, scratch);
+  const auto by_tiles = kv.dtype == DType::i8 ? prefill_by_tiles<I8> : prefill_by_tiles<BF16>;
+  by_tiles(static_cast<const BF16*>(q), q_stride, kv, block_table, context_len, q_begin, q_end, kv_head, params,
+           static_cast<BF16*>(out), out_stride, scratch);
 }
 
 const Kernels kKernels = {decode, merge, prefill};

@@ -54,9 +54,10 @@ struct DecodeShape {
   }
 };
 
-// Groups of kTileRows keys must lie in one block. See tiles_serve_decode.
-bool tiles_serve_prefill(const PagedKV& kv) {
-  return kv.dtype == DType::bf16 && !kv.v_pairs && kv.block_size % kTileRows == 0 && kv.head_size >= 32;
+// Groups of kTileRows keys must lie in one block. See tiles_serve_decode. Codes of i8 are exact in bf16; their scales
+// multiply scores and weights.
+bool tiles_serve_prefill(const PagedKV& kv, DType q_dtype) {
+  return (kv.dtype == DType::bf16 || kv.dtype == DType::i8) && q_dtype == DType::bf16 && !kv.v_pairs && kv.block_size % kTileRows == 0 && kv.head_size >= 32;
 }
 
 constexpr int64_t kKeySteps = kPrefillTile / kStepTokens;
@@ -75,7 +76,7 @@ struct PrefillTile {
   float* scores;      // [columns][kPrefillTile][kTileRows]
   float* weights;     // tiles [columns][kKeySteps][hi, lo] of bf16 pairs
   float* values;      // V^T: tiles [kKeySteps][value_tiles] of bf16 pairs
-  float* keys;        // [kPrefillTile][H] of bf16, for groups of keys that the chunk does not see as a whole
+  float* keys;        // [kPrefillTile][H] of bf16, for groups of keys that the chunk does not see as a whole, or of i8
   float* max;         // [columns][kTileRows]
   float* sum;         // [columns][kTileRows]
   float* slopes;      // [columns][kTileRows], of ALiBi

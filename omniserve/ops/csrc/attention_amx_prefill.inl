@@ -77,9 +77,77 @@ static void add_values(const PrefillTile& tile, int64_t steps, int64_t i, const 
   if (kNumA > 1 && kColumns > 1) tile_store<c_tile<1, 1>()>(output + next_output + kTileFloats, kTileRowBytes);
 }
 
+// Elements of a row as bf16 in the lower half of each lane; those that `elements` leaves out are not read, and 0.
+OMNI_INLINE VI bits_of_row(const BF16* row, __mmask16 elements) {
+  return (VI)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(elements, row));
+}
+OMNI_INLINE VI bits_of_row(const I8* row, __mmask16 elements) {
+  constexpr __mmask16 kAll = 0xffff;
+  const __m512i codes = _mm512_maskz_cvtepi8_epi32(kAll, _mm_maskz_loadu_epi8(elements, row));
+  return (VI)_mm512_maskz_srli_epi32(kAll, (__m512i)_mm512_maskz_cvtepi32_ps(kAll, codes), 16);
+}
+
+// Rows of K and V of the keys [first, first + kPrefillTile), of which the chunk sees [low, high).
+template <typename T>
+struct KeyRows {
+  static constexpr bool kScaled = __is_same(T, I8);
+  const BF16* groups[kPrefillTile / kTileRows];  // of K
+  const T* v[kPrefillTile];                      // nullptr: not seen
+  float k_scales[kScaled ? kPrefillTile : 1];    // 0: not seen
+  float v_scales[kScaled ? kPrefillTile : 1];
+
+  KeyRows(const PagedKV& kv, const int32_t* block_table, int64_t kv_head, int64_t first, int64_t low, int64_t high,
+          BF16* copies) {
+    for (int64_t g = 0; g < kPrefillTile / kTileRows; ++g, copies += kTileRows * kv.head_size) {
+      const int64_t begin = first + g * kTileRows, seen = max64(begin, low), stop = min64(begin + kTileRows, high);
+      for (int64_t t = 0; t < kTileRows; ++t) v[g * kTileRows + t] = nullptr;
+      if (kScaled)
+        for (int64_t t = 0; t < kTileRows; ++t) k_scales[g * kTileRows + t] = v_scales[g * kTileRows + t] = 0.0f;
+      groups[g] = copies;
+      const auto row_bytes = static_cast<size_t>(kv.head_size) * sizeof(BF16);
+      if (seen >= stop) {
+        __builtin_memset(copies, 0, kTileRows * row_bytes);
+        continue;
+      }
+      const BlockRef ref(block_table[begin / kv.block_size]);
+      const int64_t offset = ref.block * kv.block_stride + kv_head * kv.head_stride, in_block = begin % kv.block_size;
+      const int64_t row = ref.reversed ? kv.block_size - 1 - in_block : in_block;
+      const int64_t way = ref.reversed ? -1 : 1, step = way * kv.head_size;
+      const auto* const k_rows = reinterpret_cast<const T*>(kv.k + offset) + row * kv.head_size;
+      const auto* const v_rows = reinterpret_cast<const T*>(kv.v + offset) + row * kv.head_size;
+      for (int64_t t = seen; t < stop; ++t) v[t - first] = v_rows + (t - begin) * step;
+      if constexpr (kScaled) {
+        const int64_t scale = ref.block * kv.scale_block_stride + kv_head * kv.scale_head_stride + row;
+        for (int64_t t = seen; t < stop; ++t) {
+          k_scales[t - first] = kv.k_scales[scale + (t - begin) * way];
+          v_scales[t - first] = kv.v_scales[scale + (t - begin) * way];
+        }
+      } else if (stop - seen == kTileRows && !ref.reversed) {
+        groups[g] = k_rows;
+        continue;
+      }
+      if (stop - seen < kTileRows) __builtin_memset(copies, 0, kTileRows * row_bytes);
+      for (int64_t t = seen - begin; t < stop - begin; ++t)  // rows that nobody sees are not read
+        copy_row(k_rows + t * step, kv.head_size, copies + t * kv.head_size);
+    }
+  }
+
+ private:
+  static void copy_row(const BF16* from, int64_t head_size, BF16* to) {
+    __builtin_memcpy(to, from, static_cast<size_t>(head_size) * sizeof(BF16));
+  }
+  static void copy_row(const I8* from, int64_t head_size, BF16* to) {
+    for (int64_t h = 0; h < head_size; h += W) {
+      const auto elements = static_cast<__mmask16>(head_size - h >= W ? 0xffff : 0xff);
+      _mm512_mask_cvtepi32_storeu_epi16(to + h, elements, (__m512i)bits_of_row(from + h, elements));
+    }
+  }
+};
+
 // Weights, running maxima and sums of one column over `count` keys from position `first` on, a whole number of steps;
 // its output so far is rescaled.
-static void weigh_column(const PrefillTile& tile, int64_t column, int64_t first, int64_t count,
+template <typename T>
+static void weigh_column(const PrefillTile& tile, int64_t column, int64_t first, int64_t count, const KeyRows<T>& rows,
                          const AttentionParams& params) {
   float* const scores = tile.scores + column * kPrefillTile * W;
   float* const weights = tile.weights + column * kPrefillTile * W;
@@ -90,6 +158,8 @@ static void weigh_column(const PrefillTile& tile, int64_t column, int64_t first,
   const bool all_seen = first + count - 1 <= positions[0] && first >= first_keys[W - 1];
   const bool is_bounded = params.window > 0 || params.chunk > 0, has_slopes = params.alibi_slopes != nullptr;
   const bool is_plain = all_seen && only_scaled(params);  // scores stay as they are
+  if (KeyRows<T>::kScaled)
+    for (int64_t t = 0; t < count; ++t) store(scores + t * W, load(scores + t * W) * splat(rows.k_scales[t]));
   const VF old_max = load(tile.max + column * W);
   VF best = old_max;
   if (is_plain) {
@@ -111,10 +181,14 @@ static void weigh_column(const PrefillTile& tile, int64_t column, int64_t first,
   const VF factor = splat(is_plain ? params.scale * kLog2E : kLog2E), offset = base * splat(kLog2E);
   VF even_total{}, odd_total{};
   for (int64_t t = 0; t < count; t += 2) {
-    const VF even = vexp2(load(scores + t * W) * factor - offset);
-    const VF odd = vexp2(load(scores + (t + 1) * W) * factor - offset);
+    VF even = vexp2(load(scores + t * W) * factor - offset);
+    VF odd = vexp2(load(scores + (t + 1) * W) * factor - offset);
     even_total += even;
     odd_total += odd;
+    if (KeyRows<T>::kScaled) {
+      even *= splat(rows.v_scales[t]);
+      odd *= splat(rows.v_scales[t + 1]);
+    }
     VI hi, lo;
     split_pairs(even, odd, &hi, &lo);
     float* const row = weights + t / kStepTokens * 2 * kTileFloats + t % kStepTokens / 2 * W;
@@ -132,49 +206,15 @@ static void weigh_column(const PrefillTile& tile, int64_t column, int64_t first,
   store(tile.sum + column * W, sum + (even_total + odd_total));
 }
 
-// Rows of K and V of the keys [first, first + kPrefillTile), of which the chunk sees [low, high).
-struct KeyRows {
-  const BF16* groups[kPrefillTile / kTileRows];  // of K
-  const BF16* v[kPrefillTile];                   // nullptr: not seen
-
-  KeyRows(const PagedKV& kv, const int32_t* block_table, int64_t kv_head, int64_t first, int64_t low, int64_t high,
-          BF16* copies) {
-    for (int64_t g = 0; g < kPrefillTile / kTileRows; ++g, copies += kTileRows * kv.head_size) {
-      const int64_t begin = first + g * kTileRows, seen = max64(begin, low), stop = min64(begin + kTileRows, high);
-      for (int64_t t = 0; t < kTileRows; ++t) v[g * kTileRows + t] = nullptr;
-      groups[g] = copies;
-      if (seen >= stop) {
-        __builtin_memset(copies, 0, static_cast<size_t>(kTileRows * kv.head_size) * sizeof(BF16));
-        continue;
-      }
-      const BlockRef ref(block_table[begin / kv.block_size]);
-      const int64_t offset = ref.block * kv.block_stride + kv_head * kv.head_stride, in_block = begin % kv.block_size;
-      const int64_t row = (ref.reversed ? kv.block_size - 1 - in_block : in_block) * kv.head_size;
-      const int64_t step = ref.reversed ? -kv.head_size : kv.head_size;
-      const auto* const k_rows = reinterpret_cast<const BF16*>(kv.k + offset) + row;
-      const auto* const v_rows = reinterpret_cast<const BF16*>(kv.v + offset) + row;
-      for (int64_t t = seen; t < stop; ++t) v[t - first] = v_rows + (t - begin) * step;
-      if (stop - seen == kTileRows && !ref.reversed) {
-        groups[g] = k_rows;
-      } else {  // rows that nobody sees are not read
-        const auto row_bytes = static_cast<size_t>(kv.head_size) * sizeof(BF16);
-        __builtin_memset(copies, 0, kTileRows * row_bytes);
-        for (int64_t t = seen - begin; t < stop - begin; ++t)
-          __builtin_memcpy(copies + t * kv.head_size, k_rows + t * step, row_bytes);
-      }
-    }
-  }
-};
-
 // V^T of `steps` steps; rows of elements past the head size, and keys that are not seen, are zeros.
-static void pack_values(const PrefillTile& tile, const KeyRows& rows, int64_t steps) {
+template <typename T>
+static void pack_values(const PrefillTile& tile, const KeyRows<T>& rows, int64_t steps) {
   for (int64_t step = 0; step < steps; ++step)
     for (int64_t i = 0; i < tile.value_tiles; ++i) {
       const auto elements = static_cast<__mmask16>(tile.head_size - i * W >= W ? 0xffff : 0xff);
       const auto widened = [&](int64_t t) {
-        const BF16* const row = rows.v[step * kStepTokens + t];
-        if (row == nullptr) return VI{};
-        return (VI)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(elements, row + i * W));
+        const T* const row = rows.v[step * kStepTokens + t];
+        return row == nullptr ? VI{} : bits_of_row(row + i * W, elements);
       };
       VI pairs[W];
       for (int64_t p = 0; p < W; ++p) pairs[p] = widened(2 * p) | (widened(2 * p + 1) << 16);
@@ -204,8 +244,8 @@ static void pack_rows(const BF16* q, int64_t q_stride, int64_t q_begin, int64_t 
 }
 
 // kColumns columns over the keys [first, stop), those of one tile.
-template <int kColumns>
-static void attend_columns(const PrefillTile& tile, int64_t column, int64_t first, int64_t stop, const KeyRows& rows,
+template <int kColumns, typename T>
+static void attend_columns(const PrefillTile& tile, int64_t column, int64_t first, int64_t stop, const KeyRows<T>& rows,
                            const AttentionParams& params) {
   const int64_t seen = min64(stop, tile.position[(column + kColumns) * W - 1] + 1) - first;
   if (seen <= 0) return;
@@ -213,7 +253,7 @@ static void attend_columns(const PrefillTile& tile, int64_t column, int64_t firs
   for (int64_t step = 0; step < steps; ++step)
     score_step<kColumns>(tile, rows.groups + 2 * step, tile.query + column * tile.score_tiles * kTileFloats,
                          tile.scores + (column * kPrefillTile + step * kStepTokens) * W);
-  for (int i = 0; i < kColumns; ++i) weigh_column(tile, column + i, first, steps * kStepTokens, params);
+  for (int i = 0; i < kColumns; ++i) weigh_column(tile, column + i, first, steps * kStepTokens, rows, params);
   const float* const weights = tile.weights + column * kPrefillTile * W;
   float* const output = tile.output + column * tile.value_tiles * kTileFloats;
   int64_t i = 0;
@@ -221,7 +261,8 @@ static void attend_columns(const PrefillTile& tile, int64_t column, int64_t firs
   if (i < tile.value_tiles) add_values<1, kColumns>(tile, steps, i, weights, output);
 }
 
-void prefill_by_tiles(const BF16* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table,
+template <typename T>
+static void prefill_by_tiles(const BF16* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table,
                       int64_t context_len, int64_t q_begin, int64_t q_end, int64_t kv_head,
                       const AttentionParams& params, BF16* out, int64_t out_stride, float* scratch) {
   const int64_t group = params.num_heads / kv.kv_heads;
@@ -244,7 +285,7 @@ void prefill_by_tiles(const BF16* q, int64_t q_stride, const PagedKV& kv, const 
   // Tiles of keys begin at multiples of their size, so a row's result does not depend on how the chunk was cut.
   for (int64_t first = low / kPrefillTile * kPrefillTile; first < high; first += kPrefillTile) {
     const int64_t stop = min64(first + kPrefillTile, high);
-    const KeyRows rows(kv, block_table, kv_head, first, low, stop, reinterpret_cast<BF16*>(tile.keys));
+    const KeyRows<T> rows(kv, block_table, kv_head, first, low, stop, reinterpret_cast<BF16*>(tile.keys));
     pack_values(tile, rows, (stop - first + kStepTokens - 1) / kStepTokens);
     int64_t column = 0;
     for (; column + 2 <= tile.columns; column += 2) attend_columns<2>(tile, column, first, stop, rows, params);

@@ -601,7 +601,8 @@ static void decode_typed(const Q* q, const PagedKV& kv, const int32_t* block_tab
       tile.k = now.template row<T>(kv.k, now.first_row(low, high));
       tile.v = now.template row<T>(kv.v, now.first_row(low, high) - tile.lead);
       if (kv.k_scales != nullptr) {
-        const int64_t scale = now.ref.block * kv.scale_block_stride + now.head * kv.scale_head_stride + low;
+        const int64_t scale = now.ref.block * kv.scale_block_stride + now.head * kv.scale_head_stride +
+                              now.first_row(low, high);
         tile.k_scales = kv.k_scales + scale;
         tile.v_scales = kv.v_scales + scale;
       }

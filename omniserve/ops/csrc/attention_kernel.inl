@@ -12,11 +12,14 @@ namespace {
 
 constexpr float kNegInf = -__builtin_inff();
 
-// Addresses of the K and V rows at positions [begin, end).
+// Addresses of the K and V rows at positions [begin, end), and of their scales.
 template <typename T>
 struct Rows {
+  static constexpr bool kScaled = __is_same(T, I8);
   const T* k[kPrefillTile];
   const T* v[kPrefillTile];
+  const float* k_scale[kScaled ? kPrefillTile : 1];
+  const float* v_scale[kScaled ? kPrefillTile : 1];
   int64_t count;
 
   OMNI_MEMBER void find(const PagedKV& kv, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end) {
@@ -29,6 +32,14 @@ struct Rows {
       const int64_t step = ref.reversed ? -kv.head_size : kv.head_size;
       const T* k_row = reinterpret_cast<const T*>(kv.k + at) + first;
       const T* v_row = reinterpret_cast<const T*>(kv.v + at) + first;
+      if (kScaled) {
+        const int64_t scale = ref.block * kv.scale_block_stride + kv_head * kv.scale_head_stride;
+        for (int64_t j = 0; j < run; ++j) {
+          const int64_t row = ref.reversed ? kv.block_size - 1 - offset - j : offset + j;
+          k_scale[i + j] = kv.k_scales + scale + row;
+          v_scale[i + j] = kv.v_scales + scale + row;
+        }
+      }
       for (const int64_t stop = i + run; i < stop; ++i, k_row += step, v_row += step) {
         k[i] = k_row;
         v[i] = v_row;

@@ -21,7 +21,7 @@ struct Kernels {
   void (*merge)(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_rows,
                 int64_t num_heads, int64_t kv_heads, int64_t head_size, const float* sinks, DType dtype, void* out);
   // As prefill_tile; `scratch` holds prefill_scratch_floats() floats, aligned to kScratchAlign.
-  void (*prefill)(const void* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
+  void (*prefill)(const void* q, DType q_dtype, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
                   int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,
                   int64_t out_stride, float* scratch);
 };
@@ -40,7 +40,7 @@ bool amx_bf16_granted();  // the CPU has it, and the operating system lends it t
 // What the AMX kernels need of the scratch, in floats. Decode: num_heads is rows x query heads; prefill: num_rows is
 // queries x group.
 int64_t amx_decode_scratch_floats(const PagedKV& kv, int64_t num_heads);
-int64_t amx_prefill_scratch_floats(const PagedKV& kv, int64_t num_rows);
+int64_t amx_prefill_scratch_floats(const PagedKV& kv, DType q_dtype, int64_t num_rows);
 #endif
 
 }  // namespace omniserve

@@ -177,7 +177,7 @@ void attend(const Tensor& q, const PagedKV& kv, const AttentionParams& params, s
                        acc + task.piece * row_size, m + task.piece * params.num_heads,
                        l + task.piece * params.num_heads);
       } else {
-        prefill_tile(query, q_stride, kv, sequence.block_table, sequence.context_len, task.begin, task.end,
+        prefill_tile(query, q_dtype, q_stride, kv, sequence.block_table, sequence.context_len, task.begin, task.end,
                      task.kv_head, params, results + sequence.query * row_size * element, row_size);
       }
     }

@@ -25,15 +25,16 @@ struct Tile {
   int32_t* first_key;   // [padded_rows], the lowest position that the row sees; ascending
 };
 
-template <typename T>
-static void pack_queries(const T* q, int64_t q_stride, int64_t q_begin, int64_t group, int64_t kv_head,
+// Query rows of Q for keys of T.
+template <typename T, typename Q>
+static void pack_queries(const Q* q, int64_t q_stride, int64_t q_begin, int64_t group, int64_t kv_head,
                          const Tile& tile) {
   for (int64_t m0 = 0; m0 < tile.padded_rows; m0 += kPanel) {
     const int64_t width = min64(kPanel, tile.padded_rows - m0);
     float* panel = tile.query + m0 * tile.head_size;
     for (int64_t m = 0; m < width; ++m) {
       const int64_t row = min64(m0 + m, tile.rows - 1);
-      const T* source = q + (q_begin + row / group) * q_stride + (kv_head * group + row % group) * tile.head_size;
+      const Q* source = q + (q_begin + row / group) * q_stride + (kv_head * group + row % group) * tile.head_size;
       for (int64_t h = 0; h < tile.head_size; ++h) panel[h * width + m] = to_float(source[h]);
     }
   }
@@ -60,7 +61,7 @@ static inline void score_block(const float* keys, const float* panel, int64_t wi
 #if OMNI_DPBF16
 // bf16: a lane holds a pair of neighbouring head elements of one row.
 template <>
-void pack_queries<BF16>(const BF16* q, int64_t q_stride, int64_t q_begin, int64_t group, int64_t kv_head,
+void pack_queries<BF16, BF16>(const BF16* q, int64_t q_stride, int64_t q_begin, int64_t group, int64_t kv_head,
                         const Tile& tile) {
   for (int64_t m0 = 0; m0 < tile.padded_rows; m0 += kPanel) {
     const int64_t width = min64(kPanel, tile.padded_rows - m0);
@@ -96,6 +97,12 @@ static inline void score_block(const BF16* const* keys, const float* panel, int6
 }
 #endif
 
+// Codes become values; what has no scale is a value.
+template <typename T>
+OMNI_INLINE VF scaled(VF row, VF scale) {
+  return Rows<T>::kScaled ? row * scale : row;
+}
+
 // What score_block reads: fp32 rows in the scratch, or rows where they lie.
 template <typename T>
 struct KeySource {
@@ -105,8 +112,10 @@ struct KeySource {
       : keys(tile.keys), head_size(tile.head_size) {
     for (int64_t t = 0; t < rows.count; ++t) {
       int64_t h = 0;
-      for (; h + W <= head_size; h += W) store(tile.keys + t * head_size + h, load(rows.k[t] + h));
-      if (h < head_size) store_half(tile.keys + t * head_size + h, load_half(rows.k[t] + h));
+      float* const key = tile.keys + t * head_size;
+      const VF scale = splat(Rows<T>::kScaled ? *rows.k_scale[t] : 1.0f);
+      for (; h + W <= head_size; h += W) store(key + h, scaled<T>(load(rows.k[t] + h), scale));
+      if (h < head_size) store_half(key + h, scaled<T>(load_half(rows.k[t] + h), scale));
     }
   }
   OMNI_MEMBER const float* at(int64_t t) const { return keys + t * head_size; }
@@ -207,10 +216,13 @@ static void add_tile(const Rows<T>& rows, int64_t first, const Tile& tile) {
   for (int64_t h0 = 0; h0 < tile.padded_head; h0 += kPanel) {
     const int64_t width = min64(kPanel, tile.padded_head - h0);
     float* panel = tile.values + h0 * kPrefillTile;
-    for (int64_t t = 0; t < rows.count; ++t)
-      for (int64_t h = 0; h < width; h += W)
-        store(panel + t * width + h,
-              h0 + h + W <= tile.head_size ? load(rows.v[t] + h0 + h) : load_half(rows.v[t] + h0 + h));
+    for (int64_t t = 0; t < rows.count; ++t) {
+      const VF scale = splat(Rows<T>::kScaled ? *rows.v_scale[t] : 1.0f);
+      for (int64_t h = 0; h < width; h += W) {
+        const T* const from = rows.v[t] + h0 + h;
+        store(panel + t * width + h, scaled<T>(h0 + h + W <= tile.head_size ? load(from) : load_half(from), scale));
+      }
+    }
     for (int64_t m = 0; m < tile.padded_rows; m += 4) {
       const int64_t end = min64(rows.count, tile.position[m + 3] + 1 - first);
       const int64_t begin = max64(0, tile.first_key[m] - first);
@@ -224,10 +236,10 @@ static void add_tile(const Rows<T>& rows, int64_t first, const Tile& tile) {
   }
 }
 
-template <typename T>
-static void prefill_typed(const T* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table,
+template <typename T, typename Q>
+static void prefill_typed(const Q* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table,
                           int64_t context_len, int64_t q_begin, int64_t q_end, int64_t kv_head,
-                          const AttentionParams& params, T* out, int64_t out_stride, float* scratch) {
+                          const AttentionParams& params, void* out, int64_t out_stride, float* scratch) {
   const int64_t group = params.num_heads / kv.kv_heads;
   Tile tile;
   tile.rows = (q_end - q_begin) * group;
@@ -255,7 +267,7 @@ static void prefill_typed(const T* q, int64_t q_stride, const PagedKV& kv, const
     tile.first_key[m] = static_cast<int32_t>(first_key(position, params));
   }
   for (int64_t i = 0; i < tile.padded_rows * tile.padded_head; ++i) tile.output[i] = 0.0f;
-  pack_queries(q, q_stride, q_begin, group, kv_head, tile);
+  pack_queries<T, Q>(q, q_stride, q_begin, group, kv_head, tile);
 
   const int64_t stop = context_len + q_end;
   for (int64_t first = tile.first_key[0], last; first < stop; first = last) {
@@ -269,7 +281,7 @@ static void prefill_typed(const T* q, int64_t q_stride, const PagedKV& kv, const
   }
 
   for (int64_t m = 0; m < tile.rows; ++m) {
-    T* row = out + (q_begin + m / group) * out_stride + (kv_head * group + m % group) * tile.head_size;
+    Q* row = static_cast<Q*>(out) + (q_begin + m / group) * out_stride + (kv_head * group + m % group) * tile.head_size;
     const VF inverse = splat(1.0f / tile.sum[m]);
     const float* source = tile.output + m * tile.padded_head;
     int64_t h = 0;
@@ -278,18 +290,24 @@ static void prefill_typed(const T* q, int64_t q_stride, const PagedKV& kv, const
   }
 }
 
-void prefill(const void* q, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
-             int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,
-             int64_t out_stride, float* scratch) {
+void prefill(const void* q, DType q_dtype, int64_t q_stride, const PagedKV& kv, const int32_t* block_table,
+             int64_t context_len, int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params,
+             void* out, int64_t out_stride, float* scratch) {
+  const auto run = [&](auto function, auto* query) {
+    function(query, q_stride, kv, block_table, context_len, q_begin, q_end, kv_head, params, out, out_stride, scratch);
+  };
+  const auto* const q_f32 = static_cast<const float*>(q);
+  const auto* const q_bf16 = static_cast<const BF16*>(q);
+  const auto* const q_f16 = static_cast<const F16*>(q);
   switch (kv.dtype) {
-    case DType::f32:
-      return prefill_typed(static_cast<const float*>(q), q_stride, kv, block_table, context_len, q_begin, q_end,
-                           kv_head, params, static_cast<float*>(out), out_stride, scratch);
-    case DType::f16:
-      return prefill_typed(static_cast<const F16*>(q), q_stride, kv, block_table, context_len, q_begin, q_end, kv_head,
-                           params, static_cast<F16*>(out), out_stride, scratch);
-    default:
-      return prefill_typed(static_cast<const BF16*>(q), q_stride, kv, block_table, context_len, q_begin, q_end,
-                           kv_head, params, static_cast<BF16*>(out), out_stride, scratch);
+    case DType::f32: return run(prefill_typed<float, float>, q_f32);
+    case DType::f16: return run(prefill_typed<F16, F16>, q_f16);
+    case DType::bf16: return run(prefill_typed<BF16, BF16>, q_bf16);
+    case DType::i8:
+      switch (q_dtype) {
+        case DType::f32: return run(prefill_typed<I8, float>, q_f32);
+        case DType::f16: return run(prefill_typed<I8, F16>, q_f16);
+        default: return run(prefill_typed<I8, BF16>, q_bf16);
+      }
   }
 }

@@ -150,6 +150,10 @@ const RowKernels& row_kernels(DType row_dtype) {
 
 }  // namespace
 
+float quantize_row(DType row_dtype, const char* row, int64_t head_size, char* to) {
+  return row_kernels(row_dtype).quantize(row, head_size, to);
+}
+
 void append_host_token(const HostBlockShape& shape, int64_t offset, const TokenRow& k, const TokenRow& v, char* block,
                        float* scales) {
   const int64_t row_bytes = shape.head_size * dtype_bytes(shape.dtype), plane = shape.plane_bytes();
@@ -182,6 +186,19 @@ void append_host_token(const HostBlockShape& shape, int64_t offset, const TokenR
 }
 
 void pack_host_block(const HostBlockShape& shape, const char* k, const char* v, char* block, float* scales) {
+  if (shape.cache_dtype == DType::i8) {  // codes and scales are copied as they are
+    const int64_t plane = shape.plane_bytes(), scale_bytes = shape.block_size * kScaleBytes;
+    for (int64_t head = 0; head < shape.kv_heads; ++head) {
+      for (const char* side : {k, v}) {
+        const char* const from = side + head * shape.cache_head_bytes();
+        stream_copy(block, from, plane, nullptr);
+        std::memcpy(scales, from + plane, static_cast<size_t>(scale_bytes));
+        block += plane;
+        scales += shape.block_size;
+      }
+    }
+    return fence_stream();
+  }
   const int64_t row_bytes = shape.head_size * dtype_bytes(shape.row_dtype), head_bytes = shape.block_size * row_bytes;
   const int64_t plane = shape.plane_bytes();
   if (shape.dtype == DType::i8) {
@@ -211,6 +228,19 @@ void pack_host_block(const HostBlockShape& shape, const char* k, const char* v, 
 }
 
 void unpack_host_block(const HostBlockShape& shape, const char* block, const float* scales, char* k, char* v) {
+  if (shape.cache_dtype == DType::i8) {
+    const int64_t plane = shape.plane_bytes(), scale_bytes = shape.block_size * kScaleBytes;
+    for (int64_t head = 0; head < shape.kv_heads; ++head) {
+      for (char* side : {k, v}) {
+        char* const to = side + head * shape.cache_head_bytes();
+        stream_copy(to, block, plane, nullptr);
+        std::memcpy(to + plane, scales, static_cast<size_t>(scale_bytes));
+        block += plane;
+        scales += shape.block_size;
+      }
+    }
+    return fence_stream();
+  }
   const int64_t row_bytes = shape.head_size * dtype_bytes(shape.row_dtype), head_bytes = shape.block_size * row_bytes;
   const int64_t plane = shape.plane_bytes();
   if (shape.dtype == DType::i8) {
@@ -234,6 +264,21 @@ void unpack_host_block(const HostBlockShape& shape, const char* block, const flo
     }
   }
   fence_stream();
+}
+
+void reverse_rows(const HostBlockShape& shape, const char* from, char* to) {
+  const int64_t last = shape.block_size - 1, row_bytes = shape.head_size * dtype_bytes(shape.cache_dtype);
+  for (int64_t head = 0; head < shape.kv_heads; ++head) {
+    for (int64_t row = 0; row <= last; ++row)
+      std::memcpy(to + row * row_bytes, from + (last - row) * row_bytes, static_cast<size_t>(row_bytes));
+    if (shape.cache_dtype == DType::i8) {
+      const int64_t codes = (last + 1) * row_bytes;
+      for (int64_t row = 0; row <= last; ++row)
+        std::memcpy(to + codes + row * kScaleBytes, from + codes + (last - row) * kScaleBytes, kScaleBytes);
+    }
+    from += shape.cache_head_bytes();
+    to += shape.cache_head_bytes();
+  }
 }
 
 }  // namespace omniserve

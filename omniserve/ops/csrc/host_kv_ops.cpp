@@ -12,7 +12,7 @@ namespace omniserve {
 void store_host_kv(Tensor k, Tensor v, Tensor pool, std::optional<Tensor> scales, Tensor slot_mapping) {
   const PagedKV kv = host_kv(pool, scales);
   const DType row_dtype = dtype_of(k, "k");
-  const HostBlockShape shape{kv.kv_heads, kv.block_size, kv.head_size, kv.dtype, row_dtype};
+  const HostBlockShape shape{kv.kv_heads, kv.block_size, kv.head_size, kv.dtype, row_dtype, row_dtype};
   check_index(slot_mapping, ScalarType::Long, "slot_mapping");
   const int64_t num_tokens = k.dim() == 3 ? k.size(0) : -1;
   for (const auto& [rows, name] : {std::pair{&k, "k"}, std::pair{&v, "v"}}) {

@@ -234,7 +234,7 @@ void HostTier::start_move(BlockMove spec) {
   check("cache", spec.cache_ids, spec.num_blocks);
   auto move = std::make_unique<Move>();
   move->num_units = num_layers() * static_cast<int64_t>(spec.pool_ids.size());
-  move->units_per_piece = std::max<int64_t>(1, kMovePieceBytes / (2 * config_.block_size * kv_bytes_));
+  move->units_per_piece = std::max<int64_t>(1, kMovePieceBytes / (2 * cache_block_bytes()));
   move->spec = std::move(spec);
   Called called;
   Lock lock(mutex_);

@@ -53,7 +53,7 @@ struct HostTierConfig {
   int64_t num_kv_heads;
   int64_t head_size;
   int64_t num_slots;
-  DType dtype;       // of the rows, the results and the caches of moves
+  DType dtype;       // of the rows and the results
   DType pool_dtype;  // the same, or i8
   std::vector<AttentionParams> layers;  // their sinks and slopes outlive the tier
   void* pool;     // [L, num_blocks, K, 2, S, H], in the layout of host_layout()
@@ -61,6 +61,7 @@ struct HostTierConfig {
   void* results;  // [num_slots, max_rows, N*H]
   int num_threads;
   std::vector<int> cores;  // thread i is pinned to cores[i % size]; empty: not pinned
+  bool i8_caches = false;  // the caches of moves are in i8, as the pool then is; else in dtype
   bool prefault;           // touch the pool's pages ahead of the work: a first touch runs at a tenth of a copy's speed
   // The mailbox; null: none. Whoever sends to a slot writes the rows of its tokens, and behind each its flag, the step's
   // number, with release order at system scope. Row slot * max_rows + i is that of token i.
@@ -97,7 +98,7 @@ inline int64_t result_flag(int64_t epoch, int64_t layer, int64_t position) {
   return (epoch & ((int64_t{1} << 27) - 1)) << 36 | position << 12 | (layer + 1);
 }
 
-// Whole-block copies over all layers, between the pool and a cache in rows, K and V [L, num_blocks, K, S, H] apart.
+// Whole-block copies over all layers, between the pool and a cache, K and V apart, each layer as in device_layout().
 struct BlockMove {
   int64_t move_id;
   bool to_host;
@@ -196,7 +197,7 @@ class HostTier {
   // Put a block's K and V, [K, S, H] each, into the pool, or get them out of it. Nobody else may use the block meanwhile.
   void pack(int64_t layer, int64_t block, const char* k, const char* v);
   void unpack(int64_t layer, int64_t block, char* k, char* v) const;
-  int64_t cache_block_bytes() const { return config_.block_size * kv_bytes_; }  // of K, and as many of V
+  int64_t cache_block_bytes() const { return shape_.cache_block_bytes(); }
 
   // Of the tokens that a slot is bound to.
   int64_t num_rows(int64_t slot);

@@ -37,7 +37,8 @@ constexpr double kForever_s = 1e9;
 
 HostTier::HostTier(HostTierConfig config)
     : config_(std::move(config)),
-      shape_{config_.num_kv_heads, config_.block_size, config_.head_size, config_.pool_dtype, config_.dtype},
+      shape_{config_.num_kv_heads, config_.block_size, config_.head_size, config_.pool_dtype, config_.dtype,
+             config_.i8_caches ? DType::i8 : config_.dtype},
       head_bytes_(config_.head_size * dtype_bytes(config_.dtype)),
       q_bytes_(config_.num_heads * head_bytes_),
       kv_bytes_(config_.num_kv_heads * head_bytes_),
@@ -57,6 +58,7 @@ HostTier::HostTier(HostTierConfig config)
   if (config_.dtype == DType::i8 || (config_.pool_dtype != config_.dtype && config_.pool_dtype != DType::i8)) {
     refuse("a host pool holds the rows' dtype or i8");
   }
+  if (config_.i8_caches && config_.pool_dtype != DType::i8) refuse("caches in i8 need a host pool in i8");
   if ((config_.pool_dtype == DType::i8) != (config_.scales != nullptr)) {
     refuse("an i8 host pool, and no other, has scales");
   }

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "host_tier.h"
-#include "host_tier_moves.h"
 
 namespace omniserve {
 
@@ -40,7 +39,7 @@ void HostTier::send_move(Link& link, Move& move) {
   body = {part(&head, sizeof(head)), part(spec.pool_ids.data(), 8 * count)};
   link.blocks.send(wire::Kind::move, 1, body);
   if (!spec.to_host) return;
-  const int64_t bytes = cache_block_bytes(), row_bytes = config_.head_size * dtype_bytes(config_.dtype);
+  const int64_t bytes = cache_block_bytes();
   const int64_t most = std::max<int64_t>(1, wire::kBlocksBytes / (2 * bytes));
   std::vector<char> turned(spec.reversed ? static_cast<size_t>(2 * bytes * most) : 0);
   for (int64_t first = 0; first < move.num_units; first += most) {
@@ -51,7 +50,7 @@ void HostTier::send_move(Link& link, Move& move) {
       const int64_t at = (unit / count * spec.num_blocks + spec.cache_ids[static_cast<size_t>(unit % count)]) * bytes;
       for (const char* from : {spec.k + at, spec.v + at}) {
         if (spec.reversed) {
-          reverse_rows(from, config_.num_kv_heads, config_.block_size, row_bytes, to);
+          reverse_rows(shape_, from, to);
           body.push_back(part(std::exchange(to, to + bytes), bytes));
         } else {
           body.push_back(part(from, bytes));
@@ -109,7 +108,7 @@ void HostTier::take_blocks(Link& link, const wire::Frame& frame) {
   lock.unlock();
   const BlockMove& spec = move.spec;
   const auto count = static_cast<int64_t>(spec.pool_ids.size());
-  const int64_t bytes = cache_block_bytes(), row_bytes = config_.head_size * dtype_bytes(config_.dtype);
+  const int64_t bytes = cache_block_bytes();
   std::string error;
   try {
     for (int64_t unit = blocks.first; unit < blocks.first + blocks.count; ++unit) {
@@ -117,7 +116,7 @@ void HostTier::take_blocks(Link& link, const wire::Frame& frame) {
       for (char* to : {spec.k + at, spec.v + at}) {
         const char* const from = reader.take(bytes);
         if (spec.reversed) {
-          reverse_rows(from, config_.num_kv_heads, config_.block_size, row_bytes, to);
+          reverse_rows(shape_, from, to);
         } else {
           std::memcpy(to, from, static_cast<size_t>(bytes));
         }

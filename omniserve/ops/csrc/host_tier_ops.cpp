@@ -48,8 +48,8 @@ std::vector<int64_t> to_vector(const Tensor& tensor, const char* name) {
 // layer without sinks has -inf, one without slopes 0. The results are in the model's dtype, the pool too or in i8.
 int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor results_SMD, Tensor layers_L4,
                std::optional<Tensor> per_head_L2N, int64_t num_heads, int64_t num_threads, Tensor cores, bool prefault,
-               std::optional<Tensor> mailbox_SW, std::optional<Tensor> flags_3S, double mailbox_spin_s,
-               double mailbox_sleep_s) {
+               bool int8_caches, std::optional<Tensor> mailbox_SW, std::optional<Tensor> flags_3S,
+               double mailbox_spin_s, double mailbox_sleep_s) {
   check_dim(pool_LBK2SH, 6, "pool");
   check_contiguous(pool_LBK2SH, "pool");
   STD_TORCH_CHECK(pool_LBK2SH.size(3) == 2, "pool must be [L, B, K, 2, S, H], got ", shape_of(pool_LBK2SH));
@@ -109,6 +109,7 @@ int64_t create(Tensor pool_LBK2SH, std::optional<Tensor> scales_LBK2S, Tensor re
   config.num_threads = static_cast<int>(num_threads);
   for (int64_t core : to_vector(cores, "cores")) config.cores.push_back(static_cast<int>(core));
   config.prefault = prefault;
+  config.i8_caches = int8_caches;
   STD_TORCH_CHECK(mailbox_SW.has_value() == flags_3S.has_value(), "a mailbox needs flags, and nothing else does");
   if (mailbox_SW) {
     const int64_t width = (num_heads + 2 * config.num_kv_heads) * config.head_size;
@@ -196,7 +197,8 @@ void expect(int64_t tier, int64_t step, Tensor layers_R, Tensor slots_R, Tensor 
 
 bool cancel(int64_t tier, int64_t slot) { return find(tier)->tier->cancel(slot); }
 
-// K and V of the cache are [L, blocks, K, S, H] apart, contiguous, in the model's dtype. The caller keeps them alive
+// K and V of the cache are [L, blocks, K, S, H] apart, contiguous, in the model's dtype, or in int8 as paged_kv() has it
+// where the tier was made for that. The caller keeps them alive
 // until the move's event.
 void start_move(int64_t tier, int64_t move_id, bool to_host, Tensor k_LBKSH, Tensor v_LBKSH,
                 std::vector<int64_t> cache_ids, std::vector<int64_t> pool_ids, bool reversed) {
@@ -205,13 +207,18 @@ void start_move(int64_t tier, int64_t move_id, bool to_host, Tensor k_LBKSH, Ten
   for (const auto& [cache, name] : {std::pair{&k_LBKSH, "the cache's K"}, std::pair{&v_LBKSH, "the cache's V"}}) {
     check_dim(*cache, 5, name);
     check_contiguous(*cache, name);
-    STD_TORCH_CHECK(dtype_of(*cache, name) == config.dtype, name, " must have the model's dtype, got ",
-                    torch::headeronly::toString(cache->scalar_type()));
+    const int64_t row_size = config.head_size + (config.i8_caches ? kScaleBytes : 0);
+    if (config.i8_caches) {
+      check_type(*cache, ScalarType::Char, name);
+    } else {
+      STD_TORCH_CHECK(dtype_of(*cache, name) == config.dtype, name, " must have the model's dtype, got ",
+                      torch::headeronly::toString(cache->scalar_type()));
+    }
     STD_TORCH_CHECK(cache->size(0) == static_cast<int64_t>(config.layers.size()) &&
                         cache->size(1) == k_LBKSH.size(1) && cache->size(2) == config.num_kv_heads &&
-                        cache->size(3) == config.block_size && cache->size(4) == config.head_size,
+                        cache->size(3) == config.block_size && cache->size(4) == row_size,
                     name, " must be [", config.layers.size(), ", blocks, ", config.num_kv_heads, ", ",
-                    config.block_size, ", ", config.head_size, "], got ", shape_of(*cache));
+                    config.block_size, ", ", row_size, "], got ", shape_of(*cache));
   }
   entry->tier->start_move({move_id, to_host, reversed, static_cast<char*>(k_LBKSH.mutable_data_ptr()),
                            static_cast<char*>(v_LBKSH.mutable_data_ptr()), k_LBKSH.size(1), std::move(cache_ids),
@@ -290,7 +297,8 @@ int64_t destroy(int64_t tier, double timeout_s) {
 STABLE_TORCH_LIBRARY(omniserve_host, m) {
   m.def(
       "create(Tensor(a!) pool_LBK2SH, Tensor(b!)? scales_LBK2S, Tensor(c!) results_SMD, Tensor layers_L4, "
-      "Tensor? per_head_L2N, int num_heads, int num_threads, Tensor cores, bool prefault, Tensor? mailbox_SW, "
+      "Tensor? per_head_L2N, int num_heads, int num_threads, Tensor cores, bool prefault, bool int8_caches, "
+      "Tensor? mailbox_SW, "
       "Tensor(d!)? flags_3S, float mailbox_spin_s, float mailbox_sleep_s) -> int");
   m.def("interleave(Tensor(a!) memory, Tensor nodes) -> ()");
   m.def("begin_token(int tier, int slot, int epoch, int position, int[] block_ids, int num_rows) -> ()");

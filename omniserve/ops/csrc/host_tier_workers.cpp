@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "host_tier.h"
-#include "host_tier_moves.h"
 
 namespace omniserve {
 namespace {
@@ -162,14 +161,6 @@ void HostTier::merge(const Slot& task, int64_t slot) {
                  config_.dtype, q_result(slot));
 }
 
-// K or V of a cache block, [K, S, H], each head's rows the other way round.
-void reverse_rows(const char* from, int64_t num_heads, int64_t block_size, int64_t row_bytes, char* to) {
-  for (int64_t head = 0; head < num_heads; ++head)
-    for (int64_t row = 0; row < block_size; ++row)
-      std::memcpy(to + (head * block_size + row) * row_bytes,
-                  from + (head * block_size + block_size - 1 - row) * row_bytes, static_cast<size_t>(row_bytes));
-}
-
 void HostTier::pack(int64_t layer, int64_t block, const char* k, const char* v) {
   pack_host_block(shape_, k, v, pool_block(layer, block), block_scales(layer, block));
 }
@@ -180,30 +171,26 @@ void HostTier::unpack(int64_t layer, int64_t block, char* k, char* v) const {
 
 void HostTier::copy_blocks(const Piece& piece) {
   const BlockMove& spec = piece.move->spec;
-  const int64_t cache_block_bytes = config_.block_size * kv_bytes_;
-  const int64_t row_bytes = config_.head_size * dtype_bytes(config_.dtype);
-  std::vector<char> turned(spec.reversed ? static_cast<size_t>(2 * cache_block_bytes) : 0);
+  const int64_t bytes = cache_block_bytes();
+  std::vector<char> turned(spec.reversed ? static_cast<size_t>(2 * bytes) : 0);
   char* const k_turned = turned.data();
   char* const v_turned = k_turned + turned.size() / 2;
   const int64_t count = static_cast<int64_t>(spec.pool_ids.size());
   for (int64_t unit = piece.first_unit; unit < piece.last_unit; ++unit) {
     const int64_t layer = unit / count;
     const size_t i = static_cast<size_t>(unit % count);
-    const int64_t at = (layer * spec.num_blocks + spec.cache_ids[i]) * cache_block_bytes;
+    const int64_t at = (layer * spec.num_blocks + spec.cache_ids[i]) * bytes;
     char* const block = pool_block(layer, spec.pool_ids[i]);
     float* const scales = block_scales(layer, spec.pool_ids[i]);
     if (spec.reversed) {
-      const auto turn = [&](const char* from, char* to) {
-        reverse_rows(from, config_.num_kv_heads, config_.block_size, row_bytes, to);
-      };
       if (spec.to_host) {
-        turn(spec.k + at, k_turned);
-        turn(spec.v + at, v_turned);
+        reverse_rows(shape_, spec.k + at, k_turned);
+        reverse_rows(shape_, spec.v + at, v_turned);
         pack_host_block(shape_, k_turned, v_turned, block, scales);
       } else {
         unpack_host_block(shape_, block, scales, k_turned, v_turned);
-        turn(k_turned, spec.k + at);
-        turn(v_turned, spec.v + at);
+        reverse_rows(shape_, k_turned, spec.k + at);
+        reverse_rows(shape_, v_turned, spec.v + at);
       }
     } else if (spec.to_host) {
       pack_host_block(shape_, spec.k + at, spec.v + at, block, scales);
@@ -220,7 +207,7 @@ void HostTier::finish(const Piece& piece, std::string error, Lock& lock) {
     if (!error.empty()) {
       fail_move(move, std::move(error));
     } else {
-      stats_.bytes_moved += (piece.last_unit - piece.first_unit) * 2 * config_.block_size * kv_bytes_;
+      stats_.bytes_moved += (piece.last_unit - piece.first_unit) * 2 * cache_block_bytes();
     }
     if (move.num_running == 0 && move.next_unit == move.num_units) publish_move(move);
     return;

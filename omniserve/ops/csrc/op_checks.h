@@ -90,7 +90,8 @@ inline Tensor empty_cpu(std::initializer_list<int64_t> sizes, const Tensor& like
   return empty_cpu(sizes.begin(), static_cast<int64_t>(sizes.size()), like);
 }
 
-// The cache of one layer, checked; K and V must agree in everything.
+// The cache of one layer, checked; K and V must agree in everything. An int8 cache is [B, K, S, H + 4] bytes, where the
+// S * (H + 4) of a block's head are laid out as device_layout() says.
 inline PagedKV paged_kv(const Tensor& k_cache, const Tensor& v_cache) {
   check_dim(k_cache, 4, "k_cache");
   check_dim(v_cache, 4, "v_cache");
@@ -102,8 +103,17 @@ inline PagedKV paged_kv(const Tensor& k_cache, const Tensor& v_cache) {
   check_contiguous(v_cache, "v_cache");
   check_aligned(k_cache, "k_cache");
   check_aligned(v_cache, "v_cache");
+  const bool is_i8 = k_cache.scalar_type() == ScalarType::Char;
+  const int64_t head_size = k_cache.size(3) - (is_i8 ? kScaleBytes : 0);
+  if (is_i8) {
+    STD_TORCH_CHECK(head_size >= 0 && k_cache.size(2) * head_size % kScaleBytes == 0, "an int8 k_cache is [B, K, S, H + ",
+                    kScaleBytes, "] with S * H a multiple of ", kScaleBytes, ", got ", shape_of(k_cache));
+    for (const Tensor* cache : {&k_cache, &v_cache})
+      STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(cache->const_data_ptr()) % kScaleBytes == 0,
+                      "an int8 cache must be aligned to its scales of ", kScaleBytes, " bytes");
+  }
   return device_layout(k_cache.const_data_ptr(), v_cache.const_data_ptr(), k_cache.size(0), k_cache.size(1),
-                       k_cache.size(2), k_cache.size(3), dtype_of(k_cache, "k_cache"));
+                       k_cache.size(2), head_size, is_i8 ? DType::i8 : dtype_of(k_cache, "k_cache"));
 }
 
 // One layer of the host pool, checked; `scales` goes with int8 and with nothing else.

@@ -1,6 +1,7 @@
 // The operators of torch.ops.omniserve: schemas, registration, and those that only move rows.
 #include <tuple>
 
+#include "host_kv.h"
 #include "op_checks.h"
 
 namespace omniserve {
@@ -48,7 +49,7 @@ void store_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_ma
   const int64_t num_tokens = k.dim() == 3 ? k.size(0) : -1;
   for (const auto& [tensor, name] : {std::pair<const Tensor&, const char*>{k, "k"}, {v, "v"}}) {
     check_dim(tensor, 3, name);
-    check_type(tensor, k_cache.scalar_type(), name);
+    check_type(tensor, kv.dtype == DType::i8 ? k.scalar_type() : k_cache.scalar_type(), name);
     STD_TORCH_CHECK(tensor.size(0) == num_tokens && tensor.size(1) == kv.kv_heads && tensor.size(2) == kv.head_size,
                     name, " must be [", num_tokens, ", ", kv.kv_heads, ", ", kv.head_size, "] to fit the cache, got ",
                     shape_of(tensor));
@@ -61,7 +62,26 @@ void store_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_ma
   const auto* slots = static_cast<const int64_t*>(slot_mapping.const_data_ptr());
   check_rows_in_range(slots, num_tokens, kv.num_blocks * kv.block_size, "slot_mapping");
 
-  const auto element = static_cast<int64_t>(k_cache.element_size());
+  const DType dtype = dtype_of(k, "k");
+  const auto element = dtype_bytes(dtype);
+  if (kv.dtype == DType::i8) {
+    for (const auto& [rows, cache] : {std::pair<const Tensor&, const Tensor&>{k, k_cache}, {v, v_cache}}) {
+      char* const to = static_cast<char*>(cache.mutable_data_ptr());
+      const char* const from = static_cast<const char*>(rows.const_data_ptr());
+      const int64_t token_stride = rows.stride(0), head_stride = rows.stride(1);
+      for_each(num_tokens * kv.kv_heads, num_tokens * kv.kv_heads * kv.head_size * element, [&](int64_t i) {
+        const int64_t slot = slots[i / kv.kv_heads], head = i % kv.kv_heads;
+        if (slot < 0) return;
+        char* const plane = to + slot / kv.block_size * kv.block_stride + head * kv.head_stride;
+        const int64_t offset = slot % kv.block_size;
+        const float scale =
+            quantize_row(dtype, from + (i / kv.kv_heads * token_stride + head * head_stride) * element, kv.head_size,
+                         plane + offset * kv.head_size);
+        std::memcpy(plane + kv.block_size * kv.head_size + offset * kScaleBytes, &scale, kScaleBytes);
+      });
+    }
+    return;
+  }
   for (const auto& [rows, cache] : {std::pair<const Tensor&, const Tensor&>{k, k_cache}, {v, v_cache}}) {
     char* const to = static_cast<char*>(cache.mutable_data_ptr());
     const char* const from = static_cast<const char*>(rows.const_data_ptr());
