@@ -46,11 +46,11 @@ void amx_decode(const void* q, const void* pool, const int64_t* kv, const int32_
                             scratch.floats);
 }
 
-// `chunk`: context_len, q_begin, q_end. q and out are [q_len, N, H].
+// `chunk`: context_len, q_begin, q_end. q and out are [q_len, N, H]. The cache is in bf16, or in i8.
 void amx_prefill(const void* q, const void* k, const void* v, const int64_t* kv, const int32_t* block_table,
                  const int64_t* chunk, int64_t num_heads, float scale, int64_t window, float softcap,
-                 int64_t chunk_size, const float* slopes, const float* sinks, void* out) {
-  const PagedKV cache = device_layout(k, v, kv[0], kv[1], kv[2], kv[3], DType::bf16);
+                 int64_t chunk_size, const float* slopes, const float* sinks, void* out, int64_t is_i8) {
+  const PagedKV cache = device_layout(k, v, kv[0], kv[1], kv[2], kv[3], is_i8 != 0 ? DType::i8 : DType::bf16);
   const AttentionParams params = {num_heads, scale, window, softcap, chunk_size, sinks, slopes};
   const int64_t stride = num_heads * kv[3];
   const Scratch scratch(amx_prefill_scratch_floats(cache, DType::bf16, (chunk[2] - chunk[1]) * (num_heads / kv[1])));

@@ -234,7 +234,7 @@ def run_prefill(kernels: Kernels, case: Case, q: np.ndarray, paged_kv: Any, cuts
             q,
             k_cache,
             v_cache,
-            np.array((*k_cache.shape,), np.int64),
+            np.array((len(k_cache), case.kv_heads, case.block_size, case.head_size), np.int64),
             table,
             np.array((case.high - len(q), begin, end), np.int64),
             q.shape[1],
@@ -245,21 +245,49 @@ def run_prefill(kernels: Kernels, case: Case, q: np.ndarray, paged_kv: Any, cuts
             case.slopes,
             case.sinks,
             out,
+            int(k_cache.dtype == np.int8),
         )
     return out
 
 
-def check_prefill(kernels: Kernels, case: Case, q_len: int) -> None:
+def in_int8(case: Case, paged_kv: Any) -> Any:
+    """Return a table and caches of bf16 as caches of int8, ``[B, K, S * (H + 4)]`` bytes: codes, and behind them scales.
+
+    And K and V ``[positions from low on, K, H]`` as these stand for them.
+    """
+    table, size, head_size = paged_kv[0], case.block_size, case.head_size
+    caches, stand_for = [], []
+    for cache in paged_kv[1:]:
+        rows = to_float(cache)
+        scales = (np.abs(rows).max(-1) / np.float32(127)).astype(np.float32)
+        codes = np.rint(np.where(np.isnan(rows), -1, rows / scales[..., None])).astype(np.int8)
+        parts = (codes.reshape(*codes.shape[:2], -1), scales.view(np.int8))
+        caches.append(np.concatenate(parts, axis=2))
+        positions = np.arange(case.low, case.high)
+        entries = table[positions // size]
+        blocks, in_block = np.where(entries < 0, ~entries, entries), positions % size
+        at = np.where(entries < 0, size - 1 - in_block, in_block)
+        assert caches[-1].shape[2] == size * (head_size + 4)
+        stand_for.append(codes[blocks, :, at] * scales[blocks, :, at][..., None])
+    return (table, *caches), stand_for
+
+
+def check_prefill(kernels: Kernels, case: Case, q_len: int, *, int8: bool = False) -> None:
     """Compare a chunk, in one tile, with float64, and with itself in smaller tiles."""
     rng = np.random.default_rng(case.seed)
     q = case.bits(rng, q_len, case.kv_heads * case.group, case.head_size)
     k, v = (case.bits(rng, case.high - case.low, case.kv_heads, case.head_size) for _ in range(2))
     paged_kv = paged(case, rng, k, v, directed=case.seed % 2 == 1)
-    lift = kernels.forbid(list(paged_kv[1:]), [cache == NAN for cache in paged_kv[1:]])
-    out = run_prefill(kernels, case, q, paged_kv, [0, q_len])
-    lift()
+    k_values, v_values = to_float(k), to_float(v)
+    if int8:
+        paged_kv, (k_values, v_values) = in_int8(case, paged_kv)
+        out = run_prefill(kernels, case, q, paged_kv, [0, q_len])
+    else:
+        lift = kernels.forbid(list(paged_kv[1:]), [cache == NAN for cache in paged_kv[1:]])
+        out = run_prefill(kernels, case, q, paged_kv, [0, q_len])
+        lift()
     for i in range(q_len):
-        acc, top, total = attention(case, to_float(q[i]), to_float(k), to_float(v), case.low, case.high - q_len + i)
+        acc, top, total = attention(case, to_float(q[i]), k_values, v_values, case.low, case.high - q_len + i)
         if case.sinks is not None:
             total = total + np.exp(case.sinks - top)
         # Inside it is fp32: what differs is one rounding of the result to 8 bits, which may go the other way.
@@ -388,6 +416,15 @@ def test_a_piece_that_the_window_does_not_see_is_empty(kernels: Kernels) -> None
 @pytest.mark.parametrize("seed", range(20))
 def test_prefill_agrees_with_float64_however_it_is_cut(kernels: Kernels, seed: int) -> None:
     check_prefill(kernels, *prefill_case(seed))
+
+
+@needs_vectors
+@pytest.mark.parametrize("seed", range(20, 40))
+def test_prefill_over_codes_agrees_with_float64_however_it_is_cut(kernels: Kernels, seed: int) -> None:
+    before = kernels.products() if kernels.emulated else 0
+    case, q_len = prefill_case(seed)
+    check_prefill(kernels, case, q_len, int8=True)
+    assert not kernels.emulated or (kernels.products() > before) == (case.head_size >= 32)
 
 
 @needs_vectors
