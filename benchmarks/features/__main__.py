@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.features import FEATURES, drafts, host, loras, moves, preemption, stock, token_deferral
+from benchmarks.features import FEATURES, drafts, host, kv_dtype, loras, moves, preemption, stock, token_deferral
 
-__all__ = ["drafts", "host", "loras", "moves", "preemption", "stock", "token_deferral"]  # they have the cases
+__all__ = [
+    "drafts",
+    "host",
+    "kv_dtype",
+    "loras",
+    "moves",
+    "preemption",
+    "stock",
+    "token_deferral",
+]  # they have the cases
 
 if __name__ == "__main__":
     sys.exit(FEATURES.main())

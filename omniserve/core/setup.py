@@ -52,7 +52,9 @@ class HostTierSetup:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.cache_dtype == "int8" and self.kv_dtype != "int8":
-            raise ValueError("a cache of int8 needs a host pool of int8, whose codes are then copied: set kv_dtype to int8")
+            raise ValueError(
+                "a cache of int8 needs a host pool of int8, whose codes are then copied: set kv_dtype to int8"
+            )
         if not 1 <= self.max_rows <= MOST_TASK_ROWS:
             raise ValueError(f"max_rows must be in [1, {MOST_TASK_ROWS}], got {self.max_rows}")
 

@@ -220,7 +220,9 @@ def require_shared_kv(config: EngineConfig, tier: HostTier | None, kv: KVManager
             "True"
         )
     if config.host_pool_dtype != "auto" or not config.execution.host_prefixes:
-        raise ValueError(f"{what} need host_prefixes, and KV in the model's dtype: set host_kv_dtype and kv_dtype to auto")
+        raise ValueError(
+            f"{what} need host_prefixes, and KV in the model's dtype: set host_kv_dtype and kv_dtype to auto"
+        )
 
 
 # -- the parts, in the order in which they are made --------------------------------------------------------------------

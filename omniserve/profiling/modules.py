@@ -181,9 +181,9 @@ def _collect(timer: Timer, states: tuple[str, ...], num_layers: int) -> ModuleTi
 def _context_limits(model: PatchedModel, config: EngineConfig, pool_bytes: int) -> tuple[int, int]:
     """Return the longest context to measure, and how many tokens of KV there may be in all."""
     spec = model.spec
-    blocks = max(1, min(config.device_kv_bytes, pool_bytes) // spec.kv_block_bytes(
-        config.block_size, config.execution.kv_dtype
-    ))
+    blocks = max(
+        1, min(config.device_kv_bytes, pool_bytes) // spec.kv_block_bytes(config.block_size, config.execution.kv_dtype)
+    )
     longest = min(config.max_model_len or spec.max_model_len, _MAX_CONTEXT, blocks * config.block_size)
     return longest, blocks * config.block_size
 

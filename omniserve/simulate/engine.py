@@ -171,6 +171,9 @@ def _check(machine: Machine, config: EngineConfig) -> None:
     num_stages = config.parallel.pipeline_parallel_size
     if config.disk_kv.gib:
         raise ValueError("simulated machines have no disk: set disk_kv.gib to 0")
+    kv_dtype = machine.profile.fingerprint.kv_dtype if machine.profile is not None else "auto"
+    if config.execution.kv_dtype != kv_dtype:
+        raise ValueError(f"the machine's steps are those with kv_dtype {kv_dtype}: set it to that")
     if num_stages != machine.num_stages:
         raise ValueError(
             f"the machine has {machine.num_stages} stages: set pipeline_parallel_size to that, not to {num_stages}"

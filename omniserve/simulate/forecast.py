@@ -126,6 +126,7 @@ def _fingerprint(machine: Machine, config: EngineConfig) -> Fingerprint:
         shared_threads=2 if machine.host_has_own_cores else 1,
         host_threads=1 if machine.hosts else 0,
         host_kv_dtype=config.host_pool_dtype,
+        kv_dtype=config.execution.kv_dtype,
         block_size=config.block_size,
         attention="",
         compile=False,

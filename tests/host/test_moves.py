@@ -173,7 +173,7 @@ def test_codes_of_an_int8_cache_are_copied_as_they_are(
         assert torch.equal(pool[:, :, :, side], codes)
         assert_same_bits(pool_scales[:, :, :, side].contiguous(), scales.contiguous())
     assert tier.stats().bytes_moved == 2 * 10 * spec.kv_block_bytes(block_size, "int8")
-    with pytest.raises(ValueError, match="device_k_LBKSH must be contiguous torch.int8 of shape"):
+    with pytest.raises(ValueError, match=r"device_k_LBKSH must be contiguous torch\.int8 of shape"):
         tier.start_move(make_move(2, TO_HOST, [0], [0]), *(random_cache(driver, 1) for _ in range(2)))
     with pytest.raises(ValueError, match="a cache of int8 needs a host pool of int8"):
         open_driver(spec, dtype=torch.bfloat16, cache_dtype="int8")

@@ -3,7 +3,8 @@
 Legend: L layers, B blocks, K KV heads, S block size, H head size. A block is ``[K, 2, S, H]``: per KV head a plane of K
 and one of V. V of a bf16 pool with an even S lies in token pairs, ``[S/2, H, 2]``; everything else in rows. An int8
 pool has scales ``[..., K, 2, S]``: a row's values are int8 * scale. ``host_layout`` in ``ops/csrc/attention.h`` says
-why. The device's caches of int8 are ``[..., K, S, H + 4]`` bytes, K and V apart: the scales of a head are behind its rows.
+why. The device's caches of int8 are ``[..., K, S, H + 4]`` bytes, K and V apart: the scales of a head lie behind its
+rows.
 """
 
 from __future__ import annotations

@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from omniserve.core.spec import AttentionSpec
-from tests.ops.host_layout import (
-    pack_blocks,
-    parts_of_cache,
-    quantize_blocks,
-    quantize_rows,
-    read_blocks,
-    read_cache,
-)
+from tests.ops.host_layout import pack_blocks, parts_of_cache, quantize_blocks, quantize_rows, read_blocks, read_cache
 
 
 def store_kv(k_TKH: Tensor, v_TKH: Tensor, k_cache_BKSH: Tensor, v_cache_BKSH: Tensor, slot_mapping_T: Tensor) -> None:

@@ -251,7 +251,7 @@ def run_prefill(kernels: Kernels, case: Case, q: np.ndarray, paged_kv: Any, cuts
 
 
 def in_int8(case: Case, paged_kv: Any) -> Any:
-    """Return a table and caches of bf16 as caches of int8, ``[B, K, S * (H + 4)]`` bytes: codes, and behind them scales.
+    """Return a table and caches of bf16 as caches of int8, ``[B, K, S * (H + 4)]`` bytes: codes, then their scales.
 
     And K and V ``[positions from low on, K, H]`` as these stand for them.
     """

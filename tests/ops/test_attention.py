@@ -180,9 +180,7 @@ def chunk(q: Tensor, k: Tensor, v: Tensor, table: Tensor, begin: int, end: int, 
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_chunking_does_not_change_a_bit(
-    dtype: torch.dtype, int8: bool, window: int, kinds: tuple[Any, ...]
-) -> None:
+def test_chunking_does_not_change_a_bit(dtype: torch.dtype, int8: bool, window: int, kinds: tuple[Any, ...]) -> None:
     q, k, v, table = sequence(300, dtype)
     if int8:
         k, v = quantize_cache(k), quantize_cache(v)
