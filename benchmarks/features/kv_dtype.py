@@ -17,8 +17,9 @@ from omniserve.profiling.bench import ModuleBench
 
 
 @FEATURES.case(
-    models=(["tinyllama-1.1b-shape"], "shapes of random models"), num_requests=([8, 32], "requests that decode"), context=1024,
-    chunk=(256, "tokens of a prompt that are computed behind as many"), steps=8, repeats=7, no_compile=False,
+    models=(["tinyllama-1.1b-shape"], "shapes of random models"), num_requests=([8, 32], "requests that decode"),
+    context=1024, chunk=(256, "tokens of a prompt that are computed behind as many"), steps=8, repeats=7,
+    no_compile=False,
     tiny={"models": ["tiny"], "num_requests": [2], "context": 40, "chunk": 16, "steps": 1, "repeats": 1,
           "no_compile": True},
 )  # fmt: skip

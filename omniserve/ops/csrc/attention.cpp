@@ -106,9 +106,9 @@ int64_t decode_piece_tokens(int64_t context_len) {
   return context_len <= 2048 ? 256 : 512;
 }
 
-void prefill_tile(const void* q, DType q_dtype, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
-                  int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,
-                  int64_t out_stride) {
+void prefill_tile(const void* q, DType q_dtype, int64_t q_stride, const PagedKV& kv, const int32_t* block_table,
+                  int64_t context_len, int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params,
+                  void* out, int64_t out_stride) {
   const int64_t num_rows = (q_end - q_begin) * (params.num_heads / kv.kv_heads), rows = round_up(num_rows, kMaxLanes);
   const int64_t head_size = round_up(kv.head_size, kMaxLanes);
   int64_t floats = 2 * rows * head_size + (rows + 2 * head_size) * kPrefillTile + 6 * rows;

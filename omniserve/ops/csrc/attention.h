@@ -38,13 +38,13 @@ inline int64_t device_head_bytes(int64_t block_size, int64_t head_size, DType dt
   return block_size * (head_size * dtype_bytes(dtype) + (dtype == DType::i8 ? kScaleBytes : 0));
 }
 
-// Device tier: K and V apart, [num_blocks, K, S, H] each; for i8 [num_blocks, K] runs of codes [S, H] and scales [S], so
-// that whoever copies blocks as bytes takes the scales along.
+// Device tier: K and V apart, [num_blocks, K, S, H] each; for i8 [num_blocks, K] runs of codes [S, H] and scales [S],
+// so that whoever copies blocks as bytes takes the scales along.
 inline PagedKV device_layout(const void* k, const void* v, int64_t num_blocks, int64_t kv_heads, int64_t block_size,
                              int64_t head_size, DType dtype) {
   const int64_t head = device_head_bytes(block_size, head_size, dtype), rows = block_size * head_size;
-  PagedKV kv{static_cast<const char*>(k), static_cast<const char*>(v), num_blocks, kv_heads, block_size, head_size, dtype,
-             kv_heads * head, head, false};
+  PagedKV kv{static_cast<const char*>(k), static_cast<const char*>(v), num_blocks, kv_heads, block_size, head_size,
+             dtype, kv_heads * head, head, false};
   if (dtype == DType::i8) {
     kv.k_scales = reinterpret_cast<const float*>(kv.k + rows);
     kv.v_scales = reinterpret_cast<const float*>(kv.v + rows);
@@ -131,9 +131,9 @@ int64_t decode_piece_tokens(int64_t context_len);
 // query heads of KV head `kv_head`. `q` points at the chunk's first row [q_len, N, H] (row stride q_stride elements),
 // `out` likewise with out_stride; both are in q_dtype, as in decode_partial. Query i stands at position context_len + i;
 // keys are [0, context_len + q_len). Not for V in pairs.
-void prefill_tile(const void* q, DType q_dtype, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
-                  int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,
-                  int64_t out_stride);
+void prefill_tile(const void* q, DType q_dtype, int64_t q_stride, const PagedKV& kv, const int32_t* block_table,
+                  int64_t context_len, int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params,
+                  void* out, int64_t out_stride);
 
 // Name of the instruction set in use: "amx_bf16", "avx512_bf16", "avx512_vnni", "avx512", "avx2" or "portable".
 // OMNISERVE_ISA forces one (std::invalid_argument if this CPU lacks it or the name is unknown).

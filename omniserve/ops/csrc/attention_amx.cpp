@@ -154,9 +154,9 @@ void merge(const float* acc, const float* m, const float* l, int64_t num_pieces,
   avx512_bf16_kernels().merge(acc, m, l, num_pieces, num_rows, num_heads, kv_heads, head_size, sinks, dtype, out);
 }
 
-void prefill(const void* q, DType q_dtype, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
-             int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,
-             int64_t out_stride, float* scratch) {
+void prefill(const void* q, DType q_dtype, int64_t q_stride, const PagedKV& kv, const int32_t* block_table,
+             int64_t context_len, int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params,
+             void* out, int64_t out_stride, float* scratch) {
   if (!tiles_serve_prefill(kv, q_dtype))
     return avx512_bf16_kernels().prefill(q, q_dtype, q_stride, kv, block_table, context_len, q_begin, q_end, kv_head,
                                          params, out, out_stride, scratch);

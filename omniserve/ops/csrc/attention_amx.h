@@ -57,7 +57,8 @@ struct DecodeShape {
 // Groups of kTileRows keys must lie in one block. See tiles_serve_decode. Codes of i8 are exact in bf16; their scales
 // multiply scores and weights.
 bool tiles_serve_prefill(const PagedKV& kv, DType q_dtype) {
-  return (kv.dtype == DType::bf16 || kv.dtype == DType::i8) && q_dtype == DType::bf16 && !kv.v_pairs && kv.block_size % kTileRows == 0 && kv.head_size >= 32;
+  const bool is_exact = kv.dtype == DType::bf16 || kv.dtype == DType::i8;
+  return is_exact && q_dtype == DType::bf16 && !kv.v_pairs && kv.block_size % kTileRows == 0 && kv.head_size >= 32;
 }
 
 constexpr int64_t kKeySteps = kPrefillTile / kStepTokens;

@@ -21,9 +21,9 @@ struct Kernels {
   void (*merge)(const float* acc, const float* m, const float* l, int64_t num_pieces, int64_t num_rows,
                 int64_t num_heads, int64_t kv_heads, int64_t head_size, const float* sinks, DType dtype, void* out);
   // As prefill_tile; `scratch` holds prefill_scratch_floats() floats, aligned to kScratchAlign.
-  void (*prefill)(const void* q, DType q_dtype, int64_t q_stride, const PagedKV& kv, const int32_t* block_table, int64_t context_len,
-                  int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params, void* out,
-                  int64_t out_stride, float* scratch);
+  void (*prefill)(const void* q, DType q_dtype, int64_t q_stride, const PagedKV& kv, const int32_t* block_table,
+                  int64_t context_len, int64_t q_begin, int64_t q_end, int64_t kv_head, const AttentionParams& params,
+                  void* out, int64_t out_stride, float* scratch);
 };
 
 // Whether this CPU's prefetchers keep up with a sequential reader by themselves, across 4 KiB borders: AMD's do (see

@@ -3,7 +3,7 @@
 // A block is [K, 2, S, H]: per KV head a plane of K and one of V, in the layout of host_layout() (attention.h): V of a
 // bf16 pool with an even S in token pairs, everything else in rows. An i8 block has scales [K, 2, S] beside it: a row's
 // values are i8 * scale, scale = max|x| / 127, and 0 for a row of zeros. A row that holds inf or NaN becomes NaN as a
-// whole, by its scale: what is broken stays visible, and stays where it is. The device tier's i8 cache is rounded alike.
+// whole, by its scale: what is broken stays visible, and stays where it is. The device tier's i8 is rounded alike.
 //
 // Legend: K KV heads, S block size, H head size.
 #pragma once
