@@ -6,14 +6,16 @@ import argparse
 import functools
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from benchmarks.common.cases import Trials
 from benchmarks.common.models import random_llama
 from benchmarks.features import FEATURES
 from benchmarks.peers.model import SHAPES
 from omniserve import EngineConfig, ExecutionConfig, patch
-from omniserve.core.spec import KV_DTYPES
 from omniserve.profiling.bench import ModuleBench
+
+_KV_DTYPES: tuple[Literal["auto", "int8"], ...] = ("auto", "int8")
 
 
 @FEATURES.case(
@@ -36,7 +38,7 @@ def kv_dtype(args: argparse.Namespace) -> Trials:
         for num_requests in args.num_requests:
             tokens = max(num_requests * (args.context + 64), 2 * args.chunk + 64)
             arms = {}
-            for dtype in KV_DTYPES:
+            for dtype in _KV_DTYPES:
                 config = EngineConfig(device_kv_bytes=1 << 30, execution=ExecutionConfig(kv_dtype=dtype))
                 bench = ModuleBench(patched, config, tokens)
                 passes = (
