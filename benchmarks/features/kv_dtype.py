@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from benchmarks.common.cases import Trials
+from benchmarks.common.cases import Arm, Trials
 from benchmarks.common.models import random_llama
 from benchmarks.features import FEATURES
 from benchmarks.peers.model import SHAPES
@@ -37,7 +37,7 @@ def kv_dtype(args: argparse.Namespace) -> Trials:
         patched = patch(model, compile=not args.no_compile).omniserve
         for num_requests in args.num_requests:
             tokens = max(num_requests * (args.context + 64), 2 * args.chunk + 64)
-            arms = {}
+            arms: dict[str, Arm] = {}
             for dtype in _KV_DTYPES:
                 config = EngineConfig(device_kv_bytes=1 << 30, execution=ExecutionConfig(kv_dtype=dtype))
                 bench = ModuleBench(patched, config, tokens)

@@ -19,9 +19,10 @@ from omniserve.core.errors import PeerLost
 from omniserve.layers.weights.sharding import shard
 from omniserve.parallel.place import Place
 from omniserve.sched import SCHEDULERS
-from tests.parallel.ranks import ForkedRanks, load_tiny, ranks_of, reference_of
+from tests.parallel.ranks import ForkedRanks, load_tiny, ranks_of, reference_of, whole_model
 from tests.parity.engine_histories import Tally, run_histories, run_history
 from tests.parity.models import tiny_model
+from tests.parity.reference import Reference
 from tests.quick import slow_except
 from tests.sched import hybrid, preemptible
 
@@ -44,6 +45,15 @@ def test_tokens_of_two_ranks_equal_hugging_face(family: str) -> None:
         run_histories(
             model, reference_of(family), range(2), reach=("host_tokens", "swaps_out"), has_profile=False, group=group,
             parallel=parallel, faults=lambda seed: seed % 2 == 1, **_sizes(model),
+        )  # fmt: skip
+
+
+def test_kv_of_int8_on_two_ranks() -> None:
+    with ranks_of("llama") as (model, group, parallel):
+        sizes = _sizes(model) | {"device_kv_bytes": 9 * model.omniserve.spec.kv_block_bytes(_BLOCK, "int8")}
+        run_histories(
+            model, Reference(whole_model("llama"), int8_kv=True), range(2), reach=("host_tokens", "swaps_out"),
+            has_profile=False, group=group, parallel=parallel, kv_dtype="int8", **sizes,
         )  # fmt: skip
 
 

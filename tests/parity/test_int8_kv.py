@@ -20,6 +20,7 @@ from tests.parity.engine_histories import BLOCK, Reference, run_histories
 from tests.parity.models import tiny_model
 from tests.parity.reference import NEAR_TIE
 from tests.parity.test_engine import BOTH, HOST_FAULTS, flat
+from tests.parity.test_network import hosts_behind_proxies, small_pools
 from tests.quick import slow_except
 from tests.sched import preemptible
 
@@ -116,6 +117,18 @@ def test_prefixes_come_back_from_disk(tmp_path: Path, short_prefixes: None) -> N
         **crowded(model, host_kv_bytes=12 * block_bytes),
         disk_kv=DiskKVConfig(gib=40 * (block_bytes + 4096) / GIB, dir=str(tmp_path), keep=True),
     )  # fmt: skip
+
+
+def test_requests_on_a_host_on_the_network(secret_file: str) -> None:
+    model, reference = model_and_reference("llama")
+    block_bytes = model.omniserve.spec.kv_block_bytes(BLOCK, "int8")
+    settings = small_pools(model) | {"kv_dtype": "int8", "host_kv_bytes": 6 * block_bytes}
+    settings["device_kv_bytes"] = 9 * block_bytes
+    with hosts_behind_proxies(model, 1, secret_file) as (hosts, _):
+        run_histories(
+            model, reference, range(1200, 1201), reach=("network_tasks", "network_moves"), kv="tiered", hosts=hosts,
+            has_profile=False, **settings,
+        )  # fmt: skip
 
 
 def test_kv_on_disk_is_for_engines_with_the_same_dtype(tmp_path: Path) -> None:
