@@ -107,7 +107,7 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     ),
     *_cases("costs", sampling=1, shared_cores=4, step_overhead=1, replayed_steps=2, scheduling=2, ls_alone=4),
     *_cases("features", asynchrony=2, late_joins=2, drafts=4, host_drafts=4, host_rows=3),
-    *_cases("features", checkpointing=3, safepoints=3, square_wave=2, warm_stock=6, loras=3, kv_dtype=3),
+    *_cases("features", checkpointing=3, safepoints=3, square_wave=2, warm_stock=6, loras=3, kv_dtype=3, latents=6),
     *_simulated("features", deferral=5, token_deferral=5, hybrid_batch=5, apex_stages=5),
     *_cases("prefixes", prefix_cache=3, prefix_flood=1, prefix_lookup=1, disk_prefixes=3),
     *_cases("machines", tensor_parallel=3, pipeline_parallel=3, network_hosts=6, prefill_apart=3),

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.features import FEATURES, drafts, host, kv_dtype, loras, moves, preemption, stock, token_deferral
+from benchmarks.features import (
+    FEATURES,
+    drafts,
+    host,
+    kv_dtype,
+    latents,
+    loras,
+    moves,
+    preemption,
+    stock,
+    token_deferral,
+)
 
 __all__ = [
     "drafts",
     "host",
     "kv_dtype",
+    "latents",
     "loras",
     "moves",
     "preemption",

@@ -35,7 +35,9 @@ class ExecutionConfig:
     """
 
     attention: str = "auto"
-    """Device attention, a name in DEVICE_ATTENTION; ``auto`` takes the best that this device has."""
+    """Device attention, a name in DEVICE_ATTENTION; ``auto`` takes the best that this device has. ``latent``, on a CPU:
+    a model with multi-head latent attention (DeepSeek's MLA) keeps the latents as its KV, one head of
+    ``kv_lora_rank + qk_rope_head_dim`` values for all query heads."""
     compile: bool = True
     """torch.compile the dense halves; False runs the same code eagerly."""
     async_steps: bool | None = None
@@ -89,6 +91,11 @@ class ExecutionConfig:
             raise ValueError(f"step_graphs must be auto, on or off, got {self.step_graphs!r}")
         if self.numa not in ("auto", "off"):
             raise ValueError(f"numa must be auto or off, got {self.numa!r}")
+
+    @property
+    def latent_kv(self) -> bool:
+        """The model's KV are latents."""
+        return self.attention == "latent"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,6 +356,13 @@ class EngineConfig:
             raise ValueError(
                 "adapters can be named on one rank, and not on a prefill engine: leave --lora-modules, --lora-dir and "
                 "--max-loras away, or merge the adapter into the model"
+            )
+        if self.execution.latent_kv and self.execution.kv_dtype != "auto":
+            raise ValueError("attention='latent' keeps latents in the model's dtype on the device: set kv_dtype to 'auto'")
+        if self.execution.latent_kv and (self.parallel.num_ranks > 1 or self.lora.max_loras):
+            raise ValueError(
+                "attention='latent' is for a model on one rank, without adapters that requests can name: set attention "
+                "to 'auto', or leave those out"
             )
         if self.parallel.num_ranks > 1:
             sizes = "tensor_parallel_size and pipeline_parallel_size"

@@ -22,7 +22,7 @@ class HostTierSetup:
     block_size: int
     """Tokens per block."""
     kv_bytes: int
-    """Size of the pool, which is ``kv_bytes // spec.kv_block_bytes(block_size, kv_dtype)`` blocks."""
+    """Size of the pool, which is ``kv_bytes // spec.host_block_bytes(block_size, kv_dtype)`` blocks."""
     kv_dtype: str = "auto"
     """Dtype of K and V in the pool. ``auto``: the model's dtype, and results are exact. ``int8``: K and V are rounded
     to int8, with a scale per token and KV head: about twice the tokens fit, and reading takes about half the time."""

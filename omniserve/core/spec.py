@@ -12,6 +12,9 @@ HEAD_SIZE_STEP, MAX_HEAD_SIZE = 8, 512
 """The attention kernels of both tiers take heads whose size is a multiple of the one and at most the other. Heads of
 another size are padded with zeros, up to the largest of the model's layers."""
 
+MAX_LATENT_SIZE = 576
+"""The kernels for CPUs take latents up to this size."""
+
 SCALE_BYTES = 4
 """Bytes of the scale of a row of int8, a float32."""
 
@@ -68,6 +71,8 @@ class ModelSpec:
     dtype_bytes: int
     attention: tuple[AttentionSpec, ...]
     """The attention of each layer."""
+    value_is_key: bool = False
+    """A token's value is its key, as of latents (``attention="latent"``): the device tier stores them once."""
     state_bytes: int = 0
     """Bytes of one request's recurrent states over all layers without KV; 0 for a model that has none."""
 
@@ -76,14 +81,21 @@ class ModelSpec:
         return dataclasses.replace(self, num_layers=len(layers), attention=self.attention[layers.start : layers.stop])
 
     def kv_block_bytes(self, block_size: int, kv_dtype: str = "auto") -> int:
-        """Return the bytes of one KV block of either tier over all layers: K, V and scales.
+        """Return the bytes of one KV block of the device tier over all layers: K, V and scales.
 
         Raises:
             ValueError: The dtype is not one of KV_DTYPES.
         """
+        return self._planes_bytes(2 - self.value_is_key, block_size, kv_dtype)
+
+    def host_block_bytes(self, block_size: int, kv_dtype: str = "auto") -> int:
+        """Return the bytes of one block of the host pool over all layers; see ``kv_block_bytes``."""
+        return self._planes_bytes(2, block_size, kv_dtype)
+
+    def _planes_bytes(self, num_planes: int, block_size: int, kv_dtype: str) -> int:
         if kv_dtype not in KV_DTYPES:
             raise ValueError(f"the dtype of KV must be one of {', '.join(KV_DTYPES)}, got {kv_dtype!r}")
-        rows = 2 * self.num_layers * self.num_kv_heads * block_size
+        rows = num_planes * self.num_layers * self.num_kv_heads * block_size
         if kv_dtype == "auto":
             return rows * self.head_size * self.dtype_bytes
         return rows * (self.head_size + SCALE_BYTES)

@@ -60,7 +60,7 @@ def num_blocks(config: EngineConfig, spec: ModelSpec, *, has_hosts: bool = True)
     num_device_blocks = _num_blocks(kv_bytes, spec.kv_block_bytes(config.block_size, config.execution.kv_dtype), name)
     if not has_hosts:
         return num_device_blocks, 0
-    block_bytes = spec.kv_block_bytes(config.block_size, config.host_pool_dtype)
+    block_bytes = spec.host_block_bytes(config.block_size, config.host_pool_dtype)
     if KV_MANAGERS.get(config.kv).abilities.evictions and config.host_kv_bytes < block_bytes:
         raise ValueError(
             f"kv={config.kv!r} keeps checkpoints in host memory, but host_kv_bytes is {config.host_kv_bytes}; "

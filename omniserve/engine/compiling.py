@@ -61,7 +61,7 @@ def compile_beside(model: PreTrainedModel, config: EngineConfig) -> BackgroundCo
     Returns:
         The child, or None if nothing is missing.
     """
-    patched = patched_model(model, compile=True, lora=config.lora)
+    patched = patched_model(model, compile=True, lora=config.lora, latent_kv=config.execution.latent_kv)
     fused = has_constant_steps(config, patched.device)
     if patched.find_compiled(else_compile=False, fused=fused):
         return None

@@ -116,7 +116,9 @@ class EngineParts:
         Arguments, and what is raised, as in ``Engine``.
         """
         check_ranks(config, model, group)
-        patched = patched_model(model, compile=config.execution.compile, lora=config.lora)
+        patched = patched_model(
+            model, compile=config.execution.compile, lora=config.lora, latent_kv=config.execution.latent_kv
+        )
         ends = {*patched.spec.eos_token_ids, *eos_token_ids(patched.spec.vocab_size, tokenizer)}
         spec = dataclasses.replace(patched.spec, eos_token_ids=tuple(sorted(ends)))
         setup = runner_setup(config, patched)
@@ -328,7 +330,7 @@ def open_disk(config: EngineConfig, model: PatchedModel, tier: HostTier | None) 
     file = DiskFile(
         Path(config.disk_kv.dir) if config.disk_kv.dir is not None else cache_folder() / "kv",
         num_bytes=int(config.disk_kv.gib * GIB),
-        block_bytes=model.spec.kv_block_bytes(config.block_size, config.host_pool_dtype),
+        block_bytes=model.spec.host_block_bytes(config.block_size, config.host_pool_dtype),
         fingerprint=fingerprint,
     )
     pools = (tier.pool_LBK2SH,) if tier.scales_LBK2S is None else (tier.pool_LBK2SH, tier.scales_LBK2S)

@@ -116,7 +116,7 @@ class HostTier:
         """The dtype of the rows and of the results."""
         self._first_layer = layers.start if layers is not None else 0
         self._check()
-        self.num_blocks = setup.kv_bytes // self.spec.kv_block_bytes(setup.block_size, setup.kv_dtype)
+        self.num_blocks = setup.kv_bytes // self.spec.host_block_bytes(setup.block_size, setup.kv_dtype)
         """The number of blocks in the pool."""
         self.max_rows = setup.max_rows
         """M."""
@@ -150,7 +150,7 @@ class HostTier:
             )
         if len(spec.attention) != spec.num_layers:
             raise ValueError(f"spec.attention needs one entry per layer: {spec.num_layers}, got {len(spec.attention)}")
-        block_bytes = spec.kv_block_bytes(setup.block_size, setup.kv_dtype)
+        block_bytes = spec.host_block_bytes(setup.block_size, setup.kv_dtype)
         if setup.kv_bytes < block_bytes:
             raise ValueError(
                 f"kv_bytes={setup.kv_bytes} is less than one block of {setup.block_size} tokens: give at least "

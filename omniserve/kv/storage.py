@@ -16,7 +16,7 @@ from omniserve.core.work import SlotCopy
 
 
 class DeviceKVStorage:
-    """K and V on the device, head-major blocks (``[B, K, S, H]`` per layer).
+    """K and V on the device, head-major blocks (``[B, K, S, H]`` per layer); one tensor is both if values are keys.
 
     Of all layers, or of ``layers``, for a rank that has these alone. In ``dtype``, or with ``kv_dtype`` ``int8`` in
     int8 with scales.
@@ -40,8 +40,8 @@ class DeviceKVStorage:
         shape = (len(layers), num_blocks, spec.num_kv_heads, block_size, row_size)
         self.block_size = block_size
         self.k_LBKSH = torch.empty(shape, dtype=dtype, device=device)
-        self.v_LBKSH = torch.empty(shape, dtype=dtype, device=device)
-        for pool in (self.k_LBKSH, self.v_LBKSH):
+        self.v_LBKSH = self.k_LBKSH if spec.value_is_key else torch.empty(shape, dtype=dtype, device=device)
+        for pool in {self.k_LBKSH, self.v_LBKSH}:
             if device.type == "cpu":
                 ask_for_huge_pages(pool.data_ptr(), pool.nbytes)
             # A block is not read past what was written (tests poison it), but by device attention "flex", which

@@ -168,7 +168,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     for flag, dest, text in (("--ls-ttft-slo", "ttft_s", "to first token"), ("--ls-tpot-slo", "tpot_s", "per token")):
         parser.add_argument(flag, dest=dest, type=number, help=f"objective of the class LS: time {text}, seconds")
     # DEVICE_ATTENTION's names are typed, as reading them takes torch, for which --help need not wait; a test compares.
-    text = "how steps run, such as compile=false; attention is auto, cpu, flex, sdpa, triton or xformers"
+    text = "how steps run, such as compile=false; attention is auto, cpu, flex, latent, sdpa, triton or xformers"
     add_options_flag(parser, "--execution", [ExecutionConfig], text)
     text = (
         "an option of the scheduling policy, such as be_order=prefill; a policy has some of these "

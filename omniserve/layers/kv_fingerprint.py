@@ -32,7 +32,7 @@ def kv_fingerprint(model: PreTrainedModel, config: EngineConfig) -> str:
     patched = getattr(model, "omniserve", None)
     freed = patched.freed if isinstance(patched, PatchedModel) else frozenset()
     modules = [(name, module) for name, module in model.named_modules() if id(module) not in freed]
-    versions = f"{__version__} {transformers.__version__} {_KV_LAYOUT}"
+    versions = f"{__version__} {transformers.__version__} {_KV_LAYOUT}{' latent' * config.execution.latent_kv}"
     dtype = model.dtype if config.execution.kv_dtype == "auto" else f"{model.dtype} {config.execution.kv_dtype}"
     total = hashlib.sha256(description_of(model) + f"{dtype} {config.block_size} {versions}".encode())
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:

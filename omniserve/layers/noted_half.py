@@ -95,6 +95,7 @@ class Noter:
         operators = _Refused(
             "torch.ops.omniserve",
             packed_linear=types.SimpleNamespace(default=self._packed_linear),
+            packed_heads=types.SimpleNamespace(default=self._packed_heads),
             quantized_linear=types.SimpleNamespace(default=self._quantized_linear),
             int8_linear=types.SimpleNamespace(default=self._int8_linear),
             add_lora=types.SimpleNamespace(default=self._add_lora),
@@ -115,6 +116,11 @@ class Noter:
     def _packed_linear(self, x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int) -> Tensor:
         out = self._buffers.rows((*x.shape[:-1], out_features), x.dtype)
         self._replay.add_linear(x, packed, bias_O, out)
+        return out
+
+    def _packed_heads(self, x_TNI: Tensor, packed: Tensor, out_features: int) -> Tensor:
+        out = self._buffers.rows((x_TNI.shape[1], x_TNI.shape[0], out_features), x_TNI.dtype)
+        self._replay.add_heads(x_TNI, packed, out)
         return out
 
     def _add_lora(self, y: Tensor, x: Tensor, slots_T: Tensor, a: Tensor, b: Tensor, scales_S: Tensor) -> Tensor:

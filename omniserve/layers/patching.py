@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from omniserve.layers.patched_model import KeptLayers, PatchedModel
 from omniserve.layers.tracing.traced import TracedFamily, family_of
 from omniserve.layers.weights.groups import GroupLinear, is_plain
 from omniserve.layers.weights.held import HeldWeights
+from omniserve.layers.weights.latents import HeldLatents
 from omniserve.layers.weights.loaded_model import IdleHooks, check_loaded, free_weights, in_adapters, language_model
 from omniserve.layers.weights.lora import LoRAStacks
 from omniserve.layers.weights.parts import read_rest
@@ -52,7 +53,7 @@ def _keep_layers(family: TracedFamily, keep: Callable[[int], range] | None) -> K
     return KeptLayers(layers, frozenset(gone))
 
 
-def patch(model: Model, *, compile: bool = True, prepack: Prepack = "auto") -> Model:
+def patch(model: Model, *, compile: bool = True, prepack: Prepack = "auto", latent_kv: bool = False) -> Model:
     """Split a model's decoder layers around their attention, in place, and install ``model.omniserve``.
 
     Add, switch and merge adapters and quantise before, not after: compiled code and prepacked weights stay as they are.
@@ -66,6 +67,9 @@ def patch(model: Model, *, compile: bool = True, prepack: Prepack = "auto") -> M
             sums stay fp32). On a GPU the weights of projections with the same input are views of one tensor. ``"auto"``
             prepacks where it pays: on a CPU with AVX2, as measured; on a GPU, which is not measured yet. Quantised
             linears and those in adapters stay as they are.
+        latent_kv: Have a model with multi-head latent attention keep the latents as its KV, one head for all query
+            heads, instead of the K and V of each head that it makes from them. Only on a CPU, and for an engine with
+            ``attention="latent"`` (docs/latents.md says when that is better).
 
     Returns:
         The same model.
@@ -73,17 +77,18 @@ def patch(model: Model, *, compile: bool = True, prepack: Prepack = "auto") -> M
     Raises:
         TypeError: Not a ``PreTrainedModel``, nor a PEFT model of one.
         UnsupportedModelError: The model's layers, a feature of its config or its adapters are not supported, or it is
-            not whole on one device.
+            not whole on one device. Or it cannot keep latents.
         ValueError: A part of the model is in training mode, or the model is patched with other options, or has nothing
             that can be prepacked although ``prepack`` is True.
     """
-    inner, options = language_model(model), (compile, prepack)
+    inner, options = language_model(model), _Options(compile, prepack, latent_kv)
     installed: _Patch | None = inner.__dict__.get("_omniserve_patch")
     if installed is not None:
         if installed.options != options:
             raise ValueError(
-                f"the model is patched already, with compile={installed.options[0]} and "
-                f"prepack={installed.options[1]!r}; call omniserve.unpatch(model) first"
+                f"the model is patched already, with compile={installed.options.compile}, "
+                f"prepack={installed.options.prepack!r} and latent_kv={installed.options.latent_kv}; call "
+                "omniserve.unpatch(model) first"
             )
         return model
     check_loaded(model)
@@ -119,6 +124,7 @@ def patched_model(
     prepack: Prepack = "auto",
     keep: Callable[[int], range] | None = None,
     lora: LoRAConfig | None = None,
+    latent_kv: bool = False,
 ) -> PatchedModel:
     """Return what ``patch`` installs on a model, which is patched if it is not yet.
 
@@ -129,9 +135,11 @@ def patched_model(
         keep: Given the number of layers with attention, returns those that this process has: the weights of the others
             are freed, or never read. None keeps all.
         lora: How many adapters rows can name; None, or no slots: none.
+        latent_kv: As for ``patch``.
 
     Raises:
-        ValueError: A patched model is to keep some of its layers, or has other adapters; or as ``patch`` or ``keep``.
+        ValueError: A patched model is to keep some of its layers, or has other adapters or other KV; or as ``patch``
+            or ``keep``.
         TypeError, UnsupportedModelError: As ``patch``.
     """
     inner = language_model(model)
@@ -140,14 +148,27 @@ def patched_model(
         if "_omniserve_patch" in inner.__dict__:
             raise ValueError("layers are chosen when a model is patched, and this one is")
         check_loaded(model)
-        inner.__dict__["_omniserve_patch"] = _Patch(inner, (compile, prepack), keep)
+        inner.__dict__["_omniserve_patch"] = _Patch(inner, _Options(compile, prepack, latent_kv), keep)
     elif "omniserve" not in inner.__dict__:
         check_loaded(model)
-        inner.__dict__["_omniserve_patch"] = _Patch(inner, (compile, prepack), lora=lora)
+        inner.__dict__["_omniserve_patch"] = _Patch(inner, _Options(compile, prepack, latent_kv), lora=lora)
     patched: PatchedModel = inner.__dict__["omniserve"]
     if (patched.lora.sizes if patched.lora is not None else None) != (lora.sizes if lora is not None else None):
         raise ValueError("the model is patched with other adapters' slots; call omniserve.unpatch(model) first")
+    if patched.family.latent_kv != latent_kv:
+        raise ValueError(
+            f"the model is patched with latent_kv={not latent_kv}, and attention='latent' goes with latent_kv=True "
+            "alone; call omniserve.unpatch(model) first, or change attention"
+        )
     return patched
+
+
+class _Options(NamedTuple):
+    """The options of ``patch``."""
+
+    compile: bool
+    prepack: Prepack
+    latent_kv: bool
 
 
 class _Patch:
@@ -156,7 +177,7 @@ class _Patch:
     def __init__(
         self,
         model: PreTrainedModel,
-        options: tuple[bool, Prepack],
+        options: _Options,
         keep: Callable[[int], range] | None = None,
         *,
         lora: LoRAConfig | None = None,
@@ -164,22 +185,25 @@ class _Patch:
         self.options = options
         self._model = model
         self._held: HeldWeights | None = None
+        self._latents: HeldLatents | None = None
         self._lora: LoRAStacks | None = None
         self._hooks = IdleHooks(model)
         try:
             with alone():  # halves of a rank's part are found and compiled without the other ranks
-                family = family_of(model)
+                family = family_of(model, latent_kv=options.latent_kv)
             kept = _keep_layers(family, keep)
-            if options[1] is not False:
-                self._prepack(family, kept.freed, is_required=options[1] is True)
+            if options.prepack is not False:
+                if options.latent_kv:
+                    self._latents = HeldLatents(family.overridden, kept.freed)
+                self._prepack(family, kept.freed, is_required=options.prepack is True)
             if lora is not None:
                 self._lora = self._make_adaptable(family, lora)
         except BaseException:
             self._hooks.put_back()
             raise
         # __setattr__ would register it as a submodule.
-        model.__dict__["omniserve"] = PatchedModel(family, compile=options[0], kept=kept, lora=self._lora)
-        logger.info("installed model.omniserve (%s, compile=%s)", type(family).__name__, options[0])
+        model.__dict__["omniserve"] = PatchedModel(family, compile=options.compile, kept=kept, lora=self._lora)
+        logger.info("installed model.omniserve (%s, compile=%s)", type(family).__name__, options.compile)
 
     def _prepack(self, family: TracedFamily, freed: frozenset[int], *, is_required: bool) -> None:
         adapted = in_adapters(self._model)
@@ -219,6 +243,8 @@ class _Patch:
             self._lora.remove()
         if self._held is not None:
             self._held.release()
+        if self._latents is not None:
+            self._latents.release()
         self._hooks.put_back()
         logger.info("restored %d linears", self._held.num_linears if self._held is not None else 0)
 

@@ -78,6 +78,11 @@ def _packed_linear(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_feature
     return x.new_empty((*x.shape[:-1], out_features))
 
 
+@torch.library.register_fake("omniserve::packed_heads")
+def _packed_heads(x_TNI: Tensor, packed: Tensor, out_features: int) -> Tensor:
+    return x_TNI.new_empty((x_TNI.shape[1], x_TNI.shape[0], out_features))
+
+
 @torch.library.register_fake("omniserve::add_lora")
 def _add_lora(y: Tensor, *_: Any) -> Tensor:
     return y.new_empty(y.shape)

@@ -51,6 +51,10 @@ class Replay:
         """Note ``packed_linear``, with its result in ``out``, contiguous."""
         _ops.add_linear(self._handle, x, packed, bias_O, out)
 
+    def add_heads(self, x_TNI: Tensor, packed: Tensor, out: Tensor) -> None:
+        """Note ``packed_heads``, with its result in ``out``, contiguous."""
+        _ops.add_heads(self._handle, x_TNI, packed, out)
+
     def add_quantized_linear(
         self,
         x: Tensor,

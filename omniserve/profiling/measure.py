@@ -64,7 +64,9 @@ def profile_model(
     """
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s must be > 0, got {time_limit_s}")
-    patched = patched_model(model, compile=config.execution.compile, lora=config.lora)
+    patched = patched_model(
+        model, compile=config.execution.compile, lora=config.lora, latent_kv=config.execution.latent_kv
+    )
     check_policy(config, patched.spec)  # now, not when an engine is made for the steps
     check_disk(config, patched.spec)
     fingerprint = fingerprint_of(model, config)

@@ -164,7 +164,7 @@ def measure_mixed_steps(
     has_tier = (
         not in_grid
         and has_host_tier(config)
-        and host_bytes >= here.kv_block_bytes(config.block_size, config.host_pool_dtype)
+        and host_bytes >= here.host_block_bytes(config.block_size, config.host_pool_dtype)
     )
     pools = [(roomy, 0), (tight, host_bytes)] if has_tier else [(roomy, 0)]
     pools = pools[-1:] if is_coarse else pools

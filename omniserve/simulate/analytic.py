@@ -316,5 +316,5 @@ def engine_config_for(machine: Machine, **settings: Any) -> EngineConfig:
     if "max_host_requests" in values or machine.spec.state_bytes:
         return config
     spec = largest_part(config, machine.spec)
-    num_blocks = config.host_kv_bytes // spec.kv_block_bytes(config.block_size, config.host_pool_dtype)
+    num_blocks = config.host_kv_bytes // spec.host_block_bytes(config.block_size, config.host_pool_dtype)
     return dataclasses.replace(config, max_host_requests=max(1, num_blocks))

@@ -113,7 +113,7 @@ class SimulatedHostTier:
         self._copies = copies
         self._attention = spec.attention
         self._last_layer = spec.num_layers - 1
-        self._block_bytes = spec.kv_block_bytes(block_size, kv_dtype)
+        self._block_bytes = spec.host_block_bytes(block_size, kv_dtype)
         self._num_layers, self._num_stages = spec.num_layers, num_stages
         self._hosts = [[_Server() for _ in nodes] for _ in range(num_stages)]
         """The servers of the hosts, by stage."""

@@ -60,7 +60,7 @@ class FakeGpuEngine:
             layers = TracedFamily(self.model)  # on the CPU: it looks at values, which fake tensors do not have
             self.model.to("cuda")
             layers.embedding_and_head.probe = layers.embedding_and_head.probe.to("cuda")
-            patch.setattr(patching, "family_of", lambda model: layers)
+            patch.setattr(patching, "family_of", lambda model, **_: layers)
             patch.setattr(graph_runner, "DECODE_ROWS", (0,))  # and all that max_num_seqs allows: few shapes
             # A Parameter on the fake GPU is a FakeTensor, which `is_plain` takes for a subclass of some library's.
             patch.setattr(groups, "is_plain", lambda module: type(module) is nn.Linear)

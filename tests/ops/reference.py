@@ -205,6 +205,14 @@ def packed_linear(x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features
     return (product if bias_O is None else product + bias_O.double()).to(x.dtype)
 
 
+def packed_heads(x_TNI: Tensor, packed: Tensor, out_features: int) -> Tensor:
+    """Return each head's rows times the head's own weight, ``[N, T, O]``, as ``packed_linear`` does."""
+    heads = [
+        packed_linear(x_TI, of_head, None, out_features) for x_TI, of_head in zip(x_TNI.unbind(1), packed, strict=True)
+    ]
+    return torch.stack(heads)
+
+
 def add_lora(y: Tensor, x: Tensor, slots_T: Tensor, a: Tensor, b: Tensor, scales_S: Tensor) -> Tensor:
     """Return ``y + scale * (x @ A.T) @ B.T``, ``[*, O]``, with the adapter of each row; slots count from 1.
 

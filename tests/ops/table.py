@@ -114,6 +114,7 @@ _DECODE_SHAPES = (
     AttentionShape("decode, group 7, head size 128, strided q", _DECODES, (7, 1, 128), strided=True),
     AttentionShape("decode, head size 256, softcap", _DECODES, (4, 2, 256), softcap=5.0),
     AttentionShape("decode, group 8, head size 512", _DECODES, (8, 1, 512), block_size=32),
+    AttentionShape("decode, group 20, head size 576", _DECODES, (20, 1, 576), block_size=32),
     AttentionShape("decode, group 20, head size 488, sinks", _DECODES, (20, 1, 488), block_size=64, sinks=True),
     AttentionShape("decode, group 5, head size 128, window that cuts a pair", _DECODES, (5, 1, 128), window=64),
     AttentionShape("decode, group 4, head size 80, odd blocks", _DECODES, (8, 2, 80), block_size=5),
@@ -180,6 +181,8 @@ def int8_attention_args(shape: AttentionShape, device: torch.device, dtype: torc
 def _paged_attention_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     for shape in _MIXED_SHAPES:
         yield Sample(label=shape.label, args=attention_args(shape, device, dtype))
+    q, k, _, *others = attention_args(AttentionShape("", _MIXED, (20, 1, 576), block_size=32), device, dtype)
+    yield Sample(label="latents, which are keys and values", args=(q, k, k, *others))
 
 
 def _int8_attention_samples(dtype: torch.dtype) -> Iterator[Sample]:
@@ -425,6 +428,24 @@ def _packed_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator
     yield Sample(label="one row of rows", args=(x_TI[3], packed, None, 70))
 
 
+def _packed_heads_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    def args(num_rows: int, num_heads: int, num_in: int, num_out: int, *dtypes: torch.dtype) -> tuple[Tensor, Tensor]:
+        heads = [linear_args(num_rows, num_in, num_out, device, *dtypes) for _ in range(num_heads)]
+        packed = [packed_weight(weight_OI * (1 - n / 8)) for n, (_, weight_OI, _) in enumerate(heads)]
+        return torch.stack([x_TI + n / 4 for n, (x_TI, _, _) in enumerate(heads)], dim=1), torch.stack(packed)
+
+    for sizes in ((0, 2, 8, 8), (1, 1, 5, 3), (3, 2, 16, 33), (65, 5, 40, 64), (2, 3, 7, 0)):
+        label = "{} rows, {} heads, {} to {}".format(*sizes)
+        x_TNI, packed = args(*sizes, dtype, dtype)
+        yield Sample(label=label, args=(x_TNI, packed, sizes[3]))
+        longer_TNI = torch.cat([x_TNI, x_TNI], dim=2)
+        yield Sample(label=f"{label}, of longer heads", args=(longer_TNI[..., sizes[2] :], packed, sizes[3]))
+        x_TNI, packed = args(*sizes, torch.float32, torch.bfloat16)
+        yield Sample(label=f"{label}, fp32 with bf16 weights", args=(x_TNI, packed, sizes[3]))
+    x_TNI, packed = args(3, 2, 16, 33, dtype, dtype)
+    yield Sample(label="inputs that lie apart", args=(x_TNI.mT.contiguous().mT, packed, 33))
+
+
 def dense_lora_args(
     slots: tuple[int, ...], num_in: int, num_out: int, rank: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
@@ -631,6 +652,7 @@ OPS: dict[str, OpSpec] = {
         (references.piggyback_send, _piggyback_send_samples),
         (references.pack_linear, _pack_linear_samples),
         (references.packed_linear, _packed_linear_samples),
+        (references.packed_heads, _packed_heads_samples),
         (references.packed_rows, _packed_rows_samples),
         (references.add_lora, _add_lora_samples),
         (references.quantized_linear, _quantized_linear_samples),

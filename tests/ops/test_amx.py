@@ -27,7 +27,7 @@ CSRC = HERE.parents[1] / "omniserve" / "ops" / "csrc"
 CPU_FLAGS = frozenset(Path("/proc/cpuinfo").read_text().split()) if Path("/proc/cpuinfo").exists() else frozenset()
 HEADS = ((1, 1), (2, 2), (3, 1), (2, 4), (1, 5), (1, 7), (2, 8), (1, 9), (1, 12), (1, 16), (1, 17), (1, 40))
 """KV heads and query heads of each."""
-HEAD_SIZES = (32, 40, 64, 72, 80, 96, 128, 256, 488, 512)
+HEAD_SIZES = (32, 40, 64, 72, 80, 96, 128, 256, 488, 512, 576)
 NAN = np.uint16(0x7FFF)
 
 needs_vectors = pytest.mark.skipif(

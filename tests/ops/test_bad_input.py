@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from omniserve.core.spec import HEAD_SIZE_STEP, MAX_HEAD_SIZE
+from omniserve.core.spec import HEAD_SIZE_STEP, MAX_LATENT_SIZE
 from tests.ops.checks import op_named
 
 
@@ -37,6 +37,7 @@ def good(name: str) -> list[Any]:
         ],
         "pack_linear": [torch.zeros(5, 8), torch.zeros(1, 8, 32)],
         "packed_linear": [torch.zeros(3, 8), torch.zeros(1, 8, 32), torch.zeros(5), 5],
+        "packed_heads": [torch.zeros(3, 2, 8), torch.zeros(2, 1, 8, 32), 5],
         "packed_rows": [torch.tensor([4, 0]), torch.zeros(1, 8, 32), 8, 5],
         "add_lora": [
             torch.zeros(3, 5), torch.zeros(3, 8), ints(0, 2, 1), torch.zeros(1, 8, 32), torch.zeros(2, 1, 16, 32),
@@ -156,6 +157,13 @@ CASES = [
     ("packed_linear", 2, torch.zeros(5).half(), "bias must be Float, got Half"),
     ("packed_linear", 3, 33, r"packed must be \[2, 8, 32\]"),
     ("packed_linear", 3, -1, "out_features must not be negative"),
+    ("packed_heads", 0, torch.zeros(3, 8), "x must have 3 dimensions"),
+    ("packed_heads", 0, torch.zeros(3, 4, 8), r"packed must be \[4, 1, 8, 32\] for 4 heads, 8 inputs and 5 outputs"),
+    ("packed_heads", 0, torch.zeros(3, 2, 8).half(), "packed must be Half, got Float"),
+    ("packed_heads", 1, torch.zeros(1, 8, 32), "packed must have 4 dimensions"),
+    ("packed_heads", 1, torch.zeros(2, 1, 4, 64).half(), "packed must be Float"),
+    ("packed_heads", 2, 33, r"packed must be \[2, 2, 8, 32\]"),
+    ("packed_heads", 2, -1, "out_features must not be negative"),
     ("packed_rows", 0, torch.tensor([0, 5]), "ids must be from 0 to 4, got 5"),
     ("packed_rows", 0, torch.tensor([-1]), "ids must be from 0 to 4, got -1"),
     ("packed_rows", 0, ints(0), "ids must be Long, got Int"),
@@ -250,11 +258,13 @@ def test_raises(name: str, index: int, value: Any, message: str) -> None:
         op_named(name)(*args)
 
 
-@pytest.mark.parametrize("head_size", [4, 12, 520])
+@pytest.mark.parametrize("head_size", [4, 12, 584])
 def test_an_unsupported_head_size_is_named(head_size: int) -> None:
     pool = torch.zeros(1, 1, 2, 4, head_size)
     args = (torch.zeros(1, 1, head_size), pool, None, ints([0]), ints(1), 1.0, 0, 0.0, 1)
-    with pytest.raises(RuntimeError, match=rf"multiple of {HEAD_SIZE_STEP} in \[8, {MAX_HEAD_SIZE}\], got {head_size}"):
+    with pytest.raises(
+        RuntimeError, match=rf"multiple of {HEAD_SIZE_STEP} in \[8, {MAX_LATENT_SIZE}\], got {head_size}"
+    ):
         op_named("cpu_attention")(*args)
 
 

@@ -41,6 +41,16 @@ def test_a_product_in_int8_rounds_what_its_rows_hold() -> None:
         assert torch.equal(out, torch.ops.omniserve.int8_linear(x, packed, normal(5), 5))
 
 
+def test_a_product_by_heads_reads_what_its_rows_hold() -> None:
+    x, packed, out = torch.zeros(3, 2, 8), normal(2, 1, 8, 32), torch.empty(2, 3, 5)
+    replay = Replay()
+    replay.add_heads(x, packed, out)
+    for values in (normal(3, 2, 8), -normal(3, 2, 8)):
+        x.copy_(values)
+        replay.run()
+        assert torch.equal(out, torch.ops.omniserve.packed_heads(x, packed, 5))
+
+
 def test_calls_keep_their_order() -> None:
     form = QuantForm(4, Scales.F16, 32)
     codes = torch.arange(5 * 64, dtype=torch.uint8).view(5, 64) % 16

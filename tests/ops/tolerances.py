@@ -67,7 +67,7 @@ INT8_LINEAR = {torch.float32: Tolerance(0, 0), torch.bfloat16: Tolerance(0, 1e-3
 
 def tolerance(op: str, dtype: torch.dtype) -> Tolerance:
     """Return the tolerance of an operator's results."""
-    if op == "packed_linear":
+    if op in ("packed_linear", "packed_heads"):
         return LINEAR[dtype]
     if op == "add_lora":
         return LORA[dtype]

@@ -472,7 +472,8 @@ def page(
     lines = [
         "# Models", "",
         "Which checkpoint formats of few bits are read as they are, how exactly and how fast:",
-        "[quantized.md](quantized.md).",
+        "[quantized.md](quantized.md). Models with latent attention can keep the latents as their KV:",
+        "[latents.md](latents.md).",
         "",
         f"Written by `python -m tests.parity.zoo --write`, with {versions}: each causal language model of",
         "transformers, tiny and random, in fp32. *Exact*: over random histories of mixed, chunked, preempted,",

@@ -119,7 +119,7 @@ class Bench:
             layers = self._layers[family]
             self.cuda.to_device(model)
             layers.embedding_and_head.probe = torch.empty(0, dtype=model.dtype, device=model.device)
-            with mock.patch.object(patching, "family_of", lambda model: layers):
+            with mock.patch.object(patching, "family_of", lambda model, **_: layers):
                 patch(model, compile=False, prepack=False)
         return model
 

@@ -48,7 +48,11 @@ _running = _Running()
 
 def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **keywords: Any) -> Any:
     assert _running.attend is not None
-    return _running.attend(module, query, key, value, mask, keywords), None
+    absorb = getattr(module, "absorb_query", None)  # of a module with latents as its KV (``latent.LatentAttention``)
+    if absorb is None:
+        return _running.attend(module, query, key, value, mask, keywords), None
+    rows = _running.attend(module, absorb(query), key, value, mask, keywords)
+    return module.expand_rows(rows), None  # type: ignore[operator]
 
 
 def attended(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Tensor:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.layers.tracing.attention_free import AttentionFreeLayer, Mixer, modules_beside
 from omniserve.layers.tracing.attention_interface import StopForward, attention_replaced, described_masks, no_attention
+from omniserve.layers.tracing.latent import with_latents
 from omniserve.layers.tracing.overrides import check_overrides, overridden_in
 
 
@@ -89,12 +90,12 @@ class ModelTracer:
         UnsupportedModelError: A layer attends more than once, or none does through the attention interface.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, latent_kv: bool = False) -> None:
         self._model = model
         configs = [getattr(module, "config", None) for module in model.modules()]
         self.configs = list({id(config): config for config in configs if config is not None}.values())
         """Configs of the model and its parts, each of which may name the attention function."""
-        self.overridden = overridden_in(model)
+        self.overridden = with_latents(model, overridden_in(model)) if latent_kv else overridden_in(model)
         self._takes_positions = _takes_positions(model)
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         self._embed_positions = [module for module in embeddings if _takes_positions(module)]

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
 from omniserve.core.registry import Registry
-from omniserve.core.spec import HEAD_SIZE_STEP, MAX_HEAD_SIZE, AttentionSpec, ModelSpec, eos_token_ids
+from omniserve.core.spec import HEAD_SIZE_STEP, MAX_HEAD_SIZE, MAX_LATENT_SIZE, AttentionSpec, ModelSpec, eos_token_ids
 from omniserve.layers.compiled import structure
 from omniserve.layers.tracing.attention_free import AttentionFreeLayer, number_states
 from omniserve.layers.tracing.attention_interface import attention_replaced, described_masks, no_attention
@@ -44,7 +44,7 @@ from omniserve.layers.tracing.model_config import (
     why_grouped_mm_waits,
 )
 from omniserve.layers.tracing.model_tracer import ModelTracer, TracedRun, stand_in, unsupported
-from omniserve.layers.tracing.overrides import unused_arguments
+from omniserve.layers.tracing.overrides import Overridden, unused_arguments
 from omniserve.layers.tracing.placeholders import TableForm
 
 
@@ -58,8 +58,10 @@ class TracedFamily:
         UnsupportedModelError: The model does something that the halves or the attention kernels do not have.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, latent_kv: bool = False) -> None:
         self.model = model
+        self.latent_kv = latent_kv
+        """K and V are latents (``latent.LatentAttention``)."""
         self.config = model.config.get_text_config(decoder=True)
         if model.get_output_embeddings() is None:
             raise self._unsupported("has no language modelling head; load it with AutoModelForCausalLM")
@@ -67,7 +69,7 @@ class TracedFamily:
         self._picks_keys = getattr(self.config, "index_topk", None) is not None
         """An indexer in a layer picks the keys that it attends to: all, if there are no more than ``index_topk``."""
         with torch.inference_mode():
-            self._tracer = ModelTracer(model)
+            self._tracer = ModelTracer(model, latent_kv=latent_kv)
             self.layers: list[Any] = self._tracer.layers
             self._tracer.first_position = find_first_position(model, self._tracer)
             # What depends on a position may do so only for late ones.
@@ -170,8 +172,12 @@ class TracedFamily:
         halves = self.halves
         halves.num_heads, halves.num_kv_heads = max(query_heads), max(kv_heads)
         halves.head_size = -(-max(*query_sizes, *value_sizes) // HEAD_SIZE_STEP) * HEAD_SIZE_STEP
-        if halves.head_size > MAX_HEAD_SIZE:
-            raise self._unsupported(f"has heads of {halves.head_size} elements; the kernels take up to {MAX_HEAD_SIZE}")
+        most = MAX_LATENT_SIZE if self.latent_kv else MAX_HEAD_SIZE
+        if halves.head_size > most:
+            what = "latents" if self.latent_kv else "heads"
+            raise self._unsupported(f"has {what} of {halves.head_size} elements; the kernels take up to {most}")
+        if self.latent_kv and kv_heads != {1}:
+            raise self._unsupported("has layers without latents: leave out latent_kv and attention='latent'")
         if len(query_heads) > 1 or any(halves.num_kv_heads % number for number in kv_heads):
             raise self._unsupported(f"has layers whose numbers of heads do not fit one KV cache: {sorted(sizes)}")
         if any(size[1] != size[2] or size[3] != size[4] for size in sizes):
@@ -280,6 +286,11 @@ class TracedFamily:
         """Run a layer from its attention on; see ``LayerHalves``."""
         return self.halves.post_attention(layer, attn, hidden_TD)
 
+    @property
+    def overridden(self) -> list[Overridden]:
+        """The modules that are of another class while a half runs."""
+        return self._tracer.overridden
+
     # --- for the engine ---------------------------------------------------------------------------------------------
 
     def compiling(self) -> AbstractContextManager[None]:
@@ -328,6 +339,7 @@ class TracedFamily:
             ),
             dtype_bytes=self.model.dtype.itemsize,
             attention=tuple(self._specs),
+            value_is_key=self.latent_kv,
             state_bytes=state_bytes(self.state_forms),
         )
 
@@ -336,12 +348,12 @@ LAYER_FAMILIES: Registry[type[TracedFamily]] = Registry("layer family", package=
 """HF ``config.model_type`` -> its family, for a type that differs from all others."""
 
 
-def family_of(model: PreTrainedModel) -> TracedFamily:
-    """Return the layers of a Hugging Face model, cut around their attention.
+def family_of(model: PreTrainedModel, *, latent_kv: bool = False) -> TracedFamily:
+    """Return the layers of a Hugging Face model, cut around their attention; ``latent_kv`` is as for ``patch``.
 
     Raises:
         UnsupportedModelError: The model does something that the halves or the attention kernels do not have.
     """
     model_type = model.config.model_type
     family = LAYER_FAMILIES.get(model_type) if model_type in LAYER_FAMILIES.names() else TracedFamily
-    return family(model)
+    return family(model, latent_kv=latent_kv)

@@ -11,6 +11,7 @@ read, the same products.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, cast
@@ -114,6 +115,17 @@ def pack(*linears: nn.Linear, embedding: nn.Embedding | None = None) -> None:
             hold_rows(embedding, PackedEmbedding, packed)
 
 
+def packed_heads(weight_NOI: Tensor) -> Tensor:
+    """Return the weights of several heads packed, as ``torch.ops.omniserve.packed_heads`` takes them."""
+    dense_NOI = weight_NOI.contiguous()
+    if _is_exact_in_bf16(dense_NOI):
+        dense_NOI = _narrowed(dense_NOI)
+    packed = _empty(dense_NOI.dtype, *dense_NOI.shape)
+    for dense_OI, of_head in zip(dense_NOI, packed, strict=True):
+        torch.ops.omniserve.pack_linear(dense_OI, of_head)
+    return packed
+
+
 def unpack(*linears: nn.Linear, embedding: nn.Embedding | None = None) -> None:
     """Undo ``pack`` of the same modules: same class, same Parameter objects, same bits; see ``split_group``."""
     split_group(linears, PackedLinear, lambda: cast(PackedLinear, linears[0]).dense_group())
@@ -202,12 +214,17 @@ def _packed_class(own: type[nn.Embedding], kind: type[PackedEmbedding]) -> type[
 
 
 def _packed(dense: Tensor) -> Tensor:
-    num_out, num_in = dense.shape
-    at_once = 2 if dense.dtype is torch.bfloat16 else 1  # inputs
-    shape = (-(-num_out // PANEL), -(-num_in // at_once), PANEL * at_once)
-    packed = huge_pages(shape[0] * shape[1] * shape[2], dense.dtype).view(shape)
+    packed = _empty(dense.dtype, *dense.shape)
     torch.ops.omniserve.pack_linear(dense.contiguous(), packed)
     return packed
+
+
+def _empty(dtype: torch.dtype, *sizes: int) -> Tensor:
+    """Return memory for packed weights of some sizes, the last two of which are outputs and inputs."""
+    *many, num_out, num_in = sizes
+    at_once = 2 if dtype is torch.bfloat16 else 1  # inputs
+    shape = (*many, -(-num_out // PANEL), -(-num_in // at_once), PANEL * at_once)
+    return huge_pages(math.prod(shape), dtype).view(shape)
 
 
 _slab = torch.empty(0, dtype=torch.uint8)

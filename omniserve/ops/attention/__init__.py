@@ -3,6 +3,7 @@
 ``base`` has the interface and the choice, the other modules the implementations:
 
 * ``cpu`` (in ``native``): the C++ operator.
+* ``latent`` (in ``native``): the same, over the latents of a model with multi-head latent attention.
 * ``triton`` (in ``native``): our kernel over the pages (``ops/kernels/attention.py``), CUDA; graph-safe.
 * ``flex``: torch's FlexAttention over the pages, any device; graph-safe.
 * ``xformers``: CUDA; decodes over the pages, gathers the rest.

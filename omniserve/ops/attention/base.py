@@ -118,7 +118,7 @@ def resolve_attention(
     if refusals and name == "xformers":
         raise ValueError(refusals[0])
     is_interpreted = name == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    wanted = {"cpu": "cpu", "xformers": "cuda", "triton": "cuda"}.get(name, device.type)
+    wanted = {"cpu": "cpu", "latent": "cpu", "xformers": "cuda", "triton": "cuda"}.get(name, device.type)
     if wanted != device.type and not is_interpreted:
         raise ValueError(f"device attention {name!r} runs on {wanted}, not on {device.type}; give 'sdpa' or 'auto'")
     if is_directed and name == "xformers":

@@ -1,4 +1,7 @@
-"""``cpu`` and ``triton``: attention by this project's own kernels, straight from the blocks. Letters as in `base`."""
+"""``cpu``, ``latent`` and ``triton``: attention by this project's own kernels, straight from the blocks.
+
+Letters as in `base`.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,9 @@ def attend_cpu(
         per_head(spec.alibi_slopes, q_TNH.device),
     )
     return out_TNH if is_padding_R is None else out_TNH.masked_fill_(is_padding_R[:, None, None], 0)
+
+
+DEVICE_ATTENTION.register("latent")(attend_cpu)
 
 
 @DEVICE_ATTENTION.register("triton")

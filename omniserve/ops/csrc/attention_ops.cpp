@@ -50,8 +50,8 @@ const float* per_head(const std::optional<Tensor>& values, int64_t num_heads, co
 AttentionParams attention_params(const PagedKV& kv, int64_t num_heads, double scale, int64_t window, double softcap,
                                  int64_t chunk, const std::optional<Tensor>& sinks,
                                  const std::optional<Tensor>& alibi_slopes) {
-  STD_TORCH_CHECK(kv.head_size % 8 == 0 && kv.head_size >= 8 && kv.head_size <= 512,
-                  "head size must be a multiple of 8 in [8, 512], got ", kv.head_size);
+  STD_TORCH_CHECK(kv.head_size % 8 == 0 && kv.head_size >= 8 && kv.head_size <= 576,
+                  "head size must be a multiple of 8 in [8, 576], got ", kv.head_size);
   STD_TORCH_CHECK(kv.kv_heads >= 1 && num_heads >= 1 && num_heads % kv.kv_heads == 0,
                   "query heads must be a multiple of the KV heads, got ", num_heads, " and ", kv.kv_heads);
   STD_TORCH_CHECK(kv.block_size >= 1, "block size must be >= 1, got ", kv.block_size);

@@ -1,4 +1,5 @@
-// pack_linear, packed_linear, quantized_linear, int8_linear and their rows: checks, and the division of work among threads.
+// pack_linear, packed_linear, packed_heads, quantized_linear, int8_linear and their rows: checks, and the division of
+// work among threads.
 #include "linear.h"
 
 #include <omp.h>
@@ -22,9 +23,9 @@ constexpr int64_t kTasksPerThread = 16;               // a thread that lost its 
 constexpr int64_t kMinTaskPanels = 2;                 // two panels are read faster than one after the other
 constexpr int64_t kMaxTaskPanels = 4;
 
-// Panels of one call, those of all parts of the rows in a line. Each thread has a share of neighbours, so that it reads
-// one stretch of the weight, and rows that it wrote itself the last time: lines that another core has written take
-// longer. One that is done takes from the others, a few panels at a time.
+// Panels of one call, those of all heads and parts of the rows in a line. Each thread has a share of neighbours, so that
+// it reads one stretch of the weight, and rows that it wrote itself the last time: lines that another core has written
+// take longer. One that is done takes from the others, a few panels at a time.
 class Shares {
   struct alignas(64) Share {
     std::atomic<int64_t> next;
@@ -171,41 +172,38 @@ void check_order(const std::optional<Tensor>& order, int64_t num_in) {
                   static_cast<int32_t>(most));
 }
 
-// Writes the product with a packed weight that has been checked.
-void product(Tensor x, const Tensor& packed, const std::optional<Tensor>& bias, DType weight_dtype,
-             const QuantForm* form, const std::optional<Tensor>& order, const Int8Form* int8, const Tensor& out) {
-  const int64_t num_in = x.size(-1), num_out = out.size(-1);
-  isa_name();  // a wrong OMNISERVE_ISA is reported here, not inside a parallel region
+// The products of one call: of x with one weight, or of each head's part of x with the head's weight.
+struct Heads {
+  int64_t count = 1;
+  int64_t x_bytes = 0;       // from one head of x to the next
+  int64_t weight_bytes = 0;
+  int64_t out_bytes = 0;
 
-  const std::optional<int64_t> distance = distance_of_rows(x);
-  if (!distance) x = torch::stable::contiguous(x);
-  const LinearArgs args{x.const_data_ptr(),
-                        packed.const_data_ptr(),
-                        bias.has_value() ? bias->const_data_ptr() : nullptr,
-                        out.mutable_data_ptr(),
-                        distance.value_or(num_in),
-                        num_out > 0 ? out.numel() / num_out : 0,
-                        num_in,
-                        num_out,
-                        dtype_of(x, "x"),
-                        weight_dtype,
-                        form,
-                        order.has_value() ? static_cast<const int32_t*>(order->const_data_ptr()) : nullptr,
-                        int8};
-  if (out.numel() == 0) return;
+  LinearArgs of(LinearArgs args, int64_t head) const {
+    args.x = static_cast<const char*>(args.x) + head * x_bytes;
+    args.weight = static_cast<const char*>(args.weight) + head * weight_bytes;
+    args.out = static_cast<char*>(args.out) + head * out_bytes;
+    return args;
+  }
+};
+
+// Writes products with packed weights that have been checked; `args` are those of the first head.
+void products(const LinearArgs& args, const Heads& heads) {
+  isa_name();  // a wrong OMNISERVE_ISA is reported here, not inside a parallel region
   // A team of all threads or of one: libgomp ends and starts threads whenever the size of a team changes.
   const int64_t num_threads = omp_get_max_threads();
-  const bool parallel = num_threads > 1 && args.num_in * num_out * args.num_rows > kParallelMacs;
-  const int64_t panels = num_panels(num_out);
+  const bool parallel =
+      num_threads > 1 && heads.count * args.num_in * args.num_out * args.num_rows > kParallelMacs;
+  const int64_t panels = num_panels(args.num_out);
   const int64_t wanted = parallel ? num_threads * kTasksPerThread : 1;
   const LinearRows split = linear_rows(args);
   const int64_t blocks = (args.num_rows + split.block - 1) / split.block, part_blocks = split.task / split.block;
-  const int64_t row_parts = (blocks + part_blocks - 1) / part_blocks;
-  const int64_t task_panels = std::clamp<int64_t>(panels * row_parts / wanted, kMinTaskPanels, kMaxTaskPanels);
+  const int64_t row_parts = (blocks + part_blocks - 1) / part_blocks, parts = heads.count * row_parts;
+  const int64_t task_panels = std::clamp<int64_t>(panels * parts / wanted, kMinTaskPanels, kMaxTaskPanels);
   const int64_t most_rows = (blocks + row_parts - 1) / row_parts * split.block;  // of a part
   const int64_t part_rows = (most_rows + kTileOfRows - 1) / kTileOfRows * kTileOfRows;
   const int64_t sums_bytes = part_rows * task_panels * kPanel * 4, x_bytes = linear_rows_bytes(args, part_rows);
-  Shares shares(parallel ? num_threads : 1, row_parts * panels);
+  Shares shares(parallel ? num_threads : 1, parts * panels);
 #pragma omp parallel num_threads(static_cast<int>(num_threads)) if (parallel)
   {
     float* const sums = static_cast<float*>(sums_scratch().of(sums_bytes));
@@ -214,17 +212,41 @@ void product(Tensor x, const Tensor& packed, const std::optional<Tensor>& bias, 
     Shares::Taker taker(shares, omp_get_thread_num());
     while (const std::optional<Shares::Range> task = taker.take(task_panels)) {
       for (int64_t panel = task->begin, end; panel < task->end; panel = end) {
-        const int64_t part = panel / panels, first = panel % panels;
+        const int64_t part = panel / panels, first = panel % panels, of_rows = part % row_parts;
         end = std::min((part + 1) * panels, task->end);
-        const int64_t last = first + end - panel, first_row = blocks * part / row_parts * split.block;
-        const int64_t last_row = std::min(blocks * (part + 1) / row_parts * split.block, args.num_rows);
-        if (part != packed_part) linear_pack_rows(args, packed_x, first_row, last_row);
+        const int64_t last = first + end - panel, first_row = blocks * of_rows / row_parts * split.block;
+        const int64_t last_row = std::min(blocks * (of_rows + 1) / row_parts * split.block, args.num_rows);
+        const LinearArgs own = heads.of(args, part / row_parts);
+        if (part != packed_part) linear_pack_rows(own, packed_x, first_row, last_row);
         packed_part = part;
-        linear_features(args, packed_x, sums, first * kPanel, std::min(last * kPanel, num_out),
-                        first_row, last_row);
+        linear_features(own, packed_x, sums, first * kPanel, std::min(last * kPanel, args.num_out), first_row,
+                        last_row);
       }
     }
   }
+}
+
+// Writes the product with a packed weight that has been checked.
+void product(Tensor x, const Tensor& packed, const std::optional<Tensor>& bias, DType weight_dtype,
+             const QuantForm* form, const std::optional<Tensor>& order, const Int8Form* int8, const Tensor& out) {
+  const int64_t num_in = x.size(-1), num_out = out.size(-1);
+  const std::optional<int64_t> distance = distance_of_rows(x);
+  if (!distance) x = torch::stable::contiguous(x);
+  if (out.numel() == 0) return;
+  products({x.const_data_ptr(),
+            packed.const_data_ptr(),
+            bias.has_value() ? bias->const_data_ptr() : nullptr,
+            out.mutable_data_ptr(),
+            distance.value_or(num_in),
+            out.numel() / num_out,
+            num_in,
+            num_out,
+            dtype_of(x, "x"),
+            weight_dtype,
+            form,
+            order.has_value() ? static_cast<const int32_t*>(order->const_data_ptr()) : nullptr,
+            int8},
+           Heads{});
 }
 
 // The result of a product of x with `num_out` features, or what the caller gives for it.
@@ -256,6 +278,42 @@ Tensor packed_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, i
 
 Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out) {
   return packed_linear_into(x, packed, bias, num_out, std::nullopt);
+}
+
+Tensor packed_heads_into(Tensor x, Tensor packed, int64_t num_out, std::optional<Tensor> given) {
+  check_dim(x, 3, "x");
+  const DType dtype = dtype_of(x, "x");
+  STD_TORCH_CHECK(num_out >= 0, "out_features must not be negative, got ", num_out);
+  const int64_t num_rows = x.size(0), num_heads = x.size(1), num_in = x.size(2);
+  const DType weight_dtype = dtype_of(packed, "packed");
+  const bool mixed = dtype == DType::f32 && weight_dtype == DType::bf16;
+  if (!mixed) check_type(packed, x.scalar_type(), "packed");
+  const int64_t at_once = weight_dtype == DType::bf16 ? 2 : 1;
+  const int64_t panels = num_panels(num_out), steps = (num_in + at_once - 1) / at_once;
+  check_dim(packed, 4, "packed");
+  check_contiguous(packed, "packed");
+  STD_TORCH_CHECK(packed.size(0) == num_heads && packed.size(1) == panels && packed.size(2) == steps &&
+                      packed.size(3) == kPanel * at_once,
+                  "packed must be [", num_heads, ", ", panels, ", ", steps, ", ", kPanel * at_once, "] for ", num_heads,
+                  " heads, ", num_in, " inputs and ", num_out, " outputs, got ", shape_of(packed));
+  Tensor out = given.has_value() ? *given : empty_cpu({num_heads, num_rows, num_out}, x);
+  check_type(out, x.scalar_type(), "out");
+  check_contiguous(out, "out");
+  STD_TORCH_CHECK(out.dim() == 3 && out.size(0) == num_heads && out.size(1) == num_rows && out.size(2) == num_out,
+                  "out must be [", num_heads, ", ", num_rows, ", ", num_out, "], got ", shape_of(out));
+  if (x.size(2) > 1 && x.stride(2) != 1) x = torch::stable::contiguous(x);
+  if (out.numel() == 0) return out;
+  const int64_t element = dtype_bytes(dtype);
+  const int64_t weight_bytes = panels * panel_size(num_in, weight_dtype) * dtype_bytes(weight_dtype);
+  const Heads heads{num_heads, x.stride(1) * element, weight_bytes, num_rows * num_out * element};
+  products({x.const_data_ptr(), packed.const_data_ptr(), nullptr, out.mutable_data_ptr(), x.stride(0), num_rows, num_in,
+            num_out, dtype, weight_dtype},
+           heads);
+  return out;
+}
+
+Tensor packed_heads(Tensor x, Tensor packed, int64_t num_out) {
+  return packed_heads_into(x, packed, num_out, std::nullopt);
 }
 
 Tensor quantized_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits,

@@ -148,6 +148,7 @@ Tensor cpu_attention(Tensor q, Tensor pool, std::optional<Tensor> scales, Tensor
                      std::optional<Tensor> sinks, std::optional<Tensor> alibi_slopes);
 void store_host_kv(Tensor k, Tensor v, Tensor pool, std::optional<Tensor> scales, Tensor slot_mapping);
 Tensor packed_linear(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out);
+Tensor packed_heads(Tensor x, Tensor packed, int64_t num_out);
 Tensor add_lora(Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor scales);
 void store_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping);
 
@@ -158,6 +159,7 @@ Tensor paged_attention_into(Tensor q, Tensor k_cache, Tensor v_cache, Tensor blo
                             std::optional<Tensor> alibi_slopes, std::optional<Tensor> given);
 Tensor packed_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out,
                           std::optional<Tensor> given);
+Tensor packed_heads_into(Tensor x, Tensor packed, int64_t num_out, std::optional<Tensor> given);
 Tensor add_lora_into(Tensor y, Tensor x, Tensor slots, Tensor a, Tensor b, Tensor scales, std::optional<Tensor> given);
 Tensor quantized_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t num_out, int64_t bits,
                              int64_t scales, int64_t group, std::optional<Tensor> order, std::optional<Tensor> given);

@@ -309,6 +309,7 @@ STABLE_TORCH_LIBRARY(omniserve, m) {
       "Tensor(a!) residuals_SD, Tensor(b!) mailbox_SW, Tensor(c!) flags_S, Tensor step_1) -> ()");
   m.def("pack_linear(Tensor weight_OI, Tensor(a!) packed) -> ()");
   m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias_O, SymInt out_features) -> Tensor");
+  m.def("packed_heads(Tensor x_TNI, Tensor packed, SymInt out_features) -> Tensor");
   m.def("add_lora(Tensor y, Tensor x, Tensor slots_T, Tensor a, Tensor b, Tensor scales_S) -> Tensor");
   m.def("packed_rows(Tensor ids, Tensor packed, SymInt in_features, SymInt out_features) -> Tensor");
   m.def(
@@ -332,6 +333,7 @@ STABLE_TORCH_LIBRARY_IMPL(omniserve, CPU, m) {
   m.impl("piggyback_receive", TORCH_BOX(&omniserve::piggyback_receive));
   m.impl("piggyback_send", TORCH_BOX(&omniserve::piggyback_send));
   m.impl("packed_linear", TORCH_BOX(&omniserve::packed_linear));
+  m.impl("packed_heads", TORCH_BOX(&omniserve::packed_heads));
   m.impl("pack_linear", TORCH_BOX(&omniserve::pack_linear));
   m.impl("add_lora", TORCH_BOX(&omniserve::add_lora));
   m.impl("packed_rows", TORCH_BOX(&omniserve::packed_rows));

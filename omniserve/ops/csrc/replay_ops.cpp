@@ -69,6 +69,10 @@ void add_linear(int64_t handle, Tensor x, Tensor packed, std::optional<Tensor> b
   find(handle)->emplace_back([=] { packed_linear_into(x, packed, bias, out.size(-1), out); });
 }
 
+void add_heads(int64_t handle, Tensor x, Tensor packed, Tensor out) {
+  find(handle)->emplace_back([=] { packed_heads_into(x, packed, out.size(-1), out); });
+}
+
 void add_quantized_linear(int64_t handle, Tensor x, Tensor packed, std::optional<Tensor> bias, int64_t bits,
                           int64_t scales, int64_t group, std::optional<Tensor> order, Tensor out) {
   find(handle)->emplace_back(
@@ -110,6 +114,7 @@ STABLE_TORCH_LIBRARY(omniserve_replay, m) {
   m.def("destroy(int replay) -> ()");
   m.def("add_kernel(int replay, int function, int[] arguments) -> ()");
   m.def("add_linear(int replay, Tensor x, Tensor packed, Tensor? bias_O, Tensor(a!) out) -> ()");
+  m.def("add_heads(int replay, Tensor x_TNI, Tensor packed, Tensor(a!) out) -> ()");
   m.def(
       "add_quantized_linear(int replay, Tensor x, Tensor packed, Tensor? bias_O, int bits, int scales, int group, "
       "Tensor? order_I, Tensor(a!) out) -> ()");
@@ -134,6 +139,7 @@ STABLE_TORCH_LIBRARY_IMPL(omniserve_replay, CompositeExplicitAutograd, m) {
   m.impl("add_kernel", TORCH_BOX(&omniserve::add_kernel));
   m.impl("add_linear", TORCH_BOX(&omniserve::add_linear));
   m.impl("add_int8_linear", TORCH_BOX(&omniserve::add_int8_linear));
+  m.impl("add_heads", TORCH_BOX(&omniserve::add_heads));
   m.impl("add_quantized_linear", TORCH_BOX(&omniserve::add_quantized_linear));
   m.impl("add_add_lora", TORCH_BOX(&omniserve::add_add_lora));
   m.impl("add_store_kv", TORCH_BOX(&omniserve::add_store_kv));
