@@ -358,7 +358,9 @@ class EngineConfig:
                 "--max-loras away, or merge the adapter into the model"
             )
         if self.execution.latent_kv and self.execution.kv_dtype != "auto":
-            raise ValueError("attention='latent' keeps latents in the model's dtype on the device: set kv_dtype to 'auto'")
+            raise ValueError(
+                "attention='latent' keeps latents in the model's dtype on the device: set kv_dtype to 'auto'"
+            )
         if self.execution.latent_kv and (self.parallel.num_ranks > 1 or self.lora.max_loras):
             raise ValueError(
                 "attention='latent' is for a model on one rank, without adapters that requests can name: set attention "

@@ -30,7 +30,7 @@ def parse(*arguments):
 def test_defaults_are_those_of_engine_config():
     options, loader = parse()
     assert loader.config == EngineConfig()
-    assert (options.host, options.port, options.model_name) == ("127.0.0.1", 8000, "some/model")
+    assert (options.host, options.port, options.model_names) == ("127.0.0.1", 8000, ("some/model",))
     assert (loader.model, loader.dtype, loader.device) == ("some/model", "auto", "auto")
     assert (loader.profile, loader.with_profile) == (None, True)
 
@@ -76,7 +76,7 @@ def test_flags_beside_those_of_engine_config_and_limits_arrive():
     assert loader.config == EngineConfig(kv="my.kv:Manager")
     assert (loader.dtype, loader.device) == ("bfloat16", "cpu")
     assert (loader.profile, loader.profile_time_limit_s, loader.with_profile) == (Path("p.json"), 5, True)
-    assert (options.host, options.port, options.model_name) == ("0.0.0.0", 0, "nick")
+    assert (options.host, options.port, options.model_names) == ("0.0.0.0", 0, ("nick",))
     assert (options.limits.max_connections, options.log_level) == (None, "error")
 
 
