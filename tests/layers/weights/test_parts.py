@@ -235,7 +235,9 @@ def test_quantised_weights_are_loaded_whole_and_the_log_says_why(
     loader = EngineLoader(model=str(tmp_path), dtype="auto", device="cpu", config=EngineConfig())
     stage = loader.load_rank(Place(0, 1, 2))
     assert "its weights are quantised (torchao)" in caplog.text
-    assert type(stage.model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
+    quantised = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu").model.layers[0].mlp.up_proj.weight
+    assert type(quantised).__name__ == "Int8Tensor"
+    assert torch.equal(stage.model.layers[0].mlp.up_proj.weight, quantised.dequantize())  # its codes are noted beside
 
 
 def test_another_way_of_loading_weights_is_not_taken_for_the_known_one(
