@@ -63,7 +63,7 @@ class FakeGpuEngine:
             patch.setattr(patching, "family_of", lambda model, **_: layers)
             patch.setattr(graph_runner, "DECODE_ROWS", (0,))  # and all that max_num_seqs allows: few shapes
             # A Parameter on the fake GPU is a FakeTensor, which `is_plain` takes for a subclass of some library's.
-            patch.setattr(groups, "is_plain", lambda module: type(module) is nn.Linear)
+            patch.setattr(groups, "is_plain", lambda module, kind=nn.Linear: type(module) is kind)
             patch.setattr(graph_runner.gc, "collect", lambda: 0)  # takes as long as all captures here
             self.engine = Engine(self.model, settings)
         self._watch_launches()
