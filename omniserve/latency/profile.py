@@ -91,8 +91,8 @@ class Fingerprint:
     def key(self) -> str:
         """A short hash of all fields."""
         fields = dataclasses.asdict(self)
-        for name in ("constant_steps", "weights", "ranks"):
-            if not fields[name]:
+        for name, usual in (("constant_steps", False), ("kv_dtype", "auto"), ("weights", ""), ("ranks", "")):
+            if fields[name] == usual:
                 del fields[name]  # profiles of earlier versions, which had no such field, are still found
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 

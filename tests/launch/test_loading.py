@@ -120,7 +120,9 @@ def gpus(monkeypatch):
 
     def from_pretrained(model, *, dtype, device_map, trust_remote_code):
         seen["loaded"] = device_map
-        return SimpleNamespace(num_parameters=lambda: 1, dtype=torch.float32, eval=lambda: None)
+        model = SimpleNamespace(num_parameters=lambda: 1, dtype=torch.float32, eval=lambda: None)
+        model.config = SimpleNamespace()
+        return model
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM", SimpleNamespace(from_pretrained=from_pretrained))
     monkeypatch.setattr("omniserve.launch.models.quantization_of", lambda model: None)

@@ -96,7 +96,7 @@ def test_kv_of_int8_is_for_the_cpu_and_its_own_kernel() -> None:
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ValueError, match="cpu, flex, sdpa, triton, xformers"):
+    with pytest.raises(ValueError, match="cpu, flex, latent, sdpa, triton, xformers"):
         resolve_attention("flash9", CPU)
 
 
