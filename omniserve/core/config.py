@@ -381,7 +381,7 @@ class EngineConfig:
 
     @property
     def keeps_host_prefixes(self) -> bool:
-        """Whether a host tier keeps prefixes: it may if their way there and back rounds nothing."""
+        """True: the host tier keeps prefixes, as copying KV there and back rounds nothing."""
         return self.execution.host_prefixes and self.host_pool_dtype == self.execution.kv_dtype
 
     def class_named(self, name: str) -> ClassSpec:

@@ -3,7 +3,8 @@
 Legend: L layers, B blocks, K KV heads, S block size, H head size.
 
 KV of int8 is in tensors ``[L, B, K, S, H + 4]`` of bytes. The ``S * (H + 4)`` of a block's head are its rows of codes,
-``[S, H]``, and behind them the scales of these, S numbers of float32. Whoever copies whole blocks need not know this.
+``[S, H]``, and behind them the scales of these, S numbers of float32. A copy of whole blocks is a
+copy of these bytes, whatever they mean.
 """
 
 from __future__ import annotations

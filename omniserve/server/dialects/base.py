@@ -80,9 +80,9 @@ class Dialect(abc.ABC):
     """A model's way to write its answers."""
 
     knows_tools: bool
-    """Whether it has a form for calls."""
+    """True: the dialect has a form for calls."""
     thinks: bool
-    """Whether it has marks for thinking."""
+    """True: the dialect has marks for thinking."""
     marks: Sequence[str]
     """The texts in which special tokens may stand that have to be seen."""
 

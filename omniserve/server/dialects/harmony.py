@@ -103,7 +103,7 @@ class HarmonyParser:
         self._head: str | None = None
         """The head of the message that is being read; None while its end is missing."""
         self._told: dict[str, bool] = {}
-        """Whether there was something of reasoning and of text before this message, which a line end keeps apart."""
+        """True for ``reasoning`` or ``text`` once a message was of it: a line end then separates the next."""
         self._is_new = True
         self.num_calls = 0
         """Number of complete calls."""
