@@ -10,58 +10,74 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omniserve.core.request import TokenLogprob
+from omniserve.server.answer_shape import AnswerShape
 from omniserve.server.choice import Delta
 from omniserve.server.dialects.base import ParsedCall
-from omniserve.server.fields import ignored_header
+from omniserve.server.errors import ApiError
+from omniserve.server.output_stream import Usage
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.service import Service
 
 # JSON has no infinity, and no client can do anything with one.
 _LOWEST_LOGPROB = -9999.0
 _COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
+_DONE = "data: [DONE]\n\n"
 
 
-class AnswerShape(abc.ABC):
-    """Turns the deltas of one call into the objects of an endpoint of OpenAI's."""
+class _CompletionsShape(AnswerShape):
+    """What both endpoints' answers have in common."""
 
-    request_kind: type[GenerationRequest]
-    id_prefix: str
     answer_object: str
     chunk_object: str
 
     def __init__(self, service: Service, request: GenerationRequest, call_id: str) -> None:
+        super().__init__(service, request, call_id)
         self._common = {
             "id": call_id,
             "created": int(time.time()),
             "model": request.model or service.model_name,
             "service_tier": request.answered_tier,
         }
-        self.is_streamed = request.stream
-        self.include_usage = request.include_usage
-        """A stream ends with the token counts."""
-        self.headers = ignored_header(request)
-        """Headers of the answer."""
+        self._chunk_head = json.dumps(self._common | {"object": self.chunk_object})[:-1]  # an object still open
+        self._include_usage = request.include_usage  # a stream ends with the token counts
         self._codec = service.codec
         self._with_logprobs = request.num_logprobs is not None
         self._token_text = _token_id_text if request.return_tokens_as_token_ids else service.codec.token_text
         self._with_token_ids = request.return_token_ids
         self._continuous_usage = request.continuous_usage
-        self._num_tokens = 0
-        """Number of output tokens in chunks so far."""
+        self._num_tokens = 0  # of the output, in chunks so far
         self._num_prompt_tokens = 0
 
-    def begin(self, num_prompt_tokens: int) -> None:
-        """Note what chunks tell of the prompts; called before the first one."""
-        self._num_prompt_tokens = num_prompt_tokens
+    def first_events(self, usage: Usage) -> str:
+        self._num_prompt_tokens = usage.num_prompt_tokens
+        return ""
 
-    def pieces(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the chunks, without their head, that tell some new text; called once per delta, in order."""
+    def events(self, deltas: Sequence[Delta]) -> str:
+        head, dumps = self._chunk_head, json.dumps
+        chunks = [chunk for delta in deltas for chunk in self._chunks(delta)]
+        return "".join([f"data: {head},{dumps(chunk)[1:]}\n\n" for chunk in chunks])
+
+    def last_events(self, usage: Usage) -> str:
+        if not self._include_usage:
+            return _DONE
+        return f'data: {self._chunk_head},"choices":[],"usage":{json.dumps(usage.as_dict())}}}\n\n{_DONE}'
+
+    def error_events(self, error: ApiError) -> str:
+        return f"data: {json.dumps(error.body())}\n\n{_DONE}"
+
+    def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
+        choices = [self.whole(delta) for delta in deltas]
+        fields = {"object": self.answer_object, "choices": choices, "usage": usage.as_dict()}
+        return json.dumps(self._common | fields | self.beside_choices(deltas)).encode()
+
+    def _chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """Return the chunks, without their head, that tell some new text."""
         self._num_tokens += delta.num_tokens
         more: dict[str, Any] = {}
         if self._continuous_usage:
             counts = self._num_prompt_tokens, self._num_tokens
             more["usage"] = dict(zip(_COUNTS, (*counts, sum(counts)), strict=True))
-        elif self.include_usage:
+        elif self._include_usage:
             more["usage"] = None  # as OpenAI sends it in all chunks but the last
         chunks: list[dict[str, Any]] = [{"choices": [choice], **more} for choice in self.choices(delta)]
         if chunks:
@@ -80,18 +96,8 @@ class AnswerShape(abc.ABC):
     def whole(self, delta: Delta) -> dict[str, Any]:
         """Return the choice object of a complete text."""
 
-    def answer(self, deltas: Sequence[Delta], usage: dict[str, Any]) -> bytes:
-        """Return the body of an answer that is not streamed; one delta per choice."""
-        choices = [self.whole(delta) for delta in deltas]
-        fields = {"object": self.answer_object, "choices": choices, "usage": usage, **self.beside_choices(deltas)}
-        return json.dumps(self._common | fields).encode()
 
-    def chunk_head(self) -> str:
-        """Return the JSON text that all chunks begin with, an object still open."""
-        return json.dumps(self._common | {"object": self.chunk_object})[:-1]
-
-
-class CompletionShape(AnswerShape):
+class CompletionShape(_CompletionsShape):
     """Text completion objects."""
 
     request_kind = CompletionRequest
@@ -144,7 +150,7 @@ class CompletionShape(AnswerShape):
         }
 
 
-class ChatShape(AnswerShape):
+class ChatShape(_CompletionsShape):
     """Chat completion objects."""
 
     request_kind = ChatRequest

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -13,12 +11,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from omniserve.server.answers import AnswerShape, ChatShape, CompletionShape
+from omniserve.server.answer_shape import AnswerShape
+from omniserve.server.answers import ChatShape, CompletionShape
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.limits import caller_of, take_body
 from omniserve.server.openapi import GENERATION_ERRORS, ChatCompletion, Completion, answers, takes
 from omniserve.server.output_stream import OutputStream
-from omniserve.server.protocol import ChatRequest, CompletionRequest, parse
+from omniserve.server.protocol import ChatRequest, CompletionRequest
 from omniserve.server.service import Service, new_call_id
 
 T = TypeVar("T")
@@ -26,8 +25,6 @@ T = TypeVar("T")
 _COMMENT = b": waiting\n\n"
 _PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
 _SCALED_TTFT_HEADER, _SCALED_TPOT_HEADER = "x-omniserve-scaled-ttft-slo-ms", "x-omniserve-scaled-tpot-slo-ms"
-# Larger bodies may take longer than other requests should wait.
-_MAX_INLINE_BODY = 1 << 18
 # Stands for service_tier where a program cannot set that.
 _SERVICE_TIER_HEADER = "x-omniserve-service-tier"
 
@@ -60,21 +57,15 @@ async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -
     arrival_s = time.monotonic()
     service.check_open()
     async with take_body(http, service.bodies) as body:
-        default_tier = http.headers.get(_SERVICE_TIER_HEADER)
-        read = functools.partial(
-            parse,
-            endpoint.request_kind,
-            body,
-            service.unknown_fields,
-            default_tier=default_tier,
-            defaults=service.defaults.fields,
+        caller = caller_of(http)
+        request = await endpoint.read(
+            service, body, caller=caller.name, default_tier=http.headers.get(_SERVICE_TIER_HEADER)
         )
-        request = read() if len(body) <= _MAX_INLINE_BODY else await asyncio.to_thread(read)
-        request = caller_of(http).limited(request, service.info.classes)
+        request = caller.limited(request, service.info.classes)
         service.check_model(request.model)
         call_id = new_call_id(endpoint.id_prefix)
         shape = endpoint(service, request, call_id)
-        outputs = http.state.outputs = await service.begin(request, call_id, arrival_s, caller=caller_of(http).name)
+        outputs = http.state.outputs = await service.begin(request, call_id, arrival_s, caller=caller.name)
         return outputs, shape
 
 
@@ -90,7 +81,6 @@ async def _generate(service: Service, http: Request, endpoint: type[AnswerShape]
     try:
         await or_disconnect(http.receive, outputs.start())
         caller.use_tokens(outputs.usage.num_prompt_tokens)
-        shape.begin(outputs.usage.num_prompt_tokens)
         headers = dict(shape.headers) | _headers(outputs)
         if shape.is_streamed:
             handed_over = True
@@ -103,8 +93,7 @@ async def _generate(service: Service, http: Request, endpoint: type[AnswerShape]
                 on_close=end,
             )
         deltas = await or_disconnect(http.receive, outputs.collect())
-        answer = shape.answer(deltas, outputs.usage.as_dict())
-        return Response(answer, headers=headers, media_type="application/json")
+        return Response(shape.answer(deltas, outputs.usage), headers=headers, media_type="application/json")
     except ClientGone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:
@@ -206,23 +195,20 @@ class EventStream(Response):
 
     async def _stream(self, send: Send) -> None:
         await self._send(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        head = self._shape.chunk_head()
-        dumps, pieces = json.dumps, self._shape.pieces
+        shape = self._shape
         commenting = asyncio.ensure_future(self._send_comments(send)) if self._comment_interval_s else None
         try:
+            if first := shape.first_events(self._outputs.usage):
+                await self._send(send, {"type": "http.response.body", "body": first.encode(), "more_body": True})
             async for deltas in self._outputs.deltas():
-                chunks = [chunk for delta in deltas for chunk in pieces(delta)]
-                data = "".join([f"data: {head},{dumps(chunk)[1:]}\n\n" for chunk in chunks])
-                await self._send(send, {"type": "http.response.body", "body": data.encode(), "more_body": True})
-            last = ""
-            if self._shape.include_usage:
-                last = f'data: {head},"choices":[],"usage":{dumps(self._outputs.usage.as_dict())}}}\n\n'
+                data = shape.events(deltas).encode()
+                await self._send(send, {"type": "http.response.body", "body": data, "more_body": True})
+            last = shape.last_events(self._outputs.usage)
         except ApiError as error:
-            last = f"data: {dumps(error.body())}\n\n"
+            last = shape.error_events(error)
         finally:
             if commenting is not None:
                 commenting.cancel()
-        last += "data: [DONE]\n\n"
         await self._send(send, {"type": "http.response.body", "body": last.encode(), "more_body": False})
 
     async def _send_comments(self, send: Send) -> None:

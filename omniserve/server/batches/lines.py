@@ -16,7 +16,7 @@ from omniserve.server.batches.database import SUSPECT_STOPS
 from omniserve.server.batches.store import new_id
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields, other_encoding, read_json, without_marks, without_nulls
-from omniserve.server.protocol import GenerationRequest, SloFields, class_of_tier, parse
+from omniserve.server.protocol import GenerationRequest, SloFields, class_of_tier
 from omniserve.server.service import Service, new_call_id
 
 MAX_LINE_BYTES = 32 << 20
@@ -233,7 +233,7 @@ async def run_line(service: Service, line: PendingLine, raw: bytes, *, escalated
     endpoint = ENDPOINTS[line.endpoint]
     call_id = new_call_id(endpoint.id_prefix)
     try:
-        request = parse(endpoint.request_kind, body_of(raw), service.unknown_fields, defaults=service.defaults.fields)
+        request = await endpoint.read(service, body_of(raw), caller=line.caller)
         request = _classed(service, request, escalated)
         service.check_open()
         service.check_model(request.model)
@@ -241,7 +241,7 @@ async def run_line(service: Service, line: PendingLine, raw: bytes, *, escalated
         try:
             await outputs.start()
             shape = endpoint(service, request, call_id)
-            answer = shape.answer(await outputs.collect(), outputs.usage.as_dict())
+            answer = shape.answer(await outputs.collect(), outputs.usage)
         finally:
             service.end(outputs)
     except ApiError as error:

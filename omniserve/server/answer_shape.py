@@ -1,0 +1,86 @@
+"""What every endpoint that generates has of its own: how its requests are read and its answers are written."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import functools
+from collections.abc import Sequence
+
+from omniserve.server.choice import Delta
+from omniserve.server.errors import ApiError
+from omniserve.server.fields import ignored_header
+from omniserve.server.output_stream import Usage
+from omniserve.server.protocol import GenerationRequest, parse
+from omniserve.server.service import Service
+
+# Larger bodies may take longer than other requests should wait.
+_MAX_INLINE_BODY = 1 << 18
+
+
+class AnswerShape(abc.ABC):
+    """Writes the answer of one call: ``answer``, or the text of server-sent events.
+
+    A streamed answer is ``first_events``, ``events`` for all that was generated, in order, and at last
+    ``last_events`` or ``error_events``.
+
+    Args:
+        service: The service that the call is of.
+        request: As ``read`` returned it, perhaps in another service tier.
+        call_id: The answer's id.
+    """
+
+    request_kind: type[GenerationRequest]
+    """The fields of a request."""
+    id_prefix: str
+    """The begin of an answer's id."""
+
+    def __init__(self, service: Service, request: GenerationRequest, call_id: str) -> None:
+        self.is_streamed = request.stream
+        self.headers = ignored_header(request)
+        """Headers of the answer."""
+
+    @classmethod
+    async def read(
+        cls, service: Service, body: bytes, *, caller: str | None = None, default_tier: str | None = None
+    ) -> GenerationRequest:
+        """Return what the body of a request asks for.
+
+        Args:
+            service: The service that is asked.
+            body: JSON.
+            caller: The name of the request's API key.
+            default_tier: The ``service_tier`` of a body that brings none.
+
+        Raises:
+            ApiError: As ``protocol.parse``.
+        """
+        read = functools.partial(
+            parse,
+            cls.request_kind,
+            body,
+            service.unknown_fields,
+            default_tier=default_tier,
+            defaults=service.defaults.fields,
+        )
+        return read() if len(body) <= _MAX_INLINE_BODY else await asyncio.to_thread(read)
+
+    def first_events(self, usage: Usage) -> str:
+        """Return the events before any output, when the prompts' tokens are known."""
+        return ""
+
+    @abc.abstractmethod
+    def events(self, deltas: Sequence[Delta]) -> str:
+        """Return the events that tell new text."""
+
+    @abc.abstractmethod
+    def last_events(self, usage: Usage) -> str:
+        """Return the events after the whole output."""
+
+    @abc.abstractmethod
+    def error_events(self, error: ApiError) -> str:
+        """Return the events of a stream that ends with an error."""
+
+    @abc.abstractmethod
+    def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
+        """Return the body of an answer that is not streamed; there is one delta per choice."""
