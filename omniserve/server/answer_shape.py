@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from omniserve.server.choice import Delta
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import ignored_header
+from omniserve.server.header_fields import NO_HEADERS, HeaderFields
 from omniserve.server.output_stream import Usage
 from omniserve.server.protocol import GenerationRequest, parse
 from omniserve.server.service import Service
@@ -42,7 +43,7 @@ class AnswerShape(abc.ABC):
 
     @classmethod
     async def read(
-        cls, service: Service, body: bytes, *, caller: str | None = None, default_tier: str | None = None
+        cls, service: Service, body: bytes, *, caller: str | None = None, headers: HeaderFields = NO_HEADERS
     ) -> GenerationRequest:
         """Return what the body of a request asks for.
 
@@ -50,7 +51,7 @@ class AnswerShape(abc.ABC):
             service: The service that is asked.
             body: JSON.
             caller: The name of the request's API key.
-            default_tier: The ``service_tier`` of a body that brings none.
+            headers: What its headers say of fields that the body may leave out.
 
         Raises:
             ApiError: As ``protocol.parse``.
@@ -60,7 +61,7 @@ class AnswerShape(abc.ABC):
             cls.request_kind,
             body,
             service.unknown_fields,
-            default_tier=default_tier,
+            headers=headers,
             defaults=service.defaults.fields,
         )
         return read() if len(body) <= _MAX_INLINE_BODY else await asyncio.to_thread(read)

@@ -124,7 +124,6 @@ NOT_HONOURED: Mapping[str, Fate] = {
     "logprob_token_ids": _refused("{name} is not supported; ask for the likeliest tokens: logprobs, top_logprobs"),
     "media_io_kwargs": _NO_EFFECT,  # there are no media
     "mm_processor_kwargs": _NO_EFFECT,
-    "priority": _refused("{name} is not supported; use service_tier", 0),
     "prompt_embeds": _refused("{name} is not supported; send text or token ids as prompt"),
     "prompt_logprobs": _refused("{name} is not supported; use echo and logprobs of /v1/completions"),
     "repetition_detection": _refused(_REMOVE, {}),

@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from omniserve.server.answer_shape import AnswerShape
 from omniserve.server.answers import ChatShape, CompletionShape
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
+from omniserve.server.header_fields import HeaderFields
 from omniserve.server.limits import caller_of, take_body
 from omniserve.server.openapi import GENERATION_ERRORS, ChatCompletion, Completion, answers, takes
 from omniserve.server.output_stream import OutputStream
@@ -25,8 +26,6 @@ T = TypeVar("T")
 _COMMENT = b": waiting\n\n"
 _PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
 _SCALED_TTFT_HEADER, _SCALED_TPOT_HEADER = "x-omniserve-scaled-ttft-slo-ms", "x-omniserve-scaled-tpot-slo-ms"
-# Stands for service_tier where a program cannot set that.
-_SERVICE_TIER_HEADER = "x-omniserve-service-tier"
 
 
 def router(service: Service) -> APIRouter:
@@ -58,9 +57,7 @@ async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -
     service.check_open()
     async with take_body(http, service.bodies) as body:
         caller = caller_of(http)
-        request = await endpoint.read(
-            service, body, caller=caller.name, default_tier=http.headers.get(_SERVICE_TIER_HEADER)
-        )
+        request = await endpoint.read(service, body, caller=caller.name, headers=HeaderFields.of(http.headers))
         request = caller.limited(request, service.info.classes)
         service.check_model(request.model)
         call_id = new_call_id(endpoint.id_prefix)

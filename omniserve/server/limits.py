@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from omniserve.core.request import ClassSpec
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing
+from omniserve.server.priorities import prioritised_tier
 from omniserve.server.protocol import R
 
 MIB = 1 << 20
@@ -255,14 +256,16 @@ class Caller:
             self._allowances["tokens"].use(num_tokens, self._clock())
 
     def limited(self, request: R, classes: Sequence[ClassSpec]) -> R:
-        """Return the request with the tier that this key gets.
+        """Return the request with the tier that its priority and this key make of the one that it asks for.
 
         Raises:
             ApiError: There is no such tier.
         """
-        if self._key is None:
-            return request
-        tier = self._key.limited_tier(request.service_tier, classes)
+        tier = request.service_tier
+        if request.priority:
+            tier = prioritised_tier(tier, request.priority, classes)
+        if self._key is not None:
+            tier = self._key.limited_tier(tier, classes)
         return request if tier == request.service_tier else request.model_copy(update={"service_tier": tier})
 
     def reaches(self, tier: str, classes: Sequence[ClassSpec]) -> bool:

@@ -26,6 +26,7 @@ from omniserve.server.constraints import (
 )
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import StrictModel, UnknownFields, read_fields, validate, without_nulls
+from omniserve.server.header_fields import NO_HEADERS, HeaderFields
 from omniserve.server.messages import (
     MAX_MESSAGES,
     AllowedToolChoice,
@@ -257,6 +258,8 @@ class GenerationRequest(StrictModel):
     return_tokens_as_token_ids: bool = False
     """Log-probabilities name a token ``token_id:5`` instead of its text."""
     slo: SloFields | None = None
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
+    """Number of classes below that of ``service_tier``; see ``prioritised_tier``."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     """The prefix cache keeps requests of different salts apart."""
     speculation: bool | None = None
@@ -489,21 +492,19 @@ def parse(
     body: bytes,
     unknown: UnknownFields,
     *,
-    default_tier: str | None = None,
+    headers: HeaderFields = NO_HEADERS,
     defaults: Mapping[str, Any] = _NO_DEFAULTS,
 ) -> R:
     """Return what a request's body asks for.
 
-    ``default_tier`` is the ``service_tier`` of one that brings none, ``defaults`` are values of other fields that it
-    may leave out.
+    ``headers`` has fields that its headers stand for, ``defaults`` values of others that it may leave out.
 
     Raises:
         ApiError: It is no JSON object, or a field is missing, ill-typed, out of range, unsupported, or unknown where
             that is refused; the message names the field and what to do.
     """
     fields = read_fields(body)
-    if default_tier is not None:
-        fields.setdefault("service_tier", default_tier)
+    headers.add_to(fields)
     said = {name: value for name, value in fields.items() if value is not None}
     request = validate(kind, {**defaults, **said}, unknown)
     _check_combinations(request)

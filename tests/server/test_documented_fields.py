@@ -83,7 +83,7 @@ FIELDS = {
     "min_p": (0.0, 0.5, TAKEN, TAKEN),
     "min_tokens": (0, 2, TAKEN, TAKEN),
     "mm_processor_kwargs": ({}, {"a": 1}, TAKEN, TAKEN),
-    "priority": (0, 1, REFUSED, REFUSED),
+    "priority": (0, 1, TAKEN, TAKEN),
     "prompt_embeds": (..., "AAAA", REFUSED, REFUSED),
     "prompt_logprobs": (..., 1, REFUSED, REFUSED),
     "repetition_detection": (..., {"min_count": 2}, REFUSED, REFUSED),

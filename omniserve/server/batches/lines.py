@@ -16,6 +16,7 @@ from omniserve.server.batches.database import SUSPECT_STOPS
 from omniserve.server.batches.store import new_id
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields, other_encoding, read_json, without_marks, without_nulls
+from omniserve.server.priorities import prioritised_tier
 from omniserve.server.protocol import GenerationRequest, SloFields, class_of_tier
 from omniserve.server.service import Service, new_call_id
 
@@ -280,7 +281,8 @@ def _classed(service: Service, request: GenerationRequest, escalated: bool) -> G
     if request.stream:
         raise ApiError("a line of a batch cannot be streamed; remove stream", param="stream")
     tier = "flex" if request.service_tier in ("auto", "default") else request.service_tier
-    if class_of_tier(tier, service.info.classes).kind != ServiceClass.BE:
+    classes = service.info.classes
+    if class_of_tier(tier, classes).kind != ServiceClass.BE:
         raise ApiError(
             f"service_tier {tier!r} is latency-sensitive, and lines of a batch are best-effort; remove service_tier, "
             "or send the request by itself",
@@ -290,6 +292,8 @@ def _classed(service: Service, request: GenerationRequest, escalated: bool) -> G
     if escalated:
         # Without objectives: admission control shall not refuse it.
         return request.model_copy(update={"service_tier": ESCALATED_TIER, "slo": SloFields(ttft_s=None, tpot_s=None)})
+    if request.priority:
+        tier = prioritised_tier(tier, request.priority, classes, kind=ServiceClass.BE)
     return request.model_copy(update={"service_tier": tier})
 
 

@@ -1,0 +1,79 @@
+"""Headers that stand for fields of a request, where a program or a gateway cannot set those."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from omniserve.server.errors import ApiError
+from omniserve.server.fields import without_nulls
+
+_SERVICE_TIER_HEADER = "x-omniserve-service-tier"
+SLO_HEADERS: Mapping[str, str] = {
+    "x-llm-d-slo-ttft-ms": "ttft_s",
+    "x-llm-d-slo-tpot-ms": "tpot_s",
+    # Their names before llm-d took them over from the Gateway API Inference Extension.
+    "x-slo-ttft-ms": "ttft_s",
+    "x-slo-tpot-ms": "tpot_s",
+}
+"""Header, in milliseconds -> the field of ``slo`` that it stands for; of two of a field the first one counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderFields:
+    """The fields that a request's headers stand for. What its body says counts more."""
+
+    service_tier: str | None = None
+    slo: Mapping[str, float] = field(default_factory=dict)
+    """Fields of ``slo``."""
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str]) -> Self:
+        """Return the fields of some headers.
+
+        Raises:
+            ApiError: One is ill-formed; the message names it.
+        """
+        return cls(headers.get(_SERVICE_TIER_HEADER), _slo_of(headers))
+
+    def add_to(self, fields: dict[str, Any]) -> None:
+        """Add what a body does not say itself to its fields."""
+        if self.service_tier is not None:
+            fields.setdefault("service_tier", self.service_tier)
+        if self.slo and isinstance(fields.setdefault("slo", {}), dict):
+            fields["slo"] = {**self.slo, **without_nulls(fields["slo"])}
+
+
+NO_HEADERS = HeaderFields()
+
+
+def _slo_of(headers: Mapping[str, str]) -> dict[str, float]:
+    """Return the fields of ``slo`` that a request's headers stand for; 0 asks for nothing, as with llm-d.
+
+    Raises:
+        ApiError: A header is no number of milliseconds; the message names it.
+    """
+    fields: dict[str, float] = {}
+    for name, field_name in SLO_HEADERS.items():
+        if (text := headers.get(name)) is None:
+            continue
+        milliseconds = _number(text)
+        if milliseconds is None:
+            raise ApiError(
+                f"the header {name} must be a number of milliseconds, such as 250, got {text[:80]!r}",
+                param=name,
+                code="invalid_value",
+            )
+        if milliseconds > 0:
+            fields.setdefault(field_name, milliseconds / 1e3)
+    return fields
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
