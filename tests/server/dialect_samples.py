@@ -73,6 +73,34 @@ def deepseek_v31(calls: Calls) -> str:
     return f"<｜tool▁calls▁begin｜>{''.join(map(_DEEPSEEK.format, texts))}<｜tool▁calls▁end｜>"
 
 
+def _dsml(calls: Calls, group: str, space: str = "") -> str:
+    def tag(name: str, more: str = "") -> str:
+        return f"<｜DSML｜{space}{name}{more}>"
+
+    def parameter(key: str, value: Any) -> str:
+        is_text = "true" if isinstance(value, str) else "false"
+        return tag("parameter", f' name="{key}" string="{is_text}"') + f"{_raw(value)}</｜DSML｜{space}parameter>\n"
+
+    texts = (
+        tag("invoke", f' name="{name}"') + "\n" + "".join(parameter(*pair) for pair in arguments.items())
+        + f"</｜DSML｜{space}invoke>\n"
+        for name, arguments in calls
+    )  # fmt: skip
+    return f"{tag(group)}\n{''.join(texts)}</｜DSML｜{space}{group}>"
+
+
+def deepseek_v32(calls: Calls) -> str:
+    return _dsml(calls, "function_calls")
+
+
+def deepseek_v4(calls: Calls) -> str:
+    return _dsml(calls, "tool_calls")
+
+
+def deepseek_v41(calls: Calls) -> str:
+    return _dsml(calls, "calls", " ")
+
+
 def glm45(calls: Calls) -> str:
     return "\n".join(
         f"<tool_call>{name}\n"
@@ -158,7 +186,11 @@ FORMS: dict[str, Sample] = {
         '<|start_header_id|>{{ tools }}{"name": f, "parameters": d}',
         only_at_start=True,
         cut='{"name": "weather", "parameters": {',
-        others=[f"<|python_tag|>{_OBJECT}", f"I look. <|python_tag|>{_OBJECT}"],
+        others=[
+            f"<|python_tag|>{_OBJECT}",
+            f"I look. <|python_tag|>{_OBJECT}",
+            f'{{"name": "weather", "parameters": {_ARGUMENTS}}};',
+        ],
     ),
     "llama4_pythonic": Sample(
         pythonic,
@@ -195,6 +227,28 @@ FORMS: dict[str, Sample] = {
     ),
     "deepseek_v3": Sample(deepseek_v3, "{{ tools }}<｜tool▁sep｜>\n```json", cut=f"{_DEEPSEEK_BEGIN}function<｜tool"),
     "deepseek_v31": Sample(deepseek_v31, "{{ tools }}<｜tool▁sep｜>", cut=f"{_DEEPSEEK_BEGIN}weather<｜tool▁sep｜>{{"),
+    "deepseek_v32": Sample(
+        deepseek_v32,
+        '{{ tools }}<｜DSML｜function_calls>\n<｜DSML｜invoke name="a">',
+        writes_json=False,
+        cut='<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="ci',
+        others=[
+            '<｜DSML｜invoke name="weather"><｜DSML｜parameter name="city">Köln</｜DSML｜parameter></｜DSML｜invoke>',
+            deepseek_v32([("weather", {"city": "Köln"})]).replace('"true">Köln', '"false">"Köln"'),
+        ],
+    ),
+    "deepseek_v4": Sample(
+        deepseek_v4,
+        '{{ tools }}<｜DSML｜tool_calls>\n<｜DSML｜invoke name="a">',
+        writes_json=False,
+        cut='<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Kö',
+    ),
+    "deepseek_v41": Sample(
+        deepseek_v41,
+        '{{ tools }}<｜DSML｜ calls>\n<｜DSML｜ invoke name="a">',
+        writes_json=False,
+        cut='<｜DSML｜ calls>\n<｜DSML｜ invoke name="wea',
+    ),
     "gemma4": Sample(
         gemma4,
         "{{ tools }}<|tool_call>call:<tool_call|>",

@@ -199,6 +199,70 @@ def test_values_have_the_types_of_the_schema(name, key, written, value):
     assert objects(calls) == [("weather", {key: value})]
 
 
+@pytest.mark.parametrize(
+    ("key", "attribute", "written", "value"),
+    [
+        ("city", ' string="true"', "5", "5"),
+        ("days", ' string="true"', "5", "5"),
+        ("days", ' string="false"', "5", 5),
+        ("days", ' string="false"', "five", "five"),
+        ("city", ' string="false"', "5", 5),
+        ("where", ' string="false"', '{"a": [1]} ', {"a": [1]}),
+        ("dry", ' string="false"', "True", True),
+        ("days", "", "5", 5),
+        ("city", "", "5", "5"),
+        ("city", ' string="true"', "\n a < b </｜DSML｜para \n", "\n a < b </｜DSML｜para \n"),
+    ],
+)
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4", "deepseek_v41"])
+def test_attributes_of_dsml_say_what_is_a_text(name, key, attribute, written, value):
+    call = FORMS[name].write([("weather", {key: "%"})]).replace(' string="true">%<', f"{attribute}>{written}<")
+    assert objects(told(dialect_of(name), call)[2]) == [("weather", {key: value})]
+
+
+BUILTIN = {name: {"type": "object", "properties": {"query": {"type": "string"}}} for name in (
+    "brave_search", "wolfram_alpha", "ipython")}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('<|python_tag|>brave_search.call(query="Köln")', [("brave_search", {"query": "Köln"})]),
+        ('brave_search.call(query="Köln")', [("brave_search", {"query": "Köln"})]),
+        ('wolfram_alpha.call(query="x^2 (1)", n="3")', [("wolfram_alpha", {"query": "x^2 (1)", "n": "3"})]),
+        ('<|python_tag|>ipython.call(code="print(1)\nx")', [("ipython", {"code": "print(1)\nx"})]),
+        ('brave_search.call(query="say "it" (now), a=5")', [("brave_search", {"query": 'say "it" (now), a=5'})]),
+        ("ipython.call()", [("ipython", {})]),
+        (
+            '{"name": "ipython", "parameters": {}}; brave_search.call(query="a")',
+            [("ipython", {}), ("brave_search", {"query": "a"})],
+        ),
+    ],
+)
+def test_calls_of_tools_that_llama_knows_are_told(text, calls):
+    _, rest, found = told(dialect_of("llama3_json"), text, tools=BUILTIN)
+    assert (rest, objects(found)) == ("", calls)
+
+
+@pytest.mark.parametrize("text", [
+    "brave_search.call(query=5)", 'brave_search.call("a")', 'brave_search.call(query="a', "brave_search.call",
+    'brave_search.call(query="a", query="b")', 'weather.call(city="a")', 'I use brave_search.call(query="a")',
+])  # fmt: skip
+def test_what_is_no_call_of_such_a_tool_stays_text(text):
+    assert told(dialect_of("llama3_json"), text, tools=BUILTIN | TOOLS) == ("", text, [])
+    assert told(dialect_of("llama3_json"), 'brave_search.call(query="a")')[2] == [], "the tool is not offered"
+
+
+def test_no_text_of_strict_tools_begins_as_a_call_of_such_a_tool():
+    dialect, tokenizer = dialect_of("llama3_json"), byte_level_tokenizer()
+    tokens = TextCodec(tokenizer).special_tokens(dialect)
+    rules = {"f": enforceable(EMPTY)}
+    text = dialect.calls_grammar(rules, free_text=True, several=True, special=tokens, opening=Opening())
+    grammar = compiler_of(tokenizer).compile(text).result()
+    assert accepts(grammar, "brave people", tokenizer) and accepts(grammar, "a brave_search.call(", tokenizer)
+    assert not accepts(grammar, ' brave_search.call(query="a")', tokenizer)
+
+
 def test_numbers_are_passed_on_as_they_are_written():
     call = FORMS["qwen3_coder"].write([("weather", {"days": "1.10", "where": '{"x": 1e400}'})])
     assert told(dialect_of("qwen3_coder"), call)[2] == [("weather", '{"days": 1.10, "where": {"x": 1e400}}')]
@@ -243,12 +307,14 @@ def test_the_template_says_how_thinking_is_marked():
     for template, begin in [
         ("<think>", "<think>"), ("{% if '</think>' in content %}", "<think>"), ("[THINK]a[/THINK]", "[THINK]"),
         ("Here is my thought process:", "Here is my thought process:"),
+        ("thoughts between <think></think> and your response between <response></response>", "<think>"),
         ("<|channel>thought\n<channel|>", "<|channel>thought\n"),
     ]:  # fmt: skip
         assert choose(template).thinking.begin == begin
         assert len({id(THINKING.get(n)) for n in THINKING.names() if THINKING.get(n).is_of(template)}) == 1
     assert choose("<|tool_calls_section_begin|>").thinking is None
     assert choose("<|tool_calls_section_begin|></think>").thinking is THINKING.get("kimi_k2")
+    assert choose("<think></think><response>").thinking is THINKING.get("granite33")
     assert choose("plain").thinking is None and choose("plain").calls is None
     assert choose("<think><tool_call>", thinking="none").thinking is None
     assert choose("<think><tool_call>", calls="none").calls is None
@@ -272,6 +338,7 @@ THINKERS = {
     "deepseek_r1": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
     "granite": ("Here is my thought process:", "Here is my response:"),
+    "granite33": ("<think>", "</think>"),
     "gemma4": ("<|channel>thought\n", "<channel|>"),
 }
 
@@ -295,6 +362,41 @@ def test_a_call_of_kimi_ends_its_thinking():
     dialect = choose("", calls="kimi_k2", thinking="kimi_k2")
     call = FORMS["kimi_k2"].write([("time", {})])
     assert told(dialect, f"<think>I look.{call}") == ("I look.", "", [("time", "{}")])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>hm</think>\n<response>hello\n</response>\n", ("hm", "hello")),
+        ("<think>hm</think><response> a </b> c", ("hm", "a </b> c")),
+        ("<think>hm</think>a <response>b</response>", ("hm", "a <response>b</response>")),
+        ("<response>hello</response> ", ("", "hello")),
+        ("<think>hm</think><respon", ("hm", "<respon")),
+        ("<think>hm</think><response>a</respon", ("hm", "a</respon")),
+        ("hello </response>", ("", "hello </response>")),
+    ],
+)
+def test_marks_of_an_answer_are_no_part_of_it(text, expected):
+    assert told(choose("", calls="granite", thinking="granite33"), text) == (*expected, [])
+
+
+def test_an_answer_between_marks_may_have_calls():
+    dialect = choose("", calls="granite", thinking="granite33")
+    call = FORMS["granite"].write([("time", {})])
+    for text in (f"<think>hm</think>\n<response>{call}</response>", f"<think>hm</think>{call}"):
+        assert told(dialect, text) == ("hm", "", [("time", "{}")])
+
+
+def test_constraints_may_be_kept_between_the_marks_of_an_answer():
+    dialect, tokenizer = choose("", thinking="granite33"), byte_level_tokenizer()
+    tokens = TextCodec(tokenizer).special_tokens(dialect)
+    value = json_value(enforceable({"type": "integer"}))
+    grammar = compiler_of(tokenizer).compile(dialect.value_grammar(value, special=tokens, opening=Opening())).result()
+    for text, is_good in [
+        ("<think>hm</think>\n<response>\n5\n</response>", True), ("<think>hm</think>5", True), ("5", True),
+        ("<think>hm</think><response>x</response>", False), ("<think>hm</think><response>5", False),
+    ]:  # fmt: skip
+        assert accepts(grammar, text, tokenizer) == is_good, text
 
 
 @pytest.mark.parametrize(
@@ -371,9 +473,8 @@ def tokenizer_for(dialect, special):
     tokenizer = copy.deepcopy(byte_level_tokenizer())
     if "<|end|>" in dialect.marks:
         tokenizer.eos_token = "<|system|>"
-    tags = [
-        mark for mark in dialect.marks if mark.startswith(("<|", "<｜", "[TOOL", "[ARGS", "[CALL", "</tool", "<tool_c"))
-    ]
+    begins = ("<|", "<｜", "｜", "[TOOL", "[ARGS", "[CALL", "</tool", "<tool_c")
+    tags = [mark for mark in dialect.marks if mark.startswith(begins)]
     whole = sorted({tag for tag in tags if not any(other != tag and other in tag for other in tags) and "{" not in tag})
     tokenizer.add_tokens([AddedToken(tag, normalized=False, special=True) for tag in whole if special])
     return tokenizer

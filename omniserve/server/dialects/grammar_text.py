@@ -39,14 +39,16 @@ class SpecialTokens:
             before: The rule of what is before.
         """
         first, *rest = self._parts(text)
-        spelled = self.spell(first)
-        behind = "" if not rest else f" {self.spell(text[len(first) :])}"
         if first in self.tags:
-            return [f"{rule}: {self.skipped}{before} {spelled}{behind}"]
+            return [f"{rule}: {self.skipped}{before} {self.spell(text)}"]
+        if rest:  # What is before the special token may be in the text, too.
+            end = f"{rule.upper()}_END"
+            behind = self.spell(text[len(first) :])
+            return [f"{rule}: {self.skipped}{end} {behind}", f"{end}: {before} {dumps(first)}"]
         # Lazy, so that the first occurrence is one, and no text.
-        if not behind and not self.others:
-            return [f"{rule}[lazy]: {before} {spelled}"]
-        return [f"{rule}: {self.skipped}{rule}_end{behind}", f"{rule}_end[lazy]: {before} {spelled}"]
+        if not self.others:
+            return [f"{rule}[lazy]: {before} {dumps(first)}"]
+        return [f"{rule}: {self.skipped}{rule}_end", f"{rule}_end[lazy]: {before} {dumps(first)}"]
 
     def bounded(self, rule: str, text: str, *, before: str = "TEXT", most_tokens: int | None = None) -> list[str]:
         """Return the rules of anything up to a text, but no special token, one of which may end the answer.
@@ -76,13 +78,12 @@ class SpecialTokens:
             return f"{begin}?"
         return f"<[{','.join(map(str, self.others))}]>* ({begin}{self._more(self.others)})?"
 
-    def not_begun(self, rule: str, text: str, of: str = "TEXT") -> list[str]:
-        """Return the terminal of texts, of another terminal, that do not begin with this one, but for white space."""
-        first = self._parts(text)[0]
-        if first in self.tags:  # which no terminal has
-            return [f"{rule}: {of}"]
-        pattern = re.escape(first).replace("\n", "n").replace("/", r"\/")
-        return [rf"{rule}: {of} & ~/\s*{pattern}(.|\n)*/"]
+    def not_begun(self, rule: str, *texts: str, of: str = "TEXT") -> list[str]:
+        """Return the terminal of texts, of another terminal, that begin with none of these, but for white space."""
+        firsts = [self._parts(text)[0] for text in texts]
+        # No terminal has a special token.
+        patterns = [re.escape(one).replace("\n", "n").replace("/", r"\/") for one in firsts if one not in self.tags]
+        return [rf"{rule}: {of} & ~/\s*({'|'.join(patterns)})(.|\n)*/" if patterns else f"{rule}: {of}"]
 
     def text_not_begun(self, rule: str, text: str) -> str:
         """Return an expression of any text that begins with the terminal of ``not_begun``, special tokens included."""

@@ -4,23 +4,31 @@
 
     {"name": "weather", "parameters": {"city": "Köln"}}; {"name": "time", "parameters": {}}
 
-``<|python_tag|>`` may be before the first. By its own chat template, Llama 4 writes so, too.
+``<|python_tag|>`` may be before the first. By its own chat template, Llama 4 writes so, too. For tools of the names
+that Llama was taught (``builtin_tools`` of the template) it has another form, which no grammar writes::
+
+    <|python_tag|>brave_search.call(query="Köln")
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omniserve.server.dialects.base import CallForm, Group, RawCall, Schemas
 from omniserve.server.dialects.grammar_text import SpecialTokens
 from omniserve.server.dialects.json_calls import BracketFinder, named_call, named_call_rules
+from omniserve.server.dialects.json_text import dumps
+
+_CALL = ".call("
+_ARGUMENT = re.compile(r"\s*(?P<name>\w+)\s*=\s*\"(?P<value>.*?)\"\s*(?:,(?=\s*\w+\s*=\s*\")|\Z)", re.DOTALL)
 
 
 class Llama3Json(CallForm):
-    """JSON objects where the answer begins."""
+    """JSON objects where the answer begins, or a call of a tool that Llama knows."""
 
-    begins = ("{",)
+    begins = ("{", *(f"{name}{_CALL}" for name in ("brave_search", "wolfram_alpha", "ipython")))
     opening = "<|python_tag|>"
     closing = ";"
     only_at_start = True
@@ -36,7 +44,18 @@ class Llama3Json(CallForm):
         return BracketFinder(depth=1)
 
     def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
-        return [named_call(begin + body)]
+        return [named_call(begin + body) if begin == "{" else RawCall(begin.removesuffix(_CALL), _arguments(body))]
 
     def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
         return named_call_rules(rule, name, schema, special, word="parameters")
+
+
+def _arguments(body: str) -> str:
+    """Return the JSON of what is between the brackets of a call, texts without escapes, as the template writes them."""
+    arguments: dict[str, str] = {}
+    body, at = body.removesuffix(")"), 0
+    while at < len(body):
+        if (match := _ARGUMENT.match(body, at)) is None or match["name"] in arguments:
+            raise ValueError("no arguments")
+        arguments[match["name"]], at = match["value"], match.end()
+    return dumps(arguments)

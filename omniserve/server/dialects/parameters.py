@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from omniserve.sampling.grammar import json_value
@@ -111,6 +112,8 @@ class ParameterForm(CallForm):
     """What is before the name, and behind it."""
     key: tuple[str, str]
     """What is before an argument's name, and behind it."""
+    json_key_end: str = ""
+    """What is behind the name if the value is JSON and no text; empty: the same."""
     value_end: str
     """What is behind an argument's value."""
     tail: str
@@ -131,7 +134,7 @@ class ParameterForm(CallForm):
 
     def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
         before, behind = map(_marked, self.head)
-        key_begin, key_end = map(_marked, self.key)
+        key_begin, key_end = _marked(self.key[0]), self.key_end_pattern
         last = self._last
         name_end = behind or rf"(?=\s*(?:{key_begin}|\Z))"
         match = re.match(rf"\s*{before}\s*(?P<name>[A-Za-z0-9_./:-]+){name_end}", body)
@@ -151,11 +154,26 @@ class ParameterForm(CallForm):
             key, value, at = match["key"], match["value"], match.end()
             if self.drops_line_ends:
                 value = value.removeprefix("\n").removesuffix("\n")
-            arguments[key] = json_of(value, types_of(known.get(key, {}), schema))
+            arguments[key] = self.json_of(value, types_of(known.get(key, {}), schema), match.groupdict().get("kind"))
         rest = body[at:].strip()
         if rest not in (last, ""):
             raise ValueError("more than arguments")
         return [RawCall(name, "{" + ", ".join(f"{dumps(key)}: {text}" for key, text in arguments.items()) + "}")]
+
+    @property
+    def key_end_pattern(self) -> str:
+        """A pattern of what is behind an argument's name; what it has in a group ``kind``, ``json_of`` is told."""
+        return _marked(self.key[1])
+
+    def json_of(self, written: str, types: frozenset[str] | None, kind: str | None) -> str:
+        """Return the JSON of an argument's value.
+
+        Args:
+            written: The value as it is written.
+            types: As the schema says; see ``types_of``.
+            kind: What ``key_end_pattern`` found.
+        """
+        return json_of(written, types)
 
     def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
         parameters, any_value = parameters_of(schema, name)
@@ -166,14 +184,14 @@ class ParameterForm(CallForm):
             part = f"{rule}_{i}"
             if re.search(r"[<>\n]", key):
                 raise UnsupportedSchema(f"properties.{key}", "a name must not have '<', '>' or line ends; rename it")
-            rules.append(f"{part}: {special.spell(self.key[0] + key + self.key[1])} {part}_value")
+            rules.append(f"{part}: {special.spell(self.key[0] + key)} {part}_value")
             rules += self._value_rules(f"{part}_value", key, value, special)
             written += f" {part}{'' if is_required else '?'}"
         if any_value is not None:
             any_key = f"{rule.upper()}_KEY"
             written = f" {rule}_any*"
             rules += [
-                f"{rule}_any: {special.spell(self.key[0])} {any_key} {special.spell(self.key[1])} {rule}_any_value",
+                f"{rule}_any: {special.spell(self.key[0])} {any_key} {rule}_any_value",
                 rf"{any_key}: /[A-Za-z_][\w.-]{{0,40}}/",
                 *self._any_value_rules(f"{rule}_any_value", any_value, special),
             ]
@@ -181,18 +199,26 @@ class ParameterForm(CallForm):
         return [f"{rule}: {head}{written} {special.spell(self.tail)}", *rules]
 
     def _any_value_rules(self, rule: str, value: dict[str, Any], special: SpecialTokens) -> list[str]:
-        if types_of(value, value) is None:
-            return special.up_to(rule, self.value_end)
-        return self._value_rules(rule, "additionalProperties", value, special)
+        if types_of(value, value) is not None:
+            return self._value_rules(rule, "additionalProperties", value, special)
+        text = [f"{rule}_text: {special.spell(self.key[1])} {rule}_end", *special.up_to(f"{rule}_end", self.value_end)]
+        if not self.json_key_end:
+            return [f"{rule}: {rule}_text", *text]
+        return [f"{rule}: {rule}_text | {rule}_other", *text, *self._json_rules(f"{rule}_other", value, special)]
+
+    def _json_rules(self, rule: str, value: dict[str, Any], special: SpecialTokens) -> list[str]:
+        begin, end = special.spell(self.json_key_end or self.key[1]), special.spell(self.value_end)
+        return [f"{rule}: {begin} {rule}_json {end}", f"{rule}_json: {json_value(value)}"]
 
     def _value_rules(self, rule: str, key: str, value: dict[str, Any], special: SpecialTokens) -> list[str]:
-        """Return rules of a value with what is behind it."""
-        end = special.spell(self.value_end)
+        """Return rules of a value with what is before it, behind the argument's name, and with what is behind it."""
         own = resolved(value, value)
         if "enum" in own or "const" in own:
             values = own["enum"] if "enum" in own else [own["const"]]
+            begins = [self.key[1] if isinstance(one, str) else self.json_key_end or self.key[1] for one in values]
             texts = [one if isinstance(one, str) else dumps(one) for one in values]
-            return [f"{rule}: ({' | '.join(special.spell(text) or dumps(text) for text in texts)}) {end}"]
+            written = (special.spell(begin + text + self.value_end) for begin, text in zip(begins, texts, strict=True))
+            return [f"{rule}: {' | '.join(written)}"]
         parts = own.get("anyOf") or own.get("oneOf")
         types = types_of(own, value)
         if types is not None and "string" in types and isinstance(parts, list):
@@ -203,11 +229,13 @@ class ParameterForm(CallForm):
                 rules += self._value_rules(f"{rule}_{i}", key, with_definitions(part, value), special)
             return [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(parts)))}", *rules]
         if types is None or "string" not in types:
-            return [f"{rule}: {rule}_json {end}", f"{rule}_json: {json_value(value)}"]
+            is_any = self.json_key_end and not own.keys() - _NOTES
+            return self._any_value_rules(rule, value, special) if is_any else self._json_rules(rule, value, special)
         if isinstance(own["type"], list):
             single = [{**own, "type": name} for name in own["type"]]
             return self._value_rules(rule, key, with_definitions({"anyOf": single}, value), special)
-        return text_rules(rule, key, own, self.value_end, special)
+        begin = special.spell(self.key[1])
+        return [f"{rule}: {begin} {rule}_text", *text_rules(f"{rule}_text", key, own, self.value_end, special)]
 
 
 def beside_alternatives(schema: Mapping[str, Any]) -> list[str]:
@@ -236,8 +264,7 @@ def text_rules(rule: str, key: str, own: Mapping[str, Any], end: str, special: S
         rules.append(f"{terminal}: {terminal}_P & {terminal}_L")
     else:
         rules = [f"{terminal}: {length}"]
-    spelled = special.spell(end)
-    return [f"{rule}{'' if spelled.startswith('<[') else '[lazy]'}: {terminal} {spelled}", *rules]
+    return [*replace(special, others=()).up_to(rule, end, before=terminal), *rules]
 
 
 def listed(rule: str, needed: Sequence[bool], separator: str) -> list[str]:

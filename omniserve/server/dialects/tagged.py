@@ -58,7 +58,7 @@ class TaggedDialect(Dialect):
             rules.append(f"answer: {special.spell(group.begin)} calls")
         elif form.only_at_start:
             rules += [f"answer: {special.spell(group.begin)} calls | {special.other_text('OTHER')}"]
-            rules += [rf"OTHER: /\s*[^\s{_in_class(form.begins)}](.|\n)*/"]
+            rules += special.not_begun("OTHER", *form.begins)
             if (thinks := self._may_begin_with(opening)) is not None:
                 rules += [f"plain: {special.spell(group.begin)} calls | {special.other_text('PLAIN')}"]
                 rules += special.not_begun("PLAIN", thinks, of="OTHER")
@@ -90,6 +90,7 @@ class TaggedDialect(Dialect):
             plain = "plain" if any(rule.startswith("plain:") for rule in rules) else "answer"
             start = f"start: {self.thinking.start(special, opening, plain)}"
             rules = [*rules, *special.bounded("thought", self.thinking.end, most_tokens=opening.budget)]
+            rules += self.thinking.answer_rules(special)
         return "\n".join([start, *rules, *special.shared_rules])
 
 
@@ -100,6 +101,8 @@ class TaggedParser:
         self, thinking: Thinking | None, calls: CallForm | None, tools: Schemas, opening: Opening, *, several: bool
     ) -> None:
         self._thinking = None if thinking is None else ThinkingParser(thinking)
+        # What is between the marks of an answer is told from them as thinking is.
+        self._answer = ThinkingParser(thinking.answer) if thinking is not None and thinking.answer else None
         self._calls = None if calls is None else ToolCallParser(calls, tools, several=several)
         if self._thinking is not None:
             self._thinking.push(opening.prefill)
@@ -129,6 +132,8 @@ class TaggedParser:
         reasoning = ""
         if self._thinking is not None:
             reasoning, text = self._thinking.push(text)
+        if self._answer is not None:
+            text = "".join(self._answer.push(text))
         if self._calls is None:
             return Said(reasoning, text)
         return Said(reasoning, *self._calls.push(text))
@@ -138,6 +143,8 @@ class TaggedParser:
         reasoning = text = ""
         if self._thinking is not None:
             reasoning, text = self._thinking.flush()
+        if self._answer is not None:
+            text = "".join((*self._answer.push(text), *self._answer.flush()))
         if self._calls is None:
             return Said(reasoning, text)
         before, calls = self._calls.push(text)
@@ -279,7 +286,3 @@ class ToolCallParser:
         length = max(num_begun(self._held, mark) for mark in marks)
         text, _ = self._without_lead(self._held[: len(self._held) - length])
         return len(self._held) - len(text)
-
-
-def _in_class(begins: Sequence[str]) -> str:
-    return "".join(f"\\{begin[0]}" for begin in begins)

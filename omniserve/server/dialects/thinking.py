@@ -19,18 +19,21 @@ class Thinking:
     """A mark before which thinking ends, too, such as that of a call."""
     sign: str = ""
     """What a chat template has beside one of the tags if its model marks thinking so."""
-    other_sign: str = ""
+    other_signs: Sequence[str] = ()
     """What it does not have then."""
+    answer: Thinking | None = None
+    """The tags of the answer behind it, for models that mark it, too."""
 
     @property
     def marks(self) -> Sequence[str]:
         """The texts in which special tokens may stand that have to be seen."""
-        return [self.begin, self.end, *([self.ends_before] if self.ends_before else [])]
+        of_answer = [] if self.answer is None else self.answer.marks
+        return [self.begin, self.end, *([self.ends_before] if self.ends_before else []), *of_answer]
 
     def is_of(self, template: str) -> bool:
         """Return whether a chat template is of a model that marks thinking so."""
         has_tag = self.begin in template or self.end in template
-        return has_tag and self.sign in template and not (self.other_sign and self.other_sign in template)
+        return has_tag and self.sign in template and not any(sign in template for sign in self.other_signs)
 
     def opening(self, prompt: str, continued: str | None) -> Opening:
         """Return the begin of the answer to a prompt; see ``Dialect.opening``."""
@@ -47,13 +50,23 @@ class Thinking:
 
         ``plain`` is the rule of an answer without thinking.
         """
+        answer = "answer" if self.answer is None else "marked_answer"
         if opening.prefill:
-            return "thought SPACE answer"
-        return f"{special.spell(self.begin)} thought SPACE answer | {plain}"
+            return f"thought SPACE {answer}"
+        return f"{special.spell(self.begin)} thought SPACE {answer} | {plain}"
+
+    def answer_rules(self, special: SpecialTokens) -> list[str]:
+        """Return the rules that ``start`` needs beside those of the answer and of the thinking."""
+        if self.answer is None:
+            return []
+        begin, end = special.spell(self.answer.begin), special.spell(self.answer.end)
+        return [f"marked_answer: answer | {begin} SPACE answer SPACE {end}"]
 
 
 _CALLS_OF_KIMI = "<|tool_calls_section_begin|>"
-THINK = Thinking("<think>", "</think>", other_sign=_CALLS_OF_KIMI)
+_RESPONSE = Thinking("<response>", "</response>")
+THINK = Thinking("<think>", "</think>", other_signs=(_CALLS_OF_KIMI, _RESPONSE.begin))
+GRANITE33 = Thinking("<think>", "</think>", sign=_RESPONSE.begin, answer=_RESPONSE)
 KIMI_K2 = Thinking("<think>", "</think>", ends_before=_CALLS_OF_KIMI, sign=_CALLS_OF_KIMI)
 MISTRAL = Thinking("[THINK]", "[/THINK]")
 GRANITE = Thinking("Here is my thought process:", "Here is my response:")
