@@ -57,10 +57,15 @@ class ClassSpec:
     """Objectives of its requests that bring none of their own."""
     speculation: bool = False
     """Requests of the class that do not say otherwise are decoded speculatively."""
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning in answers to its chats that do not say otherwise; None: any number."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"a class's name must be a non-empty string, got {self.name!r}")
+        budget = self.thinking_token_budget
+        if budget is not None and not (type(budget) is int and 0 <= budget < 2**31):
+            raise ValueError(f"the thinking budget of class {self.name!r} must be 0 to {2**31 - 1}, got {budget!r}")
         try:
             object.__setattr__(self, "kind", ServiceClass(self.kind))
         except ValueError:

@@ -43,7 +43,7 @@ _LORA_FIELDS = tuple(field.name for field in dataclasses.fields(LoRAConfig))
 _HOSTS_FIELDS = tuple(field.name for field in dataclasses.fields(HostsConfig))
 _PREFILL_FIELDS = tuple(field.name for field in dataclasses.fields(PrefillConfig) if field.name != "is_prefill_engine")
 
-_SPECULATE = ":speculate"
+_SPECULATE, _THINKING = "speculate", "thinking="
 _LORA_SLOTS = 8
 """Slots for adapters where some may be loaded, and nothing says how many."""
 
@@ -56,14 +56,20 @@ def device(text: str) -> str:
 
 
 def _class(text: str) -> ClassSpec:
-    """Read ``NAME:KIND`` or ``NAME:KIND:TTFT:TPOT``, either with ``:speculate``; an objective left empty is none."""
-    name, *rest = text.removesuffix(_SPECULATE).split(":")
+    """Read ``NAME:KIND`` or ``NAME:KIND:TTFT:TPOT``, with any of the options; an objective left empty is none."""
+    name, *rest = text.split(":")
+    speculation, thinking = False, None
+    while rest and (match := re.fullmatch(rf"{_SPECULATE}|{_THINKING}([0-9]+)", rest[-1])):
+        rest.pop()
+        speculation, thinking = (speculation, int(match[1])) if match[1] else (True, thinking)
     if len(rest) not in (1, 3):
-        raise argparse.ArgumentTypeError(f"must be NAME:KIND or NAME:KIND:TTFT:TPOT, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be NAME:KIND or NAME:KIND:TTFT:TPOT, and behind it :{_THINKING}TOKENS or :{_SPECULATE}, got {text!r}"
+        )
     try:
         objectives = [float(seconds) if seconds else None for seconds in rest[1:]] or [None, None]
         slo = SLO(ttft_s=objectives[0], tpot_s=objectives[1])
-        return ClassSpec(name=name, kind=rest[0], slo=slo, speculation=text.endswith(_SPECULATE))
+        return ClassSpec(name=name, kind=rest[0], slo=slo, speculation=speculation, thinking_token_budget=thinking)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error} in {text!r}") from None
 
@@ -160,10 +166,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         dest="classes",
         action="append",
         type=_class,
-        metavar=f"NAME:KIND[:TTFT:TPOT][{_SPECULATE}]",
-        help="a class of requests, kind LS or BE, objectives in seconds or empty; with speculate, their next tokens "
-        "are guessed from the text and checked, several in a step; repeat it, highest priority first, LS kinds before "
-        f"BE kinds (default: {classes})",
+        metavar=f"NAME:KIND[:TTFT:TPOT][:{_THINKING}TOKENS][:{_SPECULATE}]",
+        help="a class of requests, kind LS or BE, objectives in seconds or empty; with thinking, chats that bring no "
+        "thinking_token_budget have this one; with speculate, their next tokens are guessed from the text and checked, "
+        f"several in a step; repeat it, highest priority first, LS kinds before BE kinds (default: {classes})",
     )
     for flag, dest, text in (("--ls-ttft-slo", "ttft_s", "to first token"), ("--ls-tpot-slo", "tpot_s", "per token")):
         parser.add_argument(flag, dest=dest, type=number, help=f"objective of the class LS: time {text}, seconds")
@@ -229,8 +235,9 @@ def _with_ls_objectives(
 
 def _class_text(spec: ClassSpec) -> str:
     objectives = [f"{value:g}" if value is not None else "" for value in (spec.slo.ttft_s, spec.slo.tpot_s)]
-    text = ":".join([spec.name, spec.kind, *(objectives if any(objectives) else ())])
-    return text + _SPECULATE * spec.speculation
+    budget = [] if spec.thinking_token_budget is None else [f"{_THINKING}{spec.thinking_token_budget}"]
+    options = [*budget, *([_SPECULATE] if spec.speculation else [])]
+    return ":".join([spec.name, spec.kind, *(objectives if any(objectives) else ()), *options])
 
 
 def _with_flag_names(message: str) -> str:

@@ -87,6 +87,12 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
     except ValueError as error:
         raise EngineStopped(str(error)) from None
     await codec.look_at_templates()
+    bounded = [spec.name for spec in info.classes if spec.thinking_token_budget is not None]
+    if bounded and not codec.thinks:
+        raise EngineStopped(
+            f"--class {bounded[0]} has a thinking budget, but it is not known here how this model marks its reasoning; "
+            "remove thinking= from it, or name the model's --reasoning-parser"
+        )
     try:
         defaults = await asyncio.to_thread(find_generation_defaults, options.generation_config, options.tokenizer)
     except (OSError, ValueError) as error:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from omniserve.core.request import SamplingParams, ServiceClass
+from omniserve.core.request import ClassSpec, SamplingParams, ServiceClass
 from omniserve.server.choice import TextForm
 from omniserve.server.constraints import GrammarWriter
 from omniserve.server.dialects.base import Dialect, Opening
@@ -215,6 +215,7 @@ class Service:
             ApiError: The request does not fit the model, or too many of its class wait already.
         """
         spec = class_of_tier(request.service_tier, self.info.classes)
+        request = _with_budget(request, spec)
         biased = [token_id for token_id, _ in request.logit_bias]
         for field, token_ids in (("logit_bias", biased), ("stop_token_ids", request.stop_token_ids)):
             self.check_token_ids(token_ids, f"{field} has the token id {{}}, but", param=field)
@@ -421,3 +422,13 @@ def _num_prompt_logprobs(request: GenerationRequest) -> int | None:
 
 def _int64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
+
+
+def _with_budget(request: GenerationRequest, spec: ClassSpec) -> GenerationRequest:
+    """Return a request with the thinking budget of its class, unless it brings its own or never ends its answer."""
+    budget = spec.thinking_token_budget
+    if budget is None or not isinstance(request, ChatRequest):
+        return request
+    if request.thinking_token_budget is not None or request.ignore_eos:
+        return request
+    return request.model_copy(update={"thinking_token_budget": budget})

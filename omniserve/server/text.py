@@ -99,6 +99,12 @@ class TextCodec:
         template = self._templates.get("default")
         return template is not None and template.problem is None
 
+    @property
+    def thinks(self) -> bool:
+        """True if it is known how answers to all chats mark reasoning."""
+        used = [self._dialects[one] for name, one in self._templates.items() if name in ("default", "tool_use")]
+        return bool(used) and all(dialect.thinks for dialect in used)
+
     async def look_at_templates(self) -> None:
         """Find out how the chat templates read messages; tell of what they cannot write."""
         for name, template in self._templates.items():

@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,12 @@ def test_classes_replace_the_default_ones_in_their_order():
         ClassSpec(name="BE", kind="BE", speculation=True),
     ]
     assert [*parse("--class", "LS:LS:1:0.1:speculate", "--class", "BE:BE:speculate")[1].config.classes] == speculating
+    thinking = [
+        replace(speculating[0], thinking_token_budget=512),
+        ClassSpec(name="BE", kind="BE", thinking_token_budget=0),
+    ]
+    for first in ("LS:LS:1:0.1:thinking=512:speculate", "LS:LS:1:0.1:speculate:thinking=512"):
+        assert [*parse("--class", first, "--class", "BE:BE:thinking=0")[1].config.classes] == thinking
     one, other = parse("--ls-tpot-slo", "0.02")[1].config.classes
     assert one.slo == SLO(ttft_s=1.0, tpot_s=0.02)
     assert other == ClassSpec(name="BE", kind="BE")
@@ -149,7 +156,12 @@ def test_loader_can_travel_to_another_process():
         ("--limit max_queued_requests=x", "max_queued_requests must be of type int, got 'x'"),
         ("--execution step_graphs=maybe", "step_graphs must be auto or on or off, got 'maybe'"),
         ("--execution step_graphs_gib=-1", "step_graphs_gib must be a number >= 0, got -1"),
-        ("--class chat", "--class: must be NAME:KIND or NAME:KIND:TTFT:TPOT, got 'chat'"),
+        (
+            "--class chat",
+            "must be NAME:KIND or NAME:KIND:TTFT:TPOT, and behind it :thinking=TOKENS or :speculate, got 'chat'",
+        ),
+        ("--class chat:LS:thinking=", "and behind it :thinking=TOKENS"),
+        ("--class chat:LS:thinking=99999999999", "the thinking budget of class 'chat' must be 0 to"),
         ("--class chat:LS:1", "--class: must be NAME:KIND or NAME:KIND:TTFT:TPOT"),
         ("--class chat:XX", "must be 'LS' or 'BE', got 'XX'"),
         ("--class :LS", "must be a non-empty string"),

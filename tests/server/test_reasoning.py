@@ -8,6 +8,7 @@ import json
 import openai
 import pytest
 from dialect_samples import FORMS
+from fake_engine import FakeEngine
 from tokenizers_for_tests import byte_level_tokenizer
 
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams
@@ -194,6 +195,39 @@ def test_a_budget_is_refused_where_thinking_is_not_marked(client_of):
         say(client_of("thinks"), "a", extra_body={"thinking_token_budget": budget})
     with pytest.raises(openai.BadRequestError, match="thinking_token_budget"):
         say(client_of("thinks"), "a", extra_body={"thinking_token_budget": -2})
+
+
+def test_chats_have_the_thinking_budget_of_their_class_unless_they_bring_one(client_of, monkeypatch):
+    grammars = []
+    add = FakeEngine.add
+
+    def record(engine, request, **more):
+        grammars.append(request.sampling.grammar)
+        return add(engine, request, **more)
+
+    monkeypatch.setattr(FakeEngine, "add", record)
+    client = client_of("thinks", *"--class LS:LS:1:0.1:thinking=7 --class free:LS --class BE:BE:thinking=0".split())
+
+    def grammar(tier, **extra):
+        client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "hi"}], service_tier=tier, max_tokens=3,
+            extra_body=extra,
+        )  # fmt: skip
+        return grammars.pop() or ""
+
+    assert "max_tokens=7]" in grammar("LS") and "max_tokens=5]" in grammar("LS", thinking_token_budget=5)
+    assert grammar("LS", thinking_token_budget=-1) == grammar("free") == grammar("LS", ignore_eos=True) == ""
+    assert 'thought: "</think>"' in grammar("flex") and "max_tokens=5]" in grammar("free", thinking_token_budget=5)
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
+    assert "max_tokens=7]" in grammar("LS", response_format=schema)
+    client.completions.create(model="fake", prompt="hi", max_tokens=3)
+    assert grammars.pop() is None
+
+
+def test_a_budget_of_a_class_is_refused_at_the_start_where_thinking_is_not_marked(start_server):
+    server = start_server("--class", "LS:LS:thinking=7", "--class", "BE:BE")
+    server.wait()
+    assert "--class LS has a thinking budget" in "".join(server.log) and "--reasoning-parser" in "".join(server.log)
 
 
 def test_schema_of_a_tool_that_the_dialect_cannot_keep_is_refused(client_of):

@@ -56,8 +56,8 @@ SETTINGS = {
     "host_cores": ("host-cores", "8,0-2", (8, 0, 1, 2)),
     "classes": (
         "class",
-        ["a:LS:speculate", "b:BE"],
-        (ClassSpec(name="a", kind="LS", speculation=True), ClassSpec(name="b", kind="BE")),
+        ["a:LS:thinking=9:speculate", "b:BE"],
+        (ClassSpec(name="a", kind="LS", speculation=True, thinking_token_budget=9), ClassSpec(name="b", kind="BE")),
     ),
     "seed": ("seed", 7, 7),
 }
