@@ -110,6 +110,7 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     *_cases("features", checkpointing=3, safepoints=3, square_wave=2, warm_stock=6, loras=3, kv_dtype=3, latents=6),
     *_simulated("features", deferral=5, token_deferral=5, hybrid_batch=5, apex_stages=5),
     *_cases("prefixes", prefix_cache=3, prefix_flood=1, prefix_lookup=1, disk_prefixes=3),
+    *_simulated("prefixes", sessions=1),
     *_cases("machines", tensor_parallel=3, pipeline_parallel=3, network_hosts=6, prefill_apart=3),
     dataclasses.replace(_cases("rank_loading", rank_loading=6)[0], parts=LOADING, kinds=("AMX",)),
     *_simulated("machines", scaling=5),

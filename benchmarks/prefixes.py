@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import os
 import random
@@ -25,11 +26,14 @@ from benchmarks.common.cases import Benchmark, Trials
 from benchmarks.common.dry_scheduler import DryScheduler, smollm_profile
 from benchmarks.common.models import MODELS, token_bytes
 from omniserve import SLO, DiskKVConfig, Engine, EngineConfig, ExecutionConfig, Request, SamplingParams
+from omniserve.core.plan import SampledToken, StepOutput
 from omniserve.core.work import DiskCopy
 from omniserve.host.disk import DiskTier
 from omniserve.host.disk_file import DiskFile
+from omniserve.kv import PagedKVManager
 from omniserve.latency import Profile
 from omniserve.profiling import find_or_make_profile
+from omniserve.sched import SCHEDULERS, Scheduler, SchedulerLimits
 
 PREFIXES = Benchmark("prefixes")
 _MIB = 1 << 20
@@ -222,6 +226,79 @@ def serve_chats(
         "hit_rate": stats.scheduler.cached_tokens["LS"] / stats.scheduler.prompt_tokens["LS"],
         "ttft_ms": 1e3 * statistics.median(ttfts_s),
     }
+
+
+@PREFIXES.case(
+    agents=20, system=(256, "tokens of each agent's system prompt"), turn=(128, "new tokens of a turn"), turns=24,
+    output=32, edits=(0.4, "share of turns that go on from an earlier one"), others=(1.0, "random prompts a turn"),
+    other=(256, "tokens of such a prompt"), room=[0.5, 0.75, 1.0, 1.5], block_size=16, repeats=1, seed=1,
+    tiny={"agents": 2, "system": 32, "turn": 16, "turns": 3, "output": 2, "other": 32, "room": [1.0]},
+)  # fmt: skip
+def sessions(args: argparse.Namespace) -> Trials:
+    """Agents whose histories have branches, in too little memory, with and without names of sessions.
+
+    The agents take turns at random. A turn is the history so far and new tokens; a share of them (``--edits``) first
+    goes back to the end of an earlier turn, as a retry or an edited history does. Random prompts without a session come in
+    between. Requests run one after another, with the real scheduler and its cache and without a model, so nothing here
+    depends on time. The device has memory for ``--room`` times what the last histories of all agents take. ``hit_rate``
+    is the share of the turns' tokens that the cache had, but for each agent's first turn; ``named``: requests have the
+    name of their agent as session.
+    """
+    turns = agents_turns(args)
+    last = {name: len(prompt) for name, prompt in turns if name}
+    for service_class, room in itertools.product(("LS", "BE"), args.room):
+        num_blocks = int(room * sum(last.values())) // args.block_size
+        serve = functools.partial(serve_turns, args, turns, service_class, num_blocks)
+        arms = {"plain": functools.partial(serve, False), "named": functools.partial(serve, True)}
+        yield f"{service_class} {room:g}", arms
+
+
+def agents_turns(args: argparse.Namespace) -> list[tuple[str, list[int]]]:
+    """Draw the prompts of agents, in the order in which they come, and random ones, with "" as agent."""
+    rng = random.Random(args.seed)
+    histories = {f"agent {n}": [tokens(rng, args.system)] for n in range(args.agents)}
+    order = [name for name in histories for _ in range(args.turns)]
+    rng.shuffle(order)
+    drawn: list[tuple[str, list[int]]] = []
+    for name in order:
+        history = histories[name]
+        if len(history) > 2 and rng.random() < args.edits:
+            del history[rng.randrange(1, len(history)) :]
+        history.append([*history[-1], *tokens(rng, args.turn)])
+        drawn.append((name, history[-1]))
+        drawn += [("", tokens(rng, args.other)) for _ in range(int(args.others + rng.random()))]
+    return drawn
+
+
+def serve_turns(
+    args: argparse.Namespace, turns: Sequence[tuple[str, list[int]]], service_class: str, num_blocks: int,
+    is_named: bool,
+) -> dict[str, float]:  # fmt: skip
+    """Serve turns one after another; return what share of their tokens was found."""
+    config = EngineConfig(block_size=args.block_size, max_num_batched_tokens=8192)
+    limits = SchedulerLimits(config=config, num_layers=1, max_model_len=1 << 20, num_host_slots=0)
+    share = int(config.execution.ls_prefix_share * num_blocks)
+    kv = PagedKVManager(
+        num_device_blocks=num_blocks, num_host_blocks=0, block_size=args.block_size, prefix_cache=True,
+        num_protected_blocks=share,
+    )  # fmt: skip
+    scheduler = Scheduler(SCHEDULERS.get("sarathi"), limits=limits, kv=kv)
+    sampling, seen = SamplingParams(max_tokens=args.output, ignore_eos=True), set[str]()
+    num_cached = num_tokens = 0
+    for number, (name, prompt) in enumerate(turns):
+        session = name if is_named else ""
+        request = Request(prompt_token_ids=prompt, sampling=sampling, service_class=service_class, session=session)
+        scheduler.add(f"r{number}", request, SLO(), float(number))
+        found = 0
+        while scheduler.has_unfinished:
+            plan = scheduler.schedule(float(number))
+            sampled = {chunk.request_id: (SampledToken(token_id=1),) for chunk in plan.chunks if chunk.samples}
+            for output in scheduler.update(plan, StepOutput(tokens=sampled), float(number)):
+                found = output.num_cached_tokens
+        if name in seen:
+            num_cached, num_tokens = num_cached + found, num_tokens + len(prompt)
+        seen |= {name} - {""}
+    return {"hit_rate": num_cached / num_tokens}
 
 
 @PREFIXES.case(

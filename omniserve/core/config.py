@@ -62,6 +62,13 @@ class ExecutionConfig:
     """Share of the device's blocks, in [0, 1), in which the prefix cache keeps what LS requests have had there last,
     before all else, as long as LS requests find something there. BE requests that come to the device leave it these
     blocks, under policies that reserve memory for LS."""
+    session_share: float = 0.5
+    """Share of the device's blocks, in [0, 1), in which the prefix cache keeps what the newest requests of sessions
+    begin with (``Request.session``), longer than prefixes outside of sessions. Prefixes of LS requests are kept before
+    these, as ``ls_prefix_share`` says."""
+    session_ttl_s: float = 600.0
+    """Seconds after which a session ends that no request has used: then its blocks are the first to be overwritten, as
+    those of its older branches are at any time."""
     host_prefixes: bool = True
     """Copy blocks of the prefix cache to the host tier before the device overwrites them, into host blocks that no
     request uses, and copy them back for a request with the same first tokens. Not with ``host_kv_dtype`` ``int8``
@@ -85,6 +92,10 @@ class ExecutionConfig:
                 raise ValueError(f"{name} must be a number >= 0, got {value}")
         if not 0 <= self.ls_prefix_share < 1:
             raise ValueError(f"ls_prefix_share must be a share in [0, 1), got {self.ls_prefix_share}")
+        if not 0 <= self.session_share < 1:
+            raise ValueError(f"session_share must be a share in [0, 1), got {self.session_share}")
+        if not (math.isfinite(self.session_ttl_s) and self.session_ttl_s > 0):
+            raise ValueError(f"session_ttl_s must be a number > 0, got {self.session_ttl_s}")
         if self.kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}")
         if self.step_graphs not in ("auto", "on", "off"):

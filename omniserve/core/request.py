@@ -152,6 +152,9 @@ class SamplingParams:
             _check_float("logit_bias", added, -100.0, 100.0)
 
 
+_LONGEST_TTL_S = 1e9
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """A prompt to be continued.
@@ -170,6 +173,11 @@ class Request:
     """Unique among unfinished requests; None lets the engine choose."""
     cache_salt: str = ""
     """The prefix cache keeps requests of different salts apart: none can find out, by its times, what others ask."""
+    session: str = ""
+    """Name of a session, such as a chat; empty: none. Of a session the prefix cache keeps what its newest request
+    begins with, and forgets first what only older ones did."""
+    session_ttl_s: float | None = None
+    """Seconds after which the session ends if no other request has its name; None: as the engine's config says."""
     speculation: bool | None = None
     """Guess the next tokens from the text, and check several in one step; the output is the same. None: as the class
     has it, but yes if there is a prediction."""
@@ -185,6 +193,10 @@ class Request:
             raise ValueError(f"lora must be the name of an adapter or None, got {self.lora!r}")
         if not isinstance(self.cache_salt, str):
             raise ValueError(f"cache_salt must be a string, got {self.cache_salt!r}")
+        if not isinstance(self.session, str):
+            raise ValueError(f"session must be a string, got {self.session!r}")
+        if self.session_ttl_s is not None:
+            _check_float("session_ttl_s", self.session_ttl_s, 0.0, _LONGEST_TTL_S, open_low=True)
         if not self.prompt_token_ids:
             raise ValueError("the prompt is empty: prompt_token_ids needs at least one token id")
         for name in ("prompt_token_ids", "predicted_token_ids"):

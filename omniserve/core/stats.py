@@ -88,6 +88,17 @@ class KVUsage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FreedKV:
+    """Blocks of the prefix cache that were freed on request, by tier; one on two tiers counts on both."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    block_size: int = 0
+    """Tokens of a block."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HostTierStats:
     """Counters of a host tier since its start, and gauges of its work in hand; all 0 without one."""
 

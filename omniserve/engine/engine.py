@@ -21,7 +21,7 @@ from omniserve.core.errors import EngineStopped, PeerLost, Stalled
 from omniserve.core.lora import LoRA
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Completion, Request, RequestLimits, RequestOutput
-from omniserve.core.stats import DiskStats, EngineStats, HostTierStats, LatencyStats
+from omniserve.core.stats import DiskStats, EngineStats, FreedKV, HostTierStats, LatencyStats
 from omniserve.core.upkeep import Upkeep
 from omniserve.engine.loras import LoRANames
 from omniserve.engine.outputs import OutputCollector
@@ -334,6 +334,24 @@ class Engine:
             device_tokens=self._log.num_device_tokens,
             piggyback_rows=self._log.num_piggyback_rows,
         )
+
+    def clear_prefixes(self, sessions: Iterable[str] | None = None) -> FreedKV:
+        """Free what the prefix cache has on all tiers and nothing uses at this moment; what is on disk is erased.
+
+        Args:
+            sessions: Names of sessions, to free what only their requests have used; None: all.
+
+        Raises:
+            OSError: The disk fails.
+        """
+        index = self.scheduler.requests.prefixes.index
+        if index is None:
+            return FreedKV(block_size=self.kv.block_size)
+        freed = index.forget(sessions)
+        for slot in freed.disk_slots:
+            assert self.disk is not None
+            self.disk.file.erase(slot)
+        return FreedKV(device=freed.device, host=freed.host, disk=len(freed.disk_slots), block_size=self.kv.block_size)
 
     def close(self) -> None:
         """Wait for the device, then stop the host tier's threads; unfinished requests are dropped.

@@ -26,6 +26,11 @@ class DiskPrefixIndex:
         self._reading: dict[bytes, int] = {}
         """Key -> the copy from disk under way that brings its block."""
 
+    @property
+    def num_blocks(self) -> int:
+        """Slots in all."""
+        return self._disk.num_slots
+
     def match(self, keys: Iterable[bytes]) -> int:
         """Return for how many of these keys in a row, from the first one on, there is a block on disk."""
         return self._disk.match(keys)
@@ -33,6 +38,14 @@ class DiskPrefixIndex:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note that a prefix with these blocks is used, wherever it was found."""
         self._disk.touch(keys)
+
+    def demote(self, keys: Iterable[bytes]) -> None:
+        """Have the blocks of these keys replaced before all others, the last of these first."""
+        self._disk.demote(keys)
+
+    def forget(self, keys: Iterable[bytes] | None) -> list[int]:
+        """Forget the blocks of these keys, or all, but those that are being copied; return the slots that had them."""
+        return self._disk.forget(keys)
 
     def reading(self, key: bytes) -> int | None:
         """Return the id of the copy that is bringing the block of this key from disk; None: there is none."""

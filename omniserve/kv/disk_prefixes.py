@@ -57,6 +57,22 @@ class DiskPrefixes:
             if key in self._slots:
                 self._slots.move_to_end(key)
 
+    def demote(self, keys: Iterable[bytes]) -> None:
+        """Have the blocks of these keys replaced before all others, the last of these first."""
+        for key in keys:
+            if key in self._slots:
+                self._slots.move_to_end(key, last=False)
+
+    def forget(self, keys: Iterable[bytes] | None) -> list[int]:
+        """Forget the blocks of these keys, or all, but those that are being read; return the slots that had them.
+
+        Those that are being written stay.
+        """
+        chosen = [*self._slots] if keys is None else [key for key in keys if key in self._slots]
+        slots = [self._slots.pop(key) for key in chosen if key not in self._readers]
+        self._free += slots
+        return slots
+
     @property
     def num_used(self) -> int:
         """Slots that hold a block, or will."""

@@ -115,14 +115,24 @@ class HostPrefixes:
         num_read_only = sum(not self.pool.has_users(self.blocks[key]) for key in self._readers)
         return len(self.blocks) - self.pool.num_used - num_read_only
 
-    def reclaim(self, count: int) -> None:
-        """Free ``count`` of the blocks that no request uses and no copy reads, or all of these if there are fewer."""
-        has_users, readers = self.pool.has_users, self._readers
-        free = (key for key, block in self.blocks.items() if not has_users(block) and key not in readers)
-        for key in list(itertools.islice(free, max(0, count))):
+    def reclaim(self, count: int, keys: Iterable[bytes] | None = None) -> int:
+        """Free ``count`` of the blocks that no request uses and no copy reads, or all of these if there are fewer.
+
+        Args:
+            keys: Those that may be freed; None: all, the one that was used longest ago first.
+
+        Returns:
+            How many were freed.
+        """
+        blocks, has_users, readers = self.blocks, self.pool.has_users, self._readers
+        items = blocks.items() if keys is None else ((key, blocks[key]) for key in keys if key in blocks)
+        free = (key for key, block in items if not has_users(block) and key not in readers)
+        chosen = list(itertools.islice(free, max(0, count)))
+        for key in chosen:
             self.pool.drop(self.blocks.pop(key))
             if self._disk is not None:
                 self._disk.cancel_write(key)
+        return len(chosen)
 
     # -- blocks that requests bring ------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from omniserve.core.work import KVMove, MoveDirection
@@ -21,6 +22,7 @@ from omniserve.kv.tiers import CopyEnds, MoveResult, Tier
 
 if TYPE_CHECKING:
     from omniserve.kv.disk_prefix_index import DiskPrefixIndex
+    from omniserve.kv.sessions import Sessions
 
 _REUSE_RATE = 1 / 32
 _LEAST_REUSE = 0.01
@@ -46,6 +48,16 @@ class HasRequestId(Protocol):
         """Return the request's id."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forgotten:
+    """Blocks of the prefix cache that were freed on request."""
+
+    device: int
+    host: int = 0
+    disk_slots: Sequence[int] = ()
+    """Slots of the disk tier's file that held some; what is in them is to be erased."""
+
+
 class PrefixIndex:
     """The prefix cache on the device. A block that several requests use counts for each of them.
 
@@ -69,6 +81,53 @@ class PrefixIndex:
         self._pool, self._tables, self._block_size = pool, tables, block_size
         self.host, self.disk = host, disk
         self._ls_reuse = 2 * _LEAST_REUSE
+        self.sessions: Sessions | None = None
+        """The sessions of requests; None: no request has named one yet."""
+
+    def open_sessions(self, *, share: float) -> Sessions:
+        """Begin to keep books of sessions; blocks of their newest requests are kept in up to a share of the pool."""
+        from omniserve.kv.sessions import Sessions
+
+        num_blocks = self._pool.num_blocks
+        for tier in (self.host, self.disk):
+            num_blocks += tier.num_blocks if tier is not None else 0
+        self.sessions = Sessions(2 * num_blocks, on_change=self._revise)  # many have been forgotten meanwhile
+        self._pool.standing, self._pool.most_newest = self.sessions.standing, int(share * self._pool.num_blocks)
+        return self.sessions
+
+    def begin_session(self, name: str, request_id: str, keys: Sequence[bytes], *, ttl_s: float) -> None:
+        """Note that a request is the newest of a session, which ends ``ttl_s`` seconds after its last use.
+
+        Args:
+            keys: Keys of all its blocks that are full.
+        """
+        assert self.sessions is not None
+        tiers = [tier for tier in (self.host, self.disk) if tier is not None]
+        count = self._pool.match(keys)
+        while count < len(keys) and any(each.match(keys[count : count + 1]) for each in (self._pool, *tiers)):
+            count += 1
+        for tier in tiers:
+            tier.touch(keys[:count])
+        self.sessions.begin(name, request_id, keys[:count], ttl_s=ttl_s)
+
+    def _revise(self, keys: Sequence[bytes], are_older: bool) -> None:
+        self._pool.revise(keys)
+        if are_older:
+            for tier in (self.host, self.disk):
+                if tier is not None:
+                    tier.demote(reversed(keys))
+
+    def forget(self, sessions: Iterable[str] | None = None) -> Forgotten:
+        """Free what no request uses and no copy reads or writes: all, or what only these sessions have used."""
+        if sessions is not None:
+            keys = [key for name in sessions for key in self.sessions.end(name)] if self.sessions is not None else []
+        elif self.sessions is not None:
+            self.sessions.clear()
+        return Forgotten(
+            device=self._pool.revise(None if sessions is None else keys, forgets=True),
+            host=self.host.forget(None if sessions is None else keys) if self.host is not None else 0,
+            disk_slots=self.disk.forget(None if sessions is None else keys) if self.disk is not None else (),
+        )
 
     def match(self, keys: Iterable[bytes]) -> int:
         """Return for how many of these keys in a row, from the first one on, there is a device block."""
@@ -112,14 +171,23 @@ class PrefixIndex:
         self._tables.put(request_id, blocks)
         return tuple(blocks)
 
-    def publish(self, request_id: str, first: int, keys: Sequence[bytes], *, marks: bool = False) -> None:
+    def publish(
+        self, request_id: str, first: int, keys: Sequence[bytes], *, marks: bool = False, session: str = ""
+    ) -> None:
         """Give the device blocks of a request at rest these keys, from its block ``first`` on, and mark them or not.
+
+        ``session``: The name of its session; "" for none.
 
         Steps that have been launched, or the one that is being planned, write their KV. Later rows can read it: device
         work runs in order, and a layer of a step writes the KV of all its device rows before any of them attends.
         """
-        for block, key in zip(self._tables.device_blocks(request_id)[first:], keys, strict=False):
-            self._pool.publish(block, key, marks=marks)
+        pairs = zip(self._tables.device_blocks(request_id)[first:], keys, strict=False)
+        if self.sessions is None:
+            for block, key in pairs:
+                self._pool.publish(block, key, marks=marks)
+        else:
+            new = [key for block, key in pairs if self._pool.publish(block, key, marks=marks)]
+            self.sessions.publish(session, request_id, first, keys, new)
 
     def note_ls_prompt(self, keys: Iterable[bytes], num_tokens: int) -> None:
         """Learn from a new LS prompt how much such prompts find: marked blocks are protected while it is enough.
@@ -169,6 +237,27 @@ class HostPrefixIndex:
                 break
             count += 1
         return count
+
+    @property
+    def num_blocks(self) -> int:
+        """Host blocks in all."""
+        return self._prefixes.pool.num_blocks
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that a prefix with these blocks is used, wherever it was found."""
+        for key in reversed(keys):
+            if key in self._prefixes.blocks:
+                self._prefixes.blocks.move_to_end(key)
+
+    def demote(self, keys: Iterable[bytes]) -> None:
+        """Have the blocks of these keys reclaimed before all others, the last of these first."""
+        for key in keys:
+            if key in self._prefixes.blocks:
+                self._prefixes.blocks.move_to_end(key, last=False)
+
+    def forget(self, keys: Iterable[bytes] | None) -> int:
+        """Free the blocks of these keys, or all, that no request uses and no copy reads; return their number."""
+        return self._prefixes.reclaim(self.num_blocks, keys)
 
     def block_of(self, key: bytes) -> int | None:
         """Return the host block of this key, which stays until the next plan is made; None: the host has none."""

@@ -48,6 +48,8 @@ class Prefixes:
         self.saves_all = False
         """All that is computed is to be copied to the host."""
         self._publishes_ahead = publishes_ahead
+        self._session_share = limits.config.execution.session_share
+        self._session_ttl_s = limits.config.execution.session_ttl_s
         self.num_cached_tokens: Counter[str] = Counter()
         """Counter, by class: prompt tokens that were found at their request's first admission."""
 
@@ -72,6 +74,28 @@ class Prefixes:
         if state.kind is ServiceClass.LS:
             keys = state.prefix.keys.up_to(state.token_ids, self._most_found(state)) if not self.has_states else ()
             self.index.note_ls_prompt(keys, state.num_tokens)
+
+    def note_session(self, state: RequestState) -> None:
+        """Note that a new request, which was not refused, is the newest of the session that it names."""
+        request, prefix, index = state.request, state.prefix, self.index
+        if not request.session or index is None or prefix is None or self.has_states:
+            return
+        if index.sessions is None:
+            index.open_sessions(share=self._session_share)
+        ttl_s = self._session_ttl_s if request.session_ttl_s is None else request.session_ttl_s
+        most = self._most_found(state)
+        keys = prefix.keys.up_to(state.token_ids, most)[:most]
+        index.begin_session(request.session, state.request_id, keys, ttl_s=ttl_s)
+
+    def note_use(self, state: RequestState, keys: Sequence[bytes]) -> None:
+        """Book that a request begins with the cached blocks of these keys, wherever they were."""
+        if self.index is not None and self.index.sessions is not None:
+            self.index.sessions.use(state.request.session, state.request_id, keys)
+
+    def tell_time(self, now_s: float) -> None:
+        """Let sessions end that have not been used for long."""
+        if self.index is not None and self.index.sessions is not None:
+            self.index.sessions.at(now_s)
 
     def num_tokens(self, state: RequestState) -> int:
         """Look up a WAITING request, and return how many of its first tokens are in the cache."""
@@ -138,9 +162,11 @@ class Prefixes:
         if self.index is None or prefix is None or not keys:
             return None
         prefix.num_shared = self.index.num_used(keys)
-        return self.index.begin(
-            state.request_id, keys, state.num_tokens, reserve_blocks=reserve_blocks, marks=state.kind is ServiceClass.LS
-        )
+        marks = state.kind is ServiceClass.LS
+        blocks = self.index.begin(state.request_id, keys, state.num_tokens, reserve_blocks=reserve_blocks, marks=marks)
+        if blocks is not None:
+            self.note_use(state, keys)
+        return blocks
 
     # -- requests that run ---------------------------------------------------------------------------------------
 
@@ -175,7 +201,8 @@ class Prefixes:
         if num_full > first:
             keys = prefix.keys.up_to(state.token_ids, num_full)
             marks = state.kind is ServiceClass.LS
-            self.index.publish(state.request_id, first, keys[first:num_full], marks=marks)
+            session = state.request.session
+            self.index.publish(state.request_id, first, keys[first:num_full], marks=marks, session=session)
             if self.saves_all and self.index.host is not None:
                 self.index.host.want_copies(state.request_id, first, num_full - first)
             prefix.num_published = num_full

@@ -134,6 +134,7 @@ class PrefixesOnHost:
         )
         if move is None:
             return None
+        self._prefixes.note_use(state, [*keys, *host_keys])
         prefix.num_found += len(host_keys)
         prefix.num_shared = 0
         self._prefixes.note_admission(state)

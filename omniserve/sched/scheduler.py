@@ -126,6 +126,7 @@ class Scheduler:
             self._rejected[state.service_class] += isinstance(error, RequestRejected)
             self.requests.end(state)
             raise
+        self.requests.prefixes.note_session(state)
         return state.predicted_ttft_s
 
     def abort(self, request_id: str, now_s: float) -> RequestOutput | None:
@@ -165,6 +166,7 @@ class Scheduler:
         return checked(self.policy, self.policy.schedule(now_s))
 
     def _tell_time(self, now_s: float) -> None:
+        self.requests.prefixes.tell_time(now_s)
         if self.policy.forecast is not None:
             self.policy.forecast.predictor.at(now_s)
 

@@ -20,7 +20,6 @@ from omniserve.server.service import Service
 
 # JSON has no infinity, and no client can do anything with one.
 _LOWEST_LOGPROB = -9999.0
-_COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 _DONE = "data: [DONE]\n\n"
 
 
@@ -46,10 +45,10 @@ class _CompletionsShape(AnswerShape):
         self._with_token_ids = request.return_token_ids
         self._continuous_usage = request.continuous_usage
         self._num_tokens = 0  # of the output, in chunks so far
-        self._num_prompt_tokens = 0
+        self._usage = Usage()
 
     def first_events(self, usage: Usage) -> str:
-        self._num_prompt_tokens = usage.num_prompt_tokens
+        self._usage = usage
         return ""
 
     def events(self, deltas: Sequence[Delta]) -> str:
@@ -75,8 +74,12 @@ class _CompletionsShape(AnswerShape):
         self._num_tokens += delta.num_tokens
         more: dict[str, Any] = {}
         if self._continuous_usage:
-            counts = self._num_prompt_tokens, self._num_tokens
-            more["usage"] = dict(zip(_COUNTS, (*counts, sum(counts)), strict=True))
+            so_far = Usage(
+                num_prompt_tokens=self._usage.num_prompt_tokens,
+                num_output_tokens=self._num_tokens,
+                num_cached_tokens=self._usage.num_cached_tokens,
+            )
+            more["usage"] = so_far.as_dict()
         elif self._include_usage:
             more["usage"] = None  # as OpenAI sends it in all chunks but the last
         chunks: list[dict[str, Any]] = [{"choices": [choice], **more} for choice in self.choices(delta)]

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from omniserve.core.errors import EngineStopped
 from omniserve.core.version import __version__
-from omniserve.server import generate, loras, openapi
+from omniserve.server import generate, loras, openapi, sessions
 from omniserve.server.connections import HeadAsGet, RequestLog, UnderPath
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.fields import StrictModel, ignored_header, read_fields, validate
@@ -59,7 +59,9 @@ def create_app(
     """
     app = FastAPI(title="OmniServe", openapi_url=None)
     adapters = loras.router(service.loras, service.engine, service.bodies, service.unknown_fields)
-    for router in (generate.router(service), _tokenizer(service), _state(service), adapters, *routers):
+    callers = [None] if keys is None else [key.name for key in keys.keys]
+    cache = sessions.router(service.engine, service.bodies, service.unknown_fields, callers)
+    for router in (generate.router(service), _tokenizer(service), _state(service), adapters, cache, *routers):
         app.include_router(router)
     _answer_errors(app, service)
     document = openapi.document(

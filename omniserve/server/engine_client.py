@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import zmq
 from omniserve.core.errors import EngineStopped
 from omniserve.core.logs import request_id as http_request_id
 from omniserve.core.request import SLO, Request, RequestOutput
-from omniserve.core.stats import EngineStats
+from omniserve.core.stats import EngineStats, FreedKV
 from omniserve.server import engine_messages
 from omniserve.server.engine_messages import EngineInfo
 from omniserve.server.engine_process import EngineMaker, run_engine_process
@@ -70,6 +71,8 @@ class EngineClient:
         self._lora_changes: dict[int, asyncio.Future[None]] = {}
         """Changes of LoRA adapters that the engine has not answered yet, by number."""
         self._num_lora_changes = 0
+        self._clearing: deque[asyncio.Future[FreedKV]] = deque()
+        """Calls to clear the prefix cache that the engine has not answered yet, in its order."""
         self._untaken: dict[str, int] = {}
         """Bytes of the requests that the engine has not taken or refused yet, aborted ones included."""
         self._num_untaken_bytes = 0
@@ -186,6 +189,19 @@ class EngineClient:
         self._send(engine_messages.ChangeLoRA(number, name, folder))
         await asyncio.shield(done)
 
+    async def clear_cache(self, sessions: list[str] | None) -> FreedKV:
+        """Have the engine free its prefix cache, or what only these sessions use; return what was freed.
+
+        Raises:
+            ApiError: The engine is gone.
+        """
+        if self.stopped.is_set():
+            raise engine_gone(self.failure or "the engine has stopped", None)
+        freed: asyncio.Future[FreedKV] = asyncio.get_running_loop().create_future()
+        self._clearing.append(freed)
+        self._send(engine_messages.ClearCache(sessions))
+        return await asyncio.shield(freed)
+
     async def stats(self, timeout_s: float = 5.0) -> EngineStats:
         """Ask the engine for its statistics; it answers between two steps, and one answer goes to all callers.
 
@@ -292,6 +308,8 @@ class EngineClient:
                     else:
                         done.set_exception(ApiError(error))
                         done.exception()  # the caller may have given up
+                case engine_messages.CacheCleared(freed):
+                    self._clearing.popleft().set_result(freed)
                 case engine_messages.Stats(stats):
                     assert self._stats is not None
                     self._stats.set_result(stats)
@@ -331,10 +349,11 @@ class EngineClient:
         listeners, self._listeners = self._listeners, {}
         for request_id, listener in listeners.items():
             listener((request_id, EngineStopped(reason)))
-        changes, self._lora_changes = self._lora_changes, {}
-        for done in changes.values():
+        for done in (*self._lora_changes.values(), *self._clearing):
             done.set_exception(engine_gone(reason, None))
             done.exception()
+        self._lora_changes.clear()
+        self._clearing.clear()
         if self._stats is not None:
             self._stats.set_exception(EngineStopped(reason))
             self._stats.exception()  # the caller may have given up

@@ -6,7 +6,7 @@ from msgspec import Struct, msgpack
 
 from omniserve.core.errors import RequestRejected
 from omniserve.core.request import SLO, ClassSpec, Request, RequestLimits, RequestOutput
-from omniserve.core.stats import EngineStats
+from omniserve.core.stats import EngineStats, FreedKV
 
 
 class Message(Struct, array_like=True, tag=str.lower):
@@ -37,6 +37,13 @@ class ChangeLoRA(Message):
     """None: unload it."""
 
 
+class ClearCache(Message):
+    """Free the prefix cache, or that of some sessions; the answers, ``CacheCleared``, come in the same order."""
+
+    sessions: list[str] | None
+    """None: all of it."""
+
+
 class AskStats(Message):
     """Answer with ``Stats``."""
 
@@ -45,7 +52,7 @@ class Close(Message):
     """End the process."""
 
 
-Command = Add | Abort | ChangeLoRA | AskStats | Close
+Command = Add | Abort | ChangeLoRA | ClearCache | AskStats | Close
 
 
 class Progress(Message):
@@ -98,13 +105,19 @@ class LoRAChanged(Message):
     """The reason why it was refused; None: it was done."""
 
 
+class CacheCleared(Message):
+    """The outcome of ``ClearCache``."""
+
+    freed: FreedKV
+
+
 class Stats(Message):
     """The engine's state."""
 
     stats: EngineStats
 
 
-Report = Progress | EngineInfo | Failed | Step | Refused | LoRAChanged | Stats
+Report = Progress | EngineInfo | Failed | Step | Refused | LoRAChanged | CacheCleared | Stats
 
 encode = msgpack.Encoder(enc_hook=float).encode  # for the float64 of numpy, which predictions are made in
 decode_command = msgpack.Decoder[Command](Command).decode

@@ -25,14 +25,16 @@ from omniserve.core.errors import OmniServeError, RequestRejected
 from omniserve.core.logs import set_up_logs
 from omniserve.core.lora import LoRA, LoRAError
 from omniserve.core.request import SLO, Arrival, Request, RequestLimits, RequestOutput, SamplingParams
-from omniserve.core.stats import EngineStats
+from omniserve.core.stats import EngineStats, FreedKV
 from omniserve.core.upkeep import Upkeep
 from omniserve.sampling.grammar import Grammar
 from omniserve.server.engine_messages import (
     Abort,
     Add,
     AskStats,
+    CacheCleared,
     ChangeLoRA,
+    ClearCache,
     Close,
     Command,
     EngineInfo,
@@ -104,6 +106,7 @@ class EngineLike(Protocol):
     def step(self) -> list[RequestOutput]: ...
     def wait(self, timeout_s: float) -> None: ...
     def stats(self) -> EngineStats: ...
+    def clear_prefixes(self, sessions: Iterable[str] | None = None) -> FreedKV: ...
     def prepare_grammars(self) -> None: ...
     def close(self) -> None: ...
 
@@ -337,6 +340,8 @@ class _Serving:
                 read = self._reader.submit(self._engine.loras.read, name, folder)
                 self._reading.append((number, read))
                 read.add_done_callback(lambda _: self._link.ring())
+            case ClearCache(sessions):
+                self._link.send(CacheCleared(self._engine.clear_prefixes(sessions)))
             case AskStats():
                 self._link.send(Stats(self._engine.stats()))
             case Close():

@@ -93,7 +93,6 @@ NOT_HONOURED: Mapping[str, Fate] = {
     "parallel_tool_calls": _NO_EFFECT,
     "prompt": _refused(_COMPLETIONS_ONLY),
     "prompt_cache_options": _DROPPED,
-    "prompt_cache_retention": _DROPPED,
     "reasoning_effort": _NO_EFFECT,
     "store": _refused("answers are not stored; remove {name} or set it to false", False),
     "suffix": _refused("insertion is not supported; remove {name}", ""),
@@ -132,7 +131,6 @@ NOT_HONOURED: Mapping[str, Fate] = {
     "return_prompt_text": _refused("{name} is not supported; see /tokenize and /detokenize", False),
     "return_token_offsets": _NO_EFFECT,  # vLLM ignores it, too, where text is generated
     "routed_experts_prompt_start": _refused(_REMOVE, 0),
-    "session_id": _NO_EFFECT,
     "spaces_between_special_tokens": _refused(_REMOVE, True),
     "stream_interval": _DROPPED,
     "structured_outputs": _refused(_USE_FORMAT, {}),

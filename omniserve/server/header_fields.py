@@ -11,6 +11,8 @@ from omniserve.server.errors import ApiError
 from omniserve.server.fields import without_nulls
 
 _SERVICE_TIER_HEADER = "x-omniserve-service-tier"
+_SESSION_HEADERS = ("x-session-id", "session_id", "session-id", "x-claude-code-session-id")
+"""Headers in which clients name a session, the first before the others."""
 SLO_HEADERS: Mapping[str, str] = {
     "x-llm-d-slo-ttft-ms": "ttft_s",
     "x-llm-d-slo-tpot-ms": "tpot_s",
@@ -28,6 +30,7 @@ class HeaderFields:
     service_tier: str | None = None
     slo: Mapping[str, float] = field(default_factory=dict)
     """Fields of ``slo``."""
+    session_id: str | None = None
 
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> Self:
@@ -36,12 +39,14 @@ class HeaderFields:
         Raises:
             ApiError: One is ill-formed; the message names it.
         """
-        return cls(headers.get(_SERVICE_TIER_HEADER), _slo_of(headers))
+        session_id = next((value for name in _SESSION_HEADERS if (value := headers.get(name))), None)
+        return cls(headers.get(_SERVICE_TIER_HEADER), _slo_of(headers), session_id)
 
     def add_to(self, fields: dict[str, Any]) -> None:
         """Add what a body does not say itself to its fields."""
-        if self.service_tier is not None:
-            fields.setdefault("service_tier", self.service_tier)
+        for name, value in (("service_tier", self.service_tier), ("session_id", self.session_id)):
+            if value is not None:
+                fields.setdefault(name, value)
         if self.slo and isinstance(fields.setdefault("slo", {}), dict):
             fields["slo"] = {**self.slo, **without_nulls(fields["slo"])}
 

@@ -34,7 +34,7 @@ class ApiKey:
     tokens_per_minute: float | None = None
     """Tokens of prompts and outputs together."""
     admin: bool = False
-    """Its holder may load and unload LoRA adapters."""
+    """Its holder may load and unload LoRA adapters, and clear the prefix cache."""
     private_prefixes: bool = False
     """Requests with this key share cached prefixes with each other only. Otherwise a short time to first token shows
     that a request of another key had the same first tokens."""

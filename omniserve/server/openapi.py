@@ -51,8 +51,7 @@ class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None = None
-    """Absent if nothing was cached."""
+    prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
     """Absent if there was no reasoning and nothing was guessed."""
 
@@ -142,6 +141,23 @@ class ModelList(BaseModel):
 
     object: Literal["list"]
     data: list[Model]
+
+
+class TierCounts(BaseModel):
+    """A count for each tier."""
+
+    device: int
+    host: int
+    disk: int
+
+
+class CacheCleared(BaseModel):
+    """Answer of /v1/cache/clear; what is on two tiers counts on both."""
+
+    object: Literal["cache.cleared"]
+    prompt_cache_key: str | None
+    freed_blocks: TierCounts
+    freed_tokens: TierCounts
 
 
 class Tokens(BaseModel):

@@ -47,6 +47,10 @@ class Job:
     """Token ids of what each output will be, about."""
     cache_salt: str = ""
     """The salt of the prompts' prefixes, as in ``Request``."""
+    session: str = ""
+    """The session that the call belongs to, as in ``Request``."""
+    session_ttl_s: float | None = None
+    """The time for which it may be unused, as in ``Request``."""
     lora: str | None = None
     """The adapter that continues the prompts, as in ``Request``."""
     speculation: bool | None = None
@@ -75,14 +79,13 @@ class Usage:
     """Output tokens that are reasoning."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return OpenAI's usage object, with details of cached tokens, of reasoning and of drafts if there were any."""
+        """Return OpenAI's usage object, with details of reasoning and of drafts if there were any."""
         usage: dict[str, Any] = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
-        if self.num_cached_tokens:
-            usage["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
         details = {}
         if self.num_reasoning_tokens:
             details["reasoning_tokens"] = self.num_reasoning_tokens
@@ -131,6 +134,8 @@ class OutputStream:
                     slo=job.slo if job.brings_slo else None,
                     speculation=job.speculation,
                     cache_salt=job.cache_salt,
+                    session=job.session,
+                    session_ttl_s=job.session_ttl_s,
                     lora=job.lora,
                     predicted_token_ids=job.prediction,
                 )

@@ -262,6 +262,12 @@ class GenerationRequest(StrictModel):
     """Number of classes below that of ``service_tier``; see ``prioritised_tier``."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     """The prefix cache keeps requests of different salts apart."""
+    prompt_cache_key: str | None = None
+    """OpenAI's name of a session, of which the prefix cache keeps the newest branch longest."""
+    session_id: str | None = None
+    """Another name of it, for requests without ``prompt_cache_key``."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """How long the session may be unused; None and ``in_memory``: as long as the server says."""
     speculation: bool | None = None
     """Guess the next tokens from the text, and check several at once; the output is the same. None: as the class has
     it, but yes if there is a prediction."""
@@ -270,7 +276,6 @@ class GenerationRequest(StrictModel):
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @property
     def answered_tier(self) -> str:
@@ -280,6 +285,22 @@ class GenerationRequest(StrictModel):
     @property
     def slo_or_none(self) -> SLO | None:
         return None if self.slo is None else SLO(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s)
+
+    @property
+    def session_key(self) -> str | None:
+        """The name of the session that the request belongs to; None or empty: it names none."""
+        return self.prompt_cache_key or self.session_id
+
+    @property
+    def session_ttl_s(self) -> float | None:
+        """Seconds for which the session may be unused; None: as long as the server says."""
+        return 86_400.0 if self.prompt_cache_retention == "24h" else None
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        # Without a session there is nothing whose blocks could be kept.
+        is_dropped = self.session_ttl_s is not None and not self.session_key
+        return (*super().ignored_fields, *(["prompt_cache_retention"] if is_dropped else ()))
 
     @property
     def include_usage(self) -> bool:

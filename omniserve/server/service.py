@@ -25,6 +25,7 @@ from omniserve.server.messages import text_of
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Job, OutputStream
 from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, class_of_tier
+from omniserve.server.sessions import session_name
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec, TooManyTokens
 
@@ -262,6 +263,8 @@ class Service:
                 speculation=request.speculation,
                 lora=self.lora_of(request.model),
                 cache_salt=self._salt(request.cache_salt or "", caller or ""),
+                session=session_name(request.session_key, caller),
+                session_ttl_s=request.session_ttl_s,
                 num_kept=request.n,
                 max_unread_tokens=self.limits.max_unread_tokens if request.stream else None,
                 interval_s=0.0 if is_urgent else self.limits.best_effort_stream_interval_s,

@@ -63,6 +63,8 @@ class Tally:
     aborted: int = 0
     resumed_tokens: int = 0
     cached_tokens: int = 0
+    sessions: int = 0
+    """Steps while there were some."""
     restored_tokens: int = 0
     shared_on_host: int = 0
     """Steps with blocks on the host that several requests used."""
@@ -337,6 +339,7 @@ def run_history(
     """
     rng = random.Random(seed)
     asks = random.Random(-1 - seed)  # of its own: who asks for log-probabilities changes nothing else
+    sessions = random.Random(-3 - seed)
     tally = tally if tally is not None else Tally()
     graphs = {"step_graphs": "auto" if seed % 2 else "off"}  # where there is a GPU; by itself, so that no draw moves
     config = draw_config(rng, model, scheduler, **(graphs | fixed))
@@ -379,6 +382,7 @@ def run_history(
                     service_class=rng.choice(classes),
                     slo=SLO(ttft_s=rng.choice([None, 0.01, 10.0]), tpot_s=rng.choice(tpots)),
                     lora=reference.loras[index],
+                    session=sessions.choice(["", "a", "b"]),
                 )
                 if drafts:
                     request = with_prediction(request, reference.tokens[index], asks)
@@ -401,6 +405,8 @@ def run_history(
             if tier is not None and deaths_left and rng.random() < 0.03:
                 tier.inject(kill_threads=1)
                 deaths_left -= 1
+            if sessions.random() < 0.02:
+                engine.clear_prefixes(sessions.choice([None, ["a"], ["b", "c"]]))
             poison(engine)
             if disturb is not None:
                 disturb(asks)
@@ -414,6 +420,9 @@ def run_history(
                 if output.finish_reason is not None:
                     reasons[output.request_id] = output.finish_reason
             engine.scheduler.check_integrity()
+            if engine.kv.prefixes is not None and engine.kv.prefixes.sessions is not None:
+                engine.kv.prefixes.sessions.check()
+                tally.sessions += bool(engine.kv.prefixes.sessions.names)
             tally.loras_left += len(in_memory.difference(loras.in_memory())) if loras is not None else 0
             if isinstance(engine.kv, TwoTierKVManager):
                 pool = engine.kv._tables.pools[Tier.HOST]

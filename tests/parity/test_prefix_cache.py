@@ -43,7 +43,7 @@ def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_schedulers_over_random_histories(scheduler: str, device: str, short_prefixes: None) -> None:
     """Prefixes are on the device, or, with kv="tiered", come back from the host."""
     model, reference = model_and_reference("llama", device)
-    reach: tuple[str, ...] = ("cached_tokens", "preemptions")
+    reach: tuple[str, ...] = ("cached_tokens", "preemptions", "sessions")
     rows: list[dict[str, Any]] = [{"kv": "paged", "async_steps": True}, {"kv": "tiered", "drafts": True}]
     if scheduler == "omniserve":
         reach += ("resumed_tokens", "restored_tokens")

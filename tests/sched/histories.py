@@ -327,7 +327,8 @@ def _with_front(request: Request, num_fronts: int, rng: random.Random) -> Reques
         return request
     text = random.Random(rng.randrange(num_fronts)).choices(range(VOCAB), k=24)
     front = text[: rng.choice([9, 24, 24])]
-    return dataclasses.replace(request, prompt_token_ids=[*front, *request.prompt_token_ids][:34])
+    session = random.Random(sum(request.prompt_token_ids)).choice(["", "a", "b"])
+    return dataclasses.replace(request, prompt_token_ids=[*front, *request.prompt_token_ids][:34], session=session)
 
 
 def _with_prediction(request: Request, rng: random.Random) -> Request:

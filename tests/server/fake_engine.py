@@ -17,7 +17,7 @@ from omniserve.core.errors import RequestRejected
 from omniserve.core.lora import LoRA, LoRAError
 from omniserve.core.request import SLO, FinishReason, Request, RequestLimits, RequestOutput, RequestTimes, TokenLogprob
 from omniserve.core.spec import AttentionSpec, ModelSpec
-from omniserve.core.stats import EngineStats, HostTierStats, KVUsage, LatencyStats, SchedulerStats
+from omniserve.core.stats import EngineStats, FreedKV, HostTierStats, KVUsage, LatencyStats, SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +134,7 @@ class FakeEngine:
         self._announced: set[str | None] = set()
         self.preemption = types.SimpleNamespace(arrivals=tuple)
         self.loras = FakeLoRAs()
+        self._sessions: dict[str, Request] = {}
         self._work_log = None if work_log is None else os.open(work_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     @property
@@ -158,6 +159,8 @@ class FakeEngine:
         if request.sampling.grammar is not None and "unsupported" in request.sampling.grammar:
             raise ValueError("the fake engine does not like this grammar")
         self._num_added += 1
+        if request.session:
+            self._sessions[request.session] = request
         request_id = request.request_id or f"warm-up-{self._num_added}"
         now_s = time.monotonic()
         arrival_s = now_s if arrival_s is None else arrival_s
@@ -313,6 +316,13 @@ class FakeEngine:
             steps_by_threads={1: 21, 2: 22},
             piggyback_rows=11,
         )
+
+    def clear_prefixes(self, sessions=None) -> FreedKV:
+        """Tell of a block on the device for each session that there is, and of as many on disk as its TTL has hours."""
+        names = [*self._sessions] if sessions is None else sessions
+        found = [self._sessions.pop(name) for name in names if name in self._sessions]
+        num_hours = sum((request.session_ttl_s or 0.0) / 3600 for request in found)
+        return FreedKV(device=len(found), disk=round(num_hours), block_size=16)
 
     def prepare_grammars(self) -> None:
         pass

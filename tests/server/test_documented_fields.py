@@ -45,7 +45,7 @@ FIELDS = {
     "presence_penalty": (0.0, 1.5, TAKEN, TAKEN),
     "prompt_cache_key": ("", "k", TAKEN, TAKEN),
     "prompt_cache_options": (..., {"mode": "explicit"}, DROPPED, DROPPED),
-    "prompt_cache_retention": (..., "24h", DROPPED, DROPPED),
+    "prompt_cache_retention": ("in_memory", "24h", DROPPED, DROPPED),  # without a session
     "reasoning_effort": ("none", "high", TAKEN, TAKEN),
     "response_format": ({"type": "text"}, {"type": "json_object"}, TAKEN, TAKEN),
     "safety_identifier": ("", "s", TAKEN, TAKEN),

@@ -12,9 +12,9 @@ from omniserve.core.config import DEFAULT_CLASSES
 from omniserve.core.request import ClassSpec, ServiceClass
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields
+from omniserve.server.header_fields import SLO_HEADERS, HeaderFields
 from omniserve.server.priorities import prioritised_tier, tier_of_class
 from omniserve.server.protocol import CompletionRequest, class_of_tier, parse
-from omniserve.server.header_fields import SLO_HEADERS, HeaderFields
 
 CLASSES = (
     ClassSpec(name="gold", kind="LS"),

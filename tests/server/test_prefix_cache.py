@@ -20,7 +20,7 @@ def test_usage_tells_how_many_tokens_were_cached_once_for_each_prompt(client):
     several = usage(client, [[5, 6, 7], [8, 9, 5, 6]], "xx", n=3)
     assert several.prompt_tokens_details.cached_tokens == 4, "samples of a prompt share it"
     assert several.prompt_tokens == 7
-    assert usage(client, [5, 6, 7], None).prompt_tokens_details is None
+    assert usage(client, [5, 6, 7], None).prompt_tokens_details.cached_tokens == 0
 
 
 def test_so_do_chats_and_streams(client):
@@ -31,6 +31,9 @@ def test_so_do_chats_and_streams(client):
     assert client.chat.completions.create(**fields).usage.prompt_tokens_details.cached_tokens == 3
     chunks = list(client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 3
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(client.chat.completions.create(**fields, stream=True, stream_options=options))
+    assert {chunk.usage.prompt_tokens_details.cached_tokens for chunk in chunks} == {3}
 
 
 @pytest.mark.parametrize("salt", ["x" * 257, 7, ["x"]])
