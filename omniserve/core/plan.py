@@ -43,6 +43,16 @@ class PromptScores:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PooledRows:
+    """Rows of a chunk, up to its end, whose hidden states are pooled."""
+
+    first_row: int
+    """Index in the chunk."""
+    total: int | None
+    """Number of rows of the request that are pooled in all, if these are the last of them; None: more follow."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceChunk:
     """Tokens ``[start, start + len(token_ids))`` of one request, attended on the device."""
 
@@ -70,6 +80,9 @@ class DeviceChunk:
     scores: PromptScores | None = None
     """Scores of the prompt that the rows tell; None unless the request asked for log-probabilities of its prompt and
     these rows are the first to tell them."""
+    pooled: PooledRows | None = None
+    """Rows that are pooled; None unless the request asked for an embedding and some of these rows are part of it. No
+    token is sampled for such a request: its embedding is known with its last token's row."""
     state_slot: int = -1
     """Slot of the request's recurrent states, if the model has such; a chunk that starts at 0 begins with none."""
     lora_slot: int = 0
@@ -83,7 +96,7 @@ class DeviceChunk:
     @property
     def num_sampled_rows(self) -> int:
         """Rows that a token is sampled from."""
-        return self.samples * (1 + self.num_drafts)
+        return self.samples * (1 + self.num_drafts) if self.pooled is None else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,6 +285,8 @@ class StepOutput:
     and one more for each draft that the rows before it have confirmed."""
     prompt_logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     """Request id -> what its chunk's ``scores`` asked for, unless it was halted or has failed."""
+    embeddings: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Request id -> its embedding, if its chunk has the last of the rows that are pooled, unless it was halted."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Request id -> message, for requests that cannot go on (non-finite logits, say)."""
     unverified: frozenset[str] = frozenset()

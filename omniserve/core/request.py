@@ -25,6 +25,15 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class Pooling(enum.StrEnum):
+    """The way to one vector from the hidden states of a prompt's tokens, which are those behind the last norm."""
+
+    LAST = "last"
+    """The last token's."""
+    MEAN = "mean"
+    """Their mean."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SLO:
     """Latency objectives of one request, in seconds; None means no objective."""
@@ -77,7 +86,7 @@ class SamplingParams:
     """Parameters of sampling and of the end. The defaults are greedy, like ``generate()`` of Hugging Face."""
 
     max_tokens: int = 16
-    """Largest number of output tokens; 0 only reads the prompt, for ``prompt_logprobs``."""
+    """Largest number of output tokens; 0 only reads the prompt, for ``prompt_logprobs`` or ``pooling``."""
     temperature: float = 0.0
     """0 is greedy, as is less than 1e-5; otherwise logits are divided by it. Of equal tokens greedy takes the one with
     the lowest id."""
@@ -109,6 +118,8 @@ class SamplingParams:
     """Return the log-probability of each output token and of this many likeliest ones (0 to 20); None for none."""
     prompt_logprobs: int | None = None
     """Return the same for each token of the prompt but the first, which nothing predicts."""
+    pooling: str | None = None
+    """Return an embedding of the prompt and no tokens, a ``Pooling``; needs ``max_tokens=0``. None: no embedding."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit, in [-100, 100]); a mapping is taken, too. A token with -100 never comes.
     While one with 100 may come, none without does."""
@@ -137,8 +148,15 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, 20)
-        if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise ValueError("max_tokens must be >= 1, got 0; it may be 0 only with prompt_logprobs")
+        if self.pooling is not None:
+            try:
+                object.__setattr__(self, "pooling", Pooling(self.pooling))
+            except ValueError:
+                raise ValueError(f"pooling must be 'last', 'mean' or None, got {self.pooling!r}") from None
+            if self.max_tokens or self.prompt_logprobs is not None:
+                raise ValueError("pooling gives an embedding alone: it needs max_tokens=0 and no prompt_logprobs")
+        elif self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError("max_tokens must be >= 1, got 0; it may be 0 only with prompt_logprobs or pooling")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
         if self.grammar is not None and (not isinstance(self.grammar, str) or not self.grammar):
@@ -276,6 +294,8 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Log-probabilities of the prompt's tokens from the second on, once, in the request's first output; empty if not
     asked for."""
+    embedding: tuple[float, ...] = ()
+    """The pooled hidden states, not normalised, in the last output of a request with ``SamplingParams.pooling``."""
     finish_reason: FinishReason | None = None
     """The reason of the end; None while the request goes on."""
     stop_reason: int | str | None = None
@@ -327,6 +347,8 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob, ...]
     """Log-probabilities of the prompt's tokens from the second on; empty if not asked for."""
+    embedding: tuple[float, ...]
+    """The pooled hidden states, not normalised; empty without ``SamplingParams.pooling``."""
     num_prompt_tokens: int
     num_host_tokens: int
     times: RequestTimes

@@ -102,6 +102,7 @@ class OutputCollector:
             stop_reason=output.stop_reason,
             logprobs=tuple(entry.logprobs),
             prompt_logprobs=entry.prompt_logprobs,
+            embedding=output.embedding,
             num_prompt_tokens=output.num_prompt_tokens,
             num_host_tokens=output.num_host_tokens,
             num_cached_tokens=output.num_cached_tokens,

@@ -113,6 +113,10 @@ class PatchedModel:
         """Turn rows of the last layer's output into logits ``[R, vocabulary]``, model dtype."""
         return self.family.embedding_and_head.logits(hidden_RD if self.lora is None else hidden_RD[:, :-1])
 
+    def last_hidden(self, hidden_RD: Tensor) -> Tensor:
+        """Turn rows of the last layer's output into the model's last hidden states ``[R, D]``, behind its norm."""
+        return self.family.embedding_and_head.last_hidden(hidden_RD if self.lora is None else hidden_RD[:, :-1])
+
     def pre_attention(
         self, layer: int, hidden_TD: Tensor, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -95,6 +95,7 @@ def _is_one_token(chunk: DeviceChunk) -> bool:
     return (
         len(chunk.token_ids) == 1
         and chunk.scores is None
+        and chunk.pooled is None
         and not (chunk.is_reversed or chunk.from_layer or chunk.leaves_at)
     )
 
@@ -159,7 +160,7 @@ class _ReplayedStep:
         return hidden_TD, model.rotary(self._positions_T) or (None, None)
 
     def _sampled(self, plan: StepPlan) -> SampledRows:
-        if all([chunk.samples and not chunk.num_drafts for chunk in plan.chunks]):
+        if all([chunk.num_sampled_rows == 1 for chunk in plan.chunks]):
             return SampledRows(self._rows, tuple([chunk.request_id for chunk in plan.chunks]), ())
         return sampled_rows(
             plan, num_layers=self._loop.model.num_layers, first_seat=len(plan.chunks), device=self._loop.model.device

@@ -37,6 +37,7 @@ from omniserve.runner.states import StepStates
 from omniserve.runner.step_inputs import LayersOutput, PendingTokens
 from omniserve.runner.strategies import MakeStrategies, StrategyContext, make_strategies
 from omniserve.runner.warm_up import device_attention, warm_up
+from omniserve.sampling.pooler import PendingEmbeddings, Pooler
 from omniserve.sampling.prompt_scores import score_prompts
 from omniserve.sampling.sampler import PendingSample, Sampler
 
@@ -61,6 +62,8 @@ class LaunchedStep:
     """The end of a step that computes something but samples nothing."""
     amend: Callable[[StepOutput], StepOutput] | None = None
     """Waits for the step, and returns the output with what is known only then."""
+    embeddings: PendingEmbeddings | None = None
+    """The embeddings that the step has completed; None: there are none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +98,7 @@ class ModelRunner:
     def __init__(self, setup: RunnerSetup, parts: RunnerParts) -> None:
         config, model, tier = setup.config, parts.model, parts.tier
         self._model, self._sampler, self._tier, self._broadcast = model, parts.sampler, tier, parts.broadcast
+        self._pooler = Pooler(model.last_hidden)
         self._sources = parts.sources or ((tier,) if tier is not None else ())
         self._storage = DeviceKVStorage(
             model.spec,
@@ -158,6 +162,9 @@ class ModelRunner:
         output = step.output
         if step.amend is not None:
             output = step.amend(output)
+        if step.embeddings is not None:
+            embeddings, failed = step.embeddings.result()
+            output = dataclasses.replace(output, embeddings=embeddings, failed={**output.failed, **failed})
         if step.sample is None:
             return output
         sampled, failed = step.sample.result()
@@ -186,7 +193,12 @@ class ModelRunner:
             self._rows.bring(plan)
         self.host_works = plan.has_host_rows or (self._tier is not None and self._tier.attends)
         self._cores.apply(host_works=self.host_works)
-        return self._sample(plan, self._run_layers(plan))
+        layers = self._run_layers(plan)
+        step = self._sample(plan, layers)
+        if layers.sampled.pooled and self._sampler is not None:
+            embeddings = self._pooler.launch(layers.hidden_TD, layers.sampled.pooled)
+            step = dataclasses.replace(step, embeddings=embeddings)
+        return step
 
     def _run_layers(self, plan: StepPlan) -> LayersOutput:
         hooks = [hooks for strategy in self.strategies if (hooks := strategy.hooks(plan)) is not None]
@@ -238,6 +250,7 @@ class ModelRunner:
         """Drop what the sampler and the strategies keep of a request, which has ended."""
         if self._sampler is not None:
             self._sampler.remove(request_id)
+        self._pooler.remove(request_id)
         for strategy in self.strategies:
             strategy.forget(request_id)
 

@@ -49,6 +49,8 @@ class SampledRows:
     """The request of each of these rows; one may have several, which follow one another."""
     scores: tuple[tuple[str, int, PromptScores], ...]
     """Chunks of which log-probabilities of the prompt are wanted: request, first row, and which."""
+    pooled: tuple[tuple[str, range, int | None], ...] = ()
+    """Chunks with rows that are pooled: request, these rows, and ``PooledRows.total``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +185,16 @@ def sampled_rows(
     sampled: list[int] = []
     request_ids: list[str] = []
     scores: list[tuple[str, int, PromptScores]] = []
+    pooled: list[tuple[str, range, int | None]] = []
     first_row = 0
     for chunk in plan.chunks:
         if chunk.scores is not None:
             scores.append((chunk.request_id, first_row + chunk.scores.first_row, chunk.scores))
-        first_row += len(chunk.token_ids)
-        if chunk.samples:
-            num_sampled = chunk.num_sampled_rows
+        end = first_row + len(chunk.token_ids)
+        if chunk.pooled is not None:
+            pooled.append((chunk.request_id, range(first_row + chunk.pooled.first_row, end), chunk.pooled.total))
+        first_row = end
+        if num_sampled := chunk.num_sampled_rows:
             sampled += range(first_row - num_sampled, first_row)
             request_ids += repeat(chunk.request_id, num_sampled)
     seat, last = first_seat, num_layers - 1
@@ -199,7 +204,7 @@ def sampled_rows(
             request_ids += repeat(join.request_id, join.num_rows)
         seat += join.num_rows
     rows = upload(torch.tensor(sampled, dtype=torch.int64), device)
-    return SampledRows(rows, tuple(request_ids), tuple(scores))
+    return SampledRows(rows, tuple(request_ids), tuple(scores), tuple(pooled))
 
 
 def make_step_inputs(

@@ -118,6 +118,7 @@ class Batch:
             block_ids=blocks,
             samples=start + count == state.num_tokens,
             scores=state.scores(start, count),
+            pooled=state.pooled(start, count),
             lora_slot=state.lora_slot,
             **fields,
         )

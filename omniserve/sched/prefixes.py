@@ -111,11 +111,11 @@ class Prefixes:
         return state.prefix.num_shared if state.prefix is not None else 0
 
     def wanted(self, state: RequestState) -> Sequence[bytes]:
-        """Return the keys of all blocks that a WAITING request could find; () while its prompt is still to be scored.
+        """Return the keys of all blocks that a WAITING request could find; () while all rows of its prompt are needed.
 
         At least one token is left to compute.
         """
-        if state.prefix is None or state.num_rows_to_score > state.num_scored_rows:
+        if state.prefix is None or state.needs_all_rows:
             return ()
         most = self._most_found(state)
         return state.prefix.keys.up_to(state.token_ids, most)[:most]
@@ -123,7 +123,7 @@ class Prefixes:
     def found(self, state: RequestState) -> Sequence[bytes]:
         """Look up a WAITING request, and return the keys of its first blocks that the device has."""
         prefix = state.prefix
-        if self.index is None or prefix is None or state.num_rows_to_score > state.num_scored_rows:
+        if self.index is None or prefix is None or state.needs_all_rows:
             return ()
         if self.has_states:
             prefix.num_found = 0

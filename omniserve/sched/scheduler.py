@@ -213,6 +213,8 @@ class Scheduler:
             if features and any([feature.takes_outcome(state, chunk, known) for feature in features]):
                 continue
             state.num_computed_tokens = chunk.start + len(chunk.token_ids)
+            if chunk.pooled is not None:
+                state.num_pooled_rows = state.num_computed_tokens
             for feature in features:
                 feature.on_computed(state, chunk, known, self._expect_token)
             requests.prefixes.publish(state)
@@ -302,7 +304,12 @@ class Scheduler:
             prompt_logprobs = tuple(state.prompt_logprobs)
             if state.request.sampling.max_tokens == 0:
                 self.requests.end(state)
-                return state.output(prompt_logprobs=prompt_logprobs, reason=FinishReason.LENGTH, now_s=now_s)
+                return state.output(
+                    prompt_logprobs=prompt_logprobs,
+                    embedding=output.embeddings.get(state.request_id, ()),
+                    reason=FinishReason.LENGTH,
+                    now_s=now_s,
+                )
         sampled, reason, stop_reason = output.tokens[state.request_id], None, None
         token_ids, logprobs = [], []
         for token in sampled:

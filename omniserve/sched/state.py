@@ -12,10 +12,11 @@ from operator import attrgetter
 from typing import TypeVar, cast
 
 from omniserve.core.lora import LoRA
-from omniserve.core.plan import PENDING_TOKEN, PromptScores
+from omniserve.core.plan import PENDING_TOKEN, PooledRows, PromptScores
 from omniserve.core.request import (
     SLO,
     FinishReason,
+    Pooling,
     Request,
     RequestOutput,
     RequestTimes,
@@ -86,7 +87,7 @@ class NewestTokens:
 
     def expect(self, max_model_len: int) -> bool:
         """Append a pending token; return whether it will be the last, whatever it is."""
-        if self._sampling.max_tokens > 0:  # else the prompt's log-probabilities are all that is asked for
+        if self._sampling.max_tokens > 0:  # else what the prompt tells is all that is asked for
             self._token_ids.append(PENDING_TOKEN)
             self.num_pending += 1
         num_tokens = len(self._token_ids)
@@ -200,6 +201,8 @@ class RequestState:
     num_rows_to_score: int = field(init=False)
     """Rows of the prompt whose successor's log-probability is wanted: none unless asked for."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_pooled_rows: int = 0
+    """First rows of the prompt that are in the sum of a mean. A preemption takes nothing back."""
     prefix: PrefixUse | None = None
     """The request's part in the prefix cache; None: it has none."""
     facts: dict[type, object] = field(default_factory=dict)
@@ -275,8 +278,15 @@ class RequestState:
         """The newest token alone is uncomputed, and there is output already."""
         return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
 
+    @property
+    def needs_all_rows(self) -> bool:
+        """Rows that the prefix cache has are computed all the same, for what they tell."""
+        return self.num_rows_to_score > self.num_scored_rows or self.request.sampling.pooling == Pooling.MEAN
+
     def num_logits(self, start: int, count: int) -> int:
         """Return how many of the rows ``[start, start + count)`` become logits."""
+        if self.request.sampling.pooling is not None:
+            return 0
         num_scored = min(start + count, self.num_rows_to_score) - max(start, self.num_scored_rows)
         return (start + count == len(self.token_ids)) + max(0, num_scored)
 
@@ -290,12 +300,24 @@ class RequestState:
             first_row=first - start, token_ids=tuple(self.token_ids[first + 1 : end + 1]), num_top=num_top
         )
 
+    def pooled(self, start: int, count: int) -> PooledRows | None:
+        """Return which of the rows ``[start, start + count)`` are pooled."""
+        pooling, end = self.request.sampling.pooling, start + count
+        if pooling is None:
+            return None
+        if pooling == Pooling.LAST:
+            return PooledRows(first_row=count - 1, total=1) if end == self.num_tokens else None
+        if (first := max(start, self.num_pooled_rows)) >= end:
+            return None
+        return PooledRows(first_row=first - start, total=end if end == self.num_tokens else None)
+
     def output(
         self,
         new_token_ids: tuple[int, ...] = (),
         new_logprobs: tuple[TokenLogprob, ...] = (),
         *,
         prompt_logprobs: tuple[TokenLogprob, ...] = (),
+        embedding: tuple[float, ...] = (),
         reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
         now_s: float | None = None,
@@ -312,6 +334,7 @@ class RequestState:
             new_token_ids=new_token_ids,
             new_logprobs=new_logprobs,
             prompt_logprobs=prompt_logprobs,
+            embedding=embedding,
             finish_reason=reason,
             stop_reason=stop_reason,
             num_prompt_tokens=self.num_prompt_tokens,

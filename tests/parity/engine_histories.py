@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from omniserve import SLO, Engine, EngineConfig, FinishReason, Request, RequestRejected, SamplingParams, TokenLogprob
+from omniserve import (
+    SLO,
+    Engine,
+    EngineConfig,
+    FinishReason,
+    Pooling,
+    Request,
+    RequestRejected,
+    SamplingParams,
+    TokenLogprob,
+)
 from omniserve.core.plan import PiggybackJoin, StepOutput, StepPlan
 from omniserve.core.request import Arrival
 from omniserve.core.work import HostEvent, KVMove, MoveDirection, SlotCopy
@@ -90,6 +100,7 @@ class Tally:
     network_tasks: int = 0
     network_moves: int = 0
     lost_hosts: int = 0
+    embeddings: int = 0
     loras_left: int = 0
     """Adapters whose slot was given to another one."""
     finished: int = 0
@@ -132,6 +143,15 @@ def draw_config(rng: random.Random, engine_model: PreTrainedModel, scheduler: st
         states = num_slots * spec.state_bytes
         settings["device_kv_bytes"] = states + max(states, settings["device_kv_bytes"])
     return flat_config({**settings, **fixed})
+
+
+def check_embedding(
+    got: tuple[float, ...], hidden_TD: torch.Tensor, pooling: Pooling, tolerance: float = NEAR_TIE
+) -> None:
+    """Assert that it is what Hugging Face's last hidden states are when they are pooled, relative to the largest."""
+    want = hidden_TD[-1] if pooling is Pooling.LAST else hidden_TD.mean(0)
+    error = float((torch.tensor(got) - want).abs().max())
+    assert error < tolerance * max(1.0, float(hidden_TD.abs().max())), (pooling, error)
 
 
 def check_prompt_logprobs(
@@ -340,6 +360,7 @@ def run_history(
     rng = random.Random(seed)
     asks = random.Random(-1 - seed)  # of its own: who asks for log-probabilities changes nothing else
     sessions = random.Random(-3 - seed)
+    embeds = random.Random(-4 - seed)
     tally = tally if tally is not None else Tally()
     graphs = {"step_graphs": "auto" if seed % 2 else "off"}  # where there is a GPU; by itself, so that no draw moves
     config = draw_config(rng, model, scheduler, **(graphs | fixed))
@@ -370,6 +391,8 @@ def run_history(
         got: dict[str, list[int]] = {}
         reasons: dict[str, FinishReason] = {}
         scores: dict[str, list[TokenLogprob]] = {}
+        poolings: dict[str, Pooling] = {}
+        embeddings: dict[str, tuple[float, ...]] = {}
         for _ in range(200_000):
             while arrivals and rng.random() < burst:
                 index = arrivals.pop()
@@ -386,12 +409,18 @@ def run_history(
                 )
                 if drafts:
                     request = with_prediction(request, reference.tokens[index], asks)
+                if (pooling := embeds.choice([*Pooling, *[None] * 14])) is not None:
+                    max_tokens = 0
+                    sampling = SamplingParams(max_tokens=max_tokens, pooling=pooling)
+                    request = dataclasses.replace(request, sampling=sampling)
                 try:
                     request_id = engine.add(request)
                 except RequestRejected:
                     tally.rejected += 1
                     continue
                 which[request_id], got[request_id] = (index, max_tokens), []
+                if pooling is not None:
+                    poolings[request_id] = pooling
                 if request.sampling.prompt_logprobs is not None:
                     scores[request_id] = []
             if not arrivals and not engine.has_unfinished:
@@ -419,6 +448,8 @@ def run_history(
                     scores[output.request_id] += output.prompt_logprobs
                 if output.finish_reason is not None:
                     reasons[output.request_id] = output.finish_reason
+                if output.embedding:
+                    embeddings[output.request_id] = output.embedding
             engine.scheduler.check_integrity()
             if engine.kv.prefixes is not None and engine.kv.prefixes.sessions is not None:
                 engine.kv.prefixes.sessions.check()
@@ -457,6 +488,9 @@ def run_history(
             assert reasons[request_id] is FinishReason.LENGTH, (seed, request_id, reasons[request_id])
             tally.finished += 1
         assert got[request_id] == want, f"seed {seed}, {request_id}, prompt {index}: {config}"
+        if request_id in poolings and reasons[request_id] is not FinishReason.ABORT:
+            check_embedding(embeddings[request_id], reference.hidden[index], poolings[request_id], reference.tolerance)
+            tally.embeddings += 1
         if request_id in scores and want:
             check_prompt_logprobs(
                 scores[request_id], reference.prompts[index], reference.prompt_logprobs[index], reference.tolerance

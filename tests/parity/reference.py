@@ -45,6 +45,8 @@ class _Continuation(NamedTuple):
     noise: float
     """The largest difference between the logits of its decode and of its prefill of the same tokens."""
     prompt_logprobs: torch.Tensor
+    hidden: torch.Tensor
+    """Its last hidden states, ``[length, columns]``."""
 
 
 class Reference:
@@ -86,6 +88,8 @@ class Reference:
         self.tokens: list[tuple[int, ...]] = found["tokens"]
         self.prompt_logprobs: list[torch.Tensor] = found["prompt_logprobs"]
         """Log-probabilities of each prompt's rows, ``[length, vocabulary]``."""
+        self.hidden: list[torch.Tensor] = found["hidden"]
+        """Last hidden states of each prompt's rows, ``[length, columns]``."""
         self.tolerance: float = found["tolerance"]
         """Largest difference of logits: more than usual where the model's own decode and prefill differ by more."""
         self.loras: list[str | None] = [None] * len(self.prompts)
@@ -97,6 +101,7 @@ class Reference:
         """Add another reference's continuations, which an adapter of the model has made."""
         self.prompts, self.tokens = self.prompts + other.prompts, self.tokens + other.tokens
         self.prompt_logprobs = self.prompt_logprobs + other.prompt_logprobs
+        self.hidden = self.hidden + other.hidden
         self.tolerance = max(self.tolerance, other.tolerance)
         self.loras = self.loras + [lora] * len(other.prompts)
         self.folders[lora] = folder
@@ -119,8 +124,8 @@ def _made(
         tolerance = max(tolerance, min(_NOISES * made[-1].noise, _LARGEST_TOLERANCE))
         good = [each for each in made if each.gap >= tolerance]
         if len(good) == num_prompts:
-            fields = ("prompts", "prompt"), ("tokens", "tokens"), ("prompt_logprobs", "prompt_logprobs")
-            found = {name: [getattr(each, field) for each in good] for name, field in fields}
+            fields = {"prompts": "prompt", "tokens": "tokens", "prompt_logprobs": "prompt_logprobs", "hidden": "hidden"}
+            found = {name: [getattr(each, field) for each in good] for name, field in fields.items()}
             return {**found, "tolerance": tolerance}
     raise AssertionError(f"only {len(good)} of {len(tried)} prompts have no near tie")
 
@@ -147,8 +152,12 @@ def _generate(
     )
     decoded = torch.cat(out.logits).float()
     best = decoded.topk(2).values
+    hidden: list[Tensor] = []
     with torch.inference_mode():
+        # Not output_hidden_states, which changes modules for good.
+        hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, args: hidden.append(args[0]))
         prompt_logits = model(ids, **cached()).logits[0]
+        hook.remove()
         prefilled = model(out.sequences[:, :-1], **cached()).logits[0, len(prompt) - 1 :].float()
     return _Continuation(
         prompt=prompt,
@@ -156,6 +165,7 @@ def _generate(
         gap=float((best[:, 0] - best[:, 1]).min()),
         noise=float((decoded - prefilled).abs().max()),
         prompt_logprobs=prompt_logits.float().log_softmax(-1).cpu(),
+        hidden=hidden[0][0].float().cpu(),
     )
 
 

@@ -156,6 +156,14 @@ class EmbeddingAndHead:
             return self.lm_head(self._last_norm(output_RD))
         return self._tracer.logits(self._rows.hidden(hidden_RD), hidden_RD.shape[0])
 
+    def last_hidden(self, hidden_RD: Tensor) -> Tensor:
+        """Turn rows of the last layer's output into the last hidden states of the model, ``[R, D]``, model dtype."""
+        if self._last_norm is not None:
+            output_RD = self._rows.plain(hidden_RD)
+            assert output_RD is not None
+            return self._last_norm(output_RD)
+        return self._tracer.last_hidden(self._rows.hidden(hidden_RD), hidden_RD.shape[0])
+
     def find_shortcuts(self, positions: Sequence[int]) -> None:
         """See which modules alone compute what the model's forward does, at three positions, a late one included.
 

@@ -214,6 +214,28 @@ class ModelTracer:
         with self._layers_replaced(replace):
             return self._call_model(ids_R, torch.zeros_like(ids_R)).logits[:, 0]
 
+    def last_hidden(self, output: Tensor, num_rows: int) -> Tensor:
+        """Run what is between the layers and the head with another output of the last layer, of a number of rows."""
+        ids_R = torch.ones(num_rows, dtype=torch.int64, device=output.device)
+        found: list[Tensor] = []
+
+        def replace(layer: Member, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
+            return output
+
+        def note(module: nn.Module, args: Any, made: Any) -> None:
+            found.append(made[0])
+            raise StopForward
+
+        hook = self.backbone.register_forward_hook(note)
+        try:
+            with self._layers_replaced(replace):
+                self._call_model(ids_R, torch.zeros_like(ids_R))
+        except StopForward:
+            pass
+        finally:
+            hook.remove()
+        return found[0][:, 0]
+
     def run(
         self,
         token_ids: Any,
