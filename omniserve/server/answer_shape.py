@@ -16,7 +16,14 @@ from omniserve.server.protocol import GenerationRequest, parse
 from omniserve.server.service import Service
 
 # Larger bodies may take longer than other requests should wait.
-_MAX_INLINE_BODY = 1 << 18
+MAX_INLINE_BODY = 1 << 18
+# JSON has no infinity, and no client can do anything with one.
+_LOWEST_LOGPROB = -9999.0
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability as JSON can have it."""
+    return max(logprob, _LOWEST_LOGPROB)
 
 
 class AnswerShape(abc.ABC):
@@ -64,7 +71,7 @@ class AnswerShape(abc.ABC):
             headers=headers,
             defaults=service.defaults.fields,
         )
-        return read() if len(body) <= _MAX_INLINE_BODY else await asyncio.to_thread(read)
+        return read() if len(body) <= MAX_INLINE_BODY else await asyncio.to_thread(read)
 
     def first_events(self, usage: Usage) -> str:
         """Return the events before any output, when the prompts' tokens are known."""

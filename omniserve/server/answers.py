@@ -10,16 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omniserve.core.request import TokenLogprob
-from omniserve.server.answer_shape import AnswerShape
+from omniserve.server.answer_shape import AnswerShape, finite
 from omniserve.server.choice import Delta
 from omniserve.server.dialects.base import ParsedCall
 from omniserve.server.errors import ApiError
 from omniserve.server.output_stream import Usage
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from omniserve.server.responses.shape import ResponseShape
 from omniserve.server.service import Service
 
-# JSON has no infinity, and no client can do anything with one.
-_LOWEST_LOGPROB = -9999.0
 _DONE = "data: [DONE]\n\n"
 
 
@@ -140,12 +139,12 @@ class CompletionShape(_CompletionsShape):
         nothing = [None] * len(first)  # nothing predicts a prompt's first token
         return {
             "tokens": tokens,
-            "token_logprobs": [*nothing, *(_finite(entry.logprob) for entry in entries)],
+            "token_logprobs": [*nothing, *(finite(entry.logprob) for entry in entries)],
             # The token that was taken belongs to the table even if it is not among the likeliest.
             "top_logprobs": [
                 *nothing,
                 *(
-                    {text(i): _finite(lp) for i, lp in (*entry.top, (entry.token_id, entry.logprob))}
+                    {text(i): finite(lp) for i, lp in (*entry.top, (entry.token_id, entry.logprob))}
                     for entry in entries
                 ),
             ],
@@ -214,20 +213,20 @@ class ChatShape(_CompletionsShape):
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": self._token_text(token_id),
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": list(self._codec.token_bytes(token_id)),
         }
 
 
-ENDPOINTS: Mapping[str, type[AnswerShape]] = {"/v1/completions": CompletionShape, "/v1/chat/completions": ChatShape}
+ENDPOINTS: Mapping[str, type[AnswerShape]] = {
+    "/v1/completions": CompletionShape,
+    "/v1/chat/completions": ChatShape,
+    "/v1/responses": ResponseShape,
+}
 
 
 def _token_id_text(token_id: int) -> str:
     return f"token_id:{token_id}"
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _LOWEST_LOGPROB)
 
 
 def _reasoning(text: str) -> dict[str, str]:

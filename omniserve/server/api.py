@@ -33,6 +33,7 @@ from omniserve.server.messages import MAX_MESSAGES, Message, Tool
 from omniserve.server.openapi import answers, takes
 from omniserve.server.origins import PageGuard, is_loopback
 from omniserve.server.protocol import MAX_TOOLS, TemplateFields
+from omniserve.server.responses import routes as responses
 from omniserve.server.service import Service
 from omniserve.server.text import TooManyTokens
 
@@ -60,8 +61,15 @@ def create_app(
     app = FastAPI(title="OmniServe", openapi_url=None)
     adapters = loras.router(service.loras, service.engine, service.bodies, service.unknown_fields)
     callers = [None] if keys is None else [key.name for key in keys.keys]
-    cache = sessions.router(service.engine, service.bodies, service.unknown_fields, callers)
-    for router in (generate.router(service), _tokenizer(service), _state(service), adapters, cache, *routers):
+    for router in (
+        generate.router(service),
+        responses.router(service),
+        _tokenizer(service),
+        _state(service),
+        adapters,
+        sessions.router(service.engine, service.bodies, service.unknown_fields, callers),
+        *routers,
+    ):
         app.include_router(router)
     _answer_errors(app, service)
     document = openapi.document(

@@ -45,6 +45,8 @@ class Delta:
     """Ids of these tokens, if they were asked for; a stop token is among them."""
     prompt_token_ids: Sequence[int] | None = None
     """Ids of the prompt's tokens, in the first delta only, if they were asked for."""
+    num_reasoning_tokens: int = 0
+    """Number of tokens since the last delta that are reasoning, with the mark that ends it: the first of them."""
 
 
 def merge(deltas: Sequence[Delta]) -> Delta:
@@ -62,6 +64,7 @@ def merge(deltas: Sequence[Delta]) -> Delta:
         sum(delta.num_tokens for delta in deltas),
         [token_id for delta in deltas for token_id in delta.token_ids],
         deltas[0].prompt_token_ids,
+        sum(delta.num_reasoning_tokens for delta in deltas),
     )
 
 
@@ -172,6 +175,7 @@ class Choice:
         self._include_stop = form.include_stop
         self._num_told_tokens = 0
         """Number of tokens in deltas so far."""
+        self._num_told_reasoning_tokens = 0
         self._new_token_ids: list[int] | None = [] if form.with_token_ids else None
         self._prompt_token_ids = request.prompt_token_ids if form.with_token_ids else None
         self._logprobs: list[TokenLogprob] = []
@@ -232,12 +236,24 @@ class Choice:
         if self._parser is not None and self._parser.num_calls and finish_reason is FinishReason.STOP:
             reason = "tool_calls"
         num_tokens, self._num_told_tokens = self.times.num_tokens - self._num_told_tokens, self.times.num_tokens
+        num_thought = self.num_reasoning_tokens - self._num_told_reasoning_tokens
+        self._num_told_reasoning_tokens = self.num_reasoning_tokens
         prompt_token_ids, self._prompt_token_ids = self._prompt_token_ids, None
         new_ids: Sequence[int] = ()
         if self._new_token_ids is not None:
             new_ids, self._new_token_ids = self._new_token_ids, []
         return Delta(
-            self.index, text, new_logprobs, reason, echo, calls, reasoning, num_tokens, new_ids, prompt_token_ids
+            self.index,
+            text,
+            new_logprobs,
+            reason,
+            echo,
+            calls,
+            reasoning,
+            num_tokens,
+            new_ids,
+            prompt_token_ids,
+            num_thought,
         )
 
     def _text_tokens(self, output: RequestOutput) -> Sequence[int]:

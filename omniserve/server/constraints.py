@@ -28,8 +28,8 @@ class FormatConstraint:
     """The answer is JSON of a schema."""
 
     schema: Mapping[str, Any]
-
-    param = "response_format"
+    param: str = "response_format"
+    """The field that asks for it."""
 
     @property
     def num_characters(self) -> int:
@@ -111,7 +111,7 @@ class GrammarWriter:
                 schema = enforceable(constraint.schema)
                 check(schema)
             except UnsupportedSchema as error:
-                return ApiError(f"response_format: {error}", param=constraint.param, code="invalid_schema")
+                return ApiError(f"{constraint.param}: {error}", param=constraint.param, code="invalid_schema")
             return dialect.value_grammar(json_value(schema), special=special, opening=opening)
         name, schemas = "", {}
         try:
@@ -133,5 +133,5 @@ def _key(constraint: Constraint) -> str:
     if isinstance(constraint, BudgetConstraint):
         return ""
     if isinstance(constraint, FormatConstraint):
-        return json.dumps(constraint.schema)
+        return json.dumps([constraint.param, constraint.schema])
     return json.dumps([constraint.free_text, constraint.several, constraint.schemas])

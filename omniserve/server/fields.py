@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
@@ -37,6 +37,9 @@ class StrictModel(BaseModel):
     """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    fates: ClassVar[Mapping[str, Fate]] = {}
+    """What becomes of fields that the model does not have, where that is not as in ``NOT_HONOURED``."""
 
     _ignored_fields: tuple[str, ...] = PrivateAttr(())
 
@@ -251,7 +254,8 @@ def validate(kind: type[M], fields: dict[str, Any], unknown: UnknownFields) -> M
         ignored: list[str] = []
         for location, value in _take_extra(model, ()):
             path = ".".join(map(str, location))
-            fate = NOT_HONOURED.get(".".join(str(part) for part in location if not isinstance(part, int)))
+            name = ".".join(str(part) for part in location if not isinstance(part, int))
+            fate = model.fates.get(name) or NOT_HONOURED.get(name)
             if fate is not None and fate.lets_pass(value):
                 continue
             if fate is not None and fate.advice is not None:

@@ -38,7 +38,7 @@ def router(service: Service) -> APIRouter:
         responses=answers(Completion, *GENERATION_ERRORS, streams=True),
     )
     async def completions(request: Request) -> Response:
-        return await _generate(service, request, CompletionShape)
+        return await generate(service, request, CompletionShape)
 
     @routes.post(
         "/v1/chat/completions",
@@ -46,7 +46,7 @@ def router(service: Service) -> APIRouter:
         responses=answers(ChatCompletion, *GENERATION_ERRORS, streams=True),
     )
     async def chat_completions(request: Request) -> Response:
-        return await _generate(service, request, ChatShape)
+        return await generate(service, request, ChatShape)
 
     return routes
 
@@ -66,7 +66,8 @@ async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -
         return outputs, shape
 
 
-async def _generate(service: Service, http: Request, endpoint: type[AnswerShape]) -> Response:
+async def generate(service: Service, http: Request, endpoint: type[AnswerShape]) -> Response:
+    """Answer a request of an endpoint that generates."""
     outputs, shape = await _begin(service, http, endpoint)
     caller = caller_of(http)
 

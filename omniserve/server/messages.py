@@ -12,13 +12,13 @@ from omniserve.server.fields import StrictModel, without_nulls
 
 MAX_MESSAGES = 4096
 
-_NAME = r"^[A-Za-z0-9_./:-]{1,256}$"
+TOOL_NAME = r"^[A-Za-z0-9_./:-]{1,256}$"
 
 
 class Function(StrictModel):
     """A function that the model may call."""
 
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON Schema of its arguments; None: it takes none."""

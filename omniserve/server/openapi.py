@@ -123,6 +123,44 @@ class ChatCompletion(_Answer):
     """Absent without ``return_token_ids``."""
 
 
+class ResponseError(BaseModel):
+    """The error of a response that failed."""
+
+    code: str
+    message: str
+
+
+class ResponseUsage(BaseModel):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: dict[Literal["cached_tokens", "cache_write_tokens"], int]
+    output_tokens: int
+    output_tokens_details: dict[Literal["reasoning_tokens"], int]
+    total_tokens: int
+
+
+class ResponseObject(BaseModel):
+    """Answer of /v1/responses, with the other fields of the request; streamed ones come as events that build it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    error: ResponseError | None
+    incomplete_details: dict[Literal["reason"], str] | None
+    model: str
+    output: list[dict[str, Any]]
+    """Items: ``message``, ``reasoning``, ``function_call``, ``custom_tool_call``."""
+    usage: ResponseUsage | None
+    store: bool
+    omniserve: dict[Literal["ignored_fields"], list[str]] = {}
+    """What was dropped from the request; absent if nothing was."""
+
+
 class Model(BaseModel):
     """The model that is served, or a LoRA adapter of it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -206,6 +206,9 @@ class SloFields(StrictModel):
 
 class GenerationRequest(StrictModel):
     """Fields that both endpoints have."""
+
+    prompt_field: ClassVar[str] = "prompt"
+    """Name of the field that has the prompts, as clients know it."""
 
     model: str | None = None
     stream: bool = False
@@ -453,6 +456,8 @@ class TemplateFields(StrictModel):
 class ChatRequest(TemplateFields, GenerationRequest):
     """Body of /v1/chat/completions."""
 
+    prompt_field: ClassVar[str] = "messages"
+
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: Annotated[bool, BeforeValidator(_choice_logprobs, json_schema_input_type=bool | Literal[0])] = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -528,7 +533,7 @@ def parse(
     headers.add_to(fields)
     said = {name: value for name, value in fields.items() if value is not None}
     request = validate(kind, {**defaults, **said}, unknown)
-    _check_combinations(request)
+    check_combinations(request)
     return request
 
 
@@ -551,7 +556,8 @@ def _check_tools(request: ChatRequest) -> None:
         )
 
 
-def _check_combinations(request: GenerationRequest) -> None:
+def check_combinations(request: GenerationRequest) -> None:
+    """Raise ApiError if fields of a request contradict each other."""
     if isinstance(request, ChatRequest):
         _check_tools(request)
     limits = {request.max_tokens, request.max_completion_tokens} - {None}

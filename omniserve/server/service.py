@@ -164,7 +164,7 @@ class Service:
             if i % _PROMPTS_AT_ONCE == _PROMPTS_AT_ONCE - 1:
                 await asyncio.sleep(0)  # millions of ids must not hold up others
             self._max_tokens(request, len(prompt))  # first: it takes less time than to look at all ids
-            self.check_token_ids(prompt, "the prompt has the token id {}, but", param=_prompt_field(request))
+            self.check_token_ids(prompt, "the prompt has the token id {}, but", param=request.prompt_field)
         return prompts
 
     async def _chat(self, request: ChatRequest, is_urgent: bool) -> Chat:
@@ -371,21 +371,17 @@ class Service:
         message = (
             f"this model's maximum context length is {limits.max_tokens} tokens{bound}, output included; {problem}"
         )
-        return ApiError(message, param=_prompt_field(request), code="context_length_exceeded")
+        return ApiError(message, param=request.prompt_field, code="context_length_exceeded")
 
 
 def new_call_id(prefix: str) -> str:
     """Return a fresh id for an API call."""
-    return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def _prompt_field(request: GenerationRequest) -> str:
-    return "messages" if isinstance(request, ChatRequest) else "prompt"
+    return f"{prefix}{'' if prefix.endswith('_') else '-'}{uuid.uuid4().hex}"
 
 
 def _check_none_empty(request: GenerationRequest, prompts: Sequence[str | list[int]]) -> None:
     if not all(prompts):
-        raise ApiError("the prompt is empty; give it at least one token", param=_prompt_field(request))
+        raise ApiError("the prompt is empty; give it at least one token", param=request.prompt_field)
 
 
 def _samplings(
