@@ -81,6 +81,15 @@ class AnswerShape(abc.ABC):
     def events(self, deltas: Sequence[Delta]) -> str:
         """Return the events that tell new text."""
 
+    async def settle(self, deltas: Sequence[Delta], usage: Usage) -> None:
+        """Keep what is to outlive the call; called when all is generated, before the answer or its last events.
+
+        Args:
+            deltas: All that ``events`` was not given.
+            usage: Token counts of the call.
+        """
+        return None
+
     @abc.abstractmethod
     def last_events(self, usage: Usage) -> str:
         """Return the events after the whole output."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -66,8 +66,21 @@ async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -
         return outputs, shape
 
 
-async def generate(service: Service, http: Request, endpoint: type[AnswerShape]) -> Response:
-    """Answer a request of an endpoint that generates."""
+Detach = Callable[[OutputStream, AnswerShape, Mapping[str, str], Callable[[], None]], Awaitable[Response | None]]
+
+
+async def generate(
+    service: Service, http: Request, endpoint: type[AnswerShape], detach: Detach | None = None
+) -> Response:
+    """Answer a request of an endpoint that generates.
+
+    Args:
+        service: The service that is asked.
+        http: The request.
+        endpoint: What reads the request and writes the answer.
+        detach: Called with outputs that were started, the shape, headers and what is to be called at their end. If it
+            returns an answer, the outputs are its own from then on, whatever becomes of the connection.
+    """
     outputs, shape = await _begin(service, http, endpoint)
     caller = caller_of(http)
 
@@ -80,6 +93,9 @@ async def generate(service: Service, http: Request, endpoint: type[AnswerShape])
         await or_disconnect(http.receive, outputs.start())
         caller.use_tokens(outputs.usage.num_prompt_tokens)
         headers = dict(shape.headers) | _headers(outputs)
+        if detach is not None and (detached := await detach(outputs, shape, headers, end)) is not None:
+            handed_over = True
+            return detached
         if shape.is_streamed:
             handed_over = True
             return EventStream(
@@ -91,6 +107,7 @@ async def generate(service: Service, http: Request, endpoint: type[AnswerShape])
                 on_close=end,
             )
         deltas = await or_disconnect(http.receive, outputs.collect())
+        await shape.settle(deltas, outputs.usage)
         return Response(shape.answer(deltas, outputs.usage), headers=headers, media_type="application/json")
     except ClientGone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -201,6 +218,7 @@ class EventStream(Response):
             async for deltas in self._outputs.deltas():
                 data = shape.events(deltas).encode()
                 await self._send(send, {"type": "http.response.body", "body": data, "more_body": True})
+            await shape.settle((), self._outputs.usage)
             last = shape.last_events(self._outputs.usage)
         except ApiError as error:
             last = shape.error_events(error)

@@ -68,6 +68,8 @@ class Limits:
     """Most lines of one input file."""
     max_file_mib: float = 200.0
     """Largest file that is taken, in MiB."""
+    response_days: float = 30.0
+    """Days that a stored response is kept."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

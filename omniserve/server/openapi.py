@@ -157,8 +157,23 @@ class ResponseObject(BaseModel):
     """Items: ``message``, ``reasoning``, ``function_call``, ``custom_tool_call``."""
     usage: ResponseUsage | None
     store: bool
-    omniserve: dict[Literal["ignored_fields"], list[str]] = {}
-    """What was dropped from the request; absent if nothing was."""
+    omniserve: dict[str, Any] = {}
+    """``ignored_fields``: what was dropped from the request; ``not_stored``: why it was not. Absent without either."""
+
+
+class DeletedResponse(BaseModel):
+    """Answer of DELETE /v1/responses/{response_id}."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputTokens(BaseModel):
+    """Answer of /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class Model(BaseModel):
@@ -278,6 +293,12 @@ class BatchPage(_Page):
     data: list[Batch]
 
 
+class ItemPage(_Page):
+    """A page of the items of a response's input."""
+
+    data: list[dict[str, Any]]
+
+
 class Upload(BaseModel):
     """Form of POST /v1/files; also ``expires_after[anchor]`` and ``expires_after[seconds]``."""
 
@@ -290,7 +311,7 @@ _ERRORS = {
     400: "The request is wrong; the message says what to change.",
     401: "There is no key, or a wrong one.",
     403: "The key may not do this, or the server does not take it.",
-    404: "There is no such model, file or batch.",
+    404: "There is no such model, file, batch or response.",
     408: "The body, or the reader of the answer, is too slow.",
     409: "The file is in use, or the batch has already ended.",
     413: "The body is too large.",

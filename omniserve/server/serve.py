@@ -31,6 +31,7 @@ from omniserve.server.generation_defaults import find_generation_defaults
 from omniserve.server.loras import LoRAModels
 from omniserve.server.origins import is_loopback
 from omniserve.server.process import GarbageCollector
+from omniserve.server.responses.store import ResponseStore
 from omniserve.server.service import Service
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
@@ -172,6 +173,8 @@ class _Main:
 
     async def _serve(self, service: Service, listener: socket.socket) -> int:
         dashboard = Dashboard()
+        if (database := self._batches.database) is not None:
+            service.responses = ResponseStore(database, ttl_s=self._options.limits.response_days * 86400)
         traces = open_traces(self._options.otlp_endpoint, model_name=service.model_name)
         config = uvicorn.Config(
             create_app(
@@ -215,6 +218,8 @@ class _Main:
         await dashboard.stop()
         server.should_exit = True
         await serving
+        if service.responses is not None:
+            service.responses.close()
         if traces is not None:
             await asyncio.to_thread(traces.close)
         return 0 if self._engine.failure is None else 1

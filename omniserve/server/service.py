@@ -25,6 +25,7 @@ from omniserve.server.messages import text_of
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Job, OutputStream
 from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, class_of_tier
+from omniserve.server.responses.store import ResponseStore
 from omniserve.server.sessions import session_name
 from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec, TooManyTokens
@@ -78,6 +79,8 @@ class Service:
         self.defaults = defaults or GenerationDefaults()
         self.metrics = ServerMetrics([spec.name for spec in info.classes], [spec.slo for spec in info.classes])
         self.limits = limits
+        self.responses: ResponseStore | None = None
+        """Stored responses; None: the server keeps none."""
         self._private_callers = private_callers
         self.unknown_fields = unknown_fields or UnknownFields()
         self._grammars = GrammarWriter(codec)

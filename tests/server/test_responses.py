@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import time
 
 import fake_engine
 import httpx
@@ -18,9 +19,11 @@ from openai.types.responses.response_create_params import (
     ResponseCreateParamsNonStreaming,
     ResponseCreateParamsStreaming,
 )
+from sqlalchemy import update
 from tokenizers_for_tests import byte_level_tokenizer
 
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams
+from omniserve.server.batches.database import RESPONSES, StorageError
 from omniserve.server.choice import Choice, TextForm, merge
 from omniserve.server.dialects import choose
 from omniserve.server.dialects.base import Opening
@@ -30,6 +33,7 @@ from omniserve.server.responses.chat import chat_of
 from omniserve.server.responses.fields import CreateResponse
 from omniserve.server.responses.items import sealed, unsealed
 from omniserve.server.responses.output_items import OutputItems
+from omniserve.server.responses.store import ResponseStore
 from omniserve.server.text import TextCodec
 
 TOKENIZER = byte_level_tokenizer()
@@ -468,3 +472,198 @@ def test_lines_of_batches_are_responses(client_of):
     assert (texts_of(response), response["service_tier"]) == ([("message", "hello")], "flex")
     [refused] = results(client, batch.error_file_id)
     assert refused["response"]["body"]["error"]["param"] == "max_tokens"
+
+
+def create(client, text, **fields):
+    return client.responses.create(model="fake", input=text, extra_body=SAY, **fields)
+
+
+def test_stored_responses_are_read_and_deleted(client_of):
+    client = client_of()
+    response = create(client, [{"role": "user", "content": "one"}, {"role": "user", "content": "hello"}])
+    assert (response.to_dict()["store"], response.status) == (True, "completed")
+    assert client.responses.retrieve(response.id) == response
+    page = client.responses.input_items.list(response.id, limit=1)
+    key = response.id.removeprefix("resp_")
+    assert [item.id for item in page] == [f"msg_{key}_i1", f"msg_{key}_i0"]  # newest first, over all pages
+    [one, _] = client.responses.input_items.list(response.id, order="asc").data
+    assert (one.role, one.content[0].type, one.content[0].text) == ("user", "input_text", "one")
+    client.responses.delete(response.id)
+    for call in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
+        with pytest.raises(openai.NotFoundError, match=response.id):
+            call(response.id)
+    unstored = create(client, "hello", store=False)
+    assert unstored.to_dict()["store"] is False
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unstored.id)
+    with pytest.raises(openai.NotFoundError, match="msg_none"):
+        client.responses.input_items.list(create(client, "a").id, after="msg_none")
+
+
+@over_streams
+def test_a_response_goes_on_with_another_one(client_of, stream):
+    client = client_of("thinks")
+    call = FORMS["hermes"].write([("weather", {"city": "Ulm"})])
+    fields = {"tools": [WEATHER], "store": True}
+    first = say(client, f"hm</think>Wait. {call}", stream=stream, instructions="now", **fields)
+    assert first["store"] is True
+    output = {"type": "function_call_output", "call_id": first["output"][2]["call_id"], "output": "sun"}
+    second = say(client, [output], stream=stream, previous_response_id=first["id"], **fields)
+    third = say(client, "bye", stream=stream, previous_response_id=second["id"], **fields)
+    assert third["previous_response_id"] == second["id"]
+    asked = [{"role": "user", "content": f"hm</think>Wait. {call}"}, *first["output"], output, *second["output"]]
+    whole = say(client, [*asked, {"role": "user", "content": "bye"}], **fields)
+    assert whole["usage"]["input_tokens"] == third["usage"]["input_tokens"]
+    items = client.responses.input_items.list(third["id"]).data
+    assert [item.content[0].text for item in items] == ["bye"]
+    references = [{"type": "item_reference", "id": item["id"]} for item in (*first["output"], *second["output"])]
+    references.insert(3, {"id": f"fco_{second['id'].removeprefix('resp_')}_i0"})
+    again = say(client, [asked[0], *references, {"role": "user", "content": "bye"}], **fields)
+    assert again["usage"]["input_tokens"] == third["usage"]["input_tokens"]
+    client.responses.delete(first["id"])
+    with pytest.raises(openai.BadRequestError, match=first["id"]) as error:
+        create(client, "a", previous_response_id=second["id"])
+    assert (error.value.param, error.value.code) == ("previous_response_id", "previous_response_not_found")
+    with pytest.raises(openai.BadRequestError, match="no item"):
+        create(client, references[:1])
+
+
+def test_responses_belong_to_a_key_and_expire(start_server, tmp_path, tokenizer_folder):
+    (tmp_path / "keys.yaml").write_text(json.dumps([{"name": n, "key": n} for n in ("ann", "bob")]))
+    flags = ("--api-key-file", str(tmp_path / "keys.yaml"), "--limit", "response_days=0.0005")
+    server = start_server(*flags).wait_until_ready()
+    ann, bob = (server.client().with_options(api_key=name) for name in ("ann", "bob"))
+    given = {"model": "fake", "input": "hi", "max_output_tokens": 3}
+    response = ann.responses.create(**given)
+    with pytest.raises(openai.NotFoundError):
+        bob.responses.retrieve(response.id)
+    with pytest.raises(openai.NotFoundError):
+        bob.responses.delete(response.id)
+    with pytest.raises(openai.BadRequestError):
+        bob.responses.create(**given, previous_response_id=response.id)
+    with pytest.raises(openai.BadRequestError):
+        bob.responses.create(model="fake", input=[{"type": "item_reference", "id": response.output[0].id}])
+    assert ann.responses.retrieve(response.id).id == response.id
+    with server.batches_database.write() as connection:
+        connection.execute(update(RESPONSES).values(expires_at=RESPONSES.c.expires_at - 60))
+    with pytest.raises(openai.NotFoundError):
+        ann.responses.retrieve(response.id)
+
+
+def test_a_server_without_a_database_stores_nothing(start_server, tmp_path):
+    (tmp_path / "data").write_text("no folder")
+    server = start_server(data_home=tmp_path / "data").wait_until_ready()
+    client = server.client()
+    given = {"model": "fake", "input": "hi", "max_output_tokens": 3}
+    response = client.responses.create(**given).to_dict()
+    assert response["store"] is False and "omniserve" not in response
+    assert client.responses.create(**given, store=True).to_dict()["omniserve"] == {"ignored_fields": ["store"]}
+    for fields in ({"background": True}, {"previous_response_id": "resp_1"}, {"input": [{"id": "msg_1"}]}):
+        with pytest.raises(openai.BadRequestError, match="stores no responses"):
+            client.responses.create(**given | fields)
+    with pytest.raises(openai.InternalServerError, match="stores no responses"):
+        client.with_options(max_retries=0).responses.retrieve("resp_1")
+
+
+def test_an_answer_that_cannot_be_stored_says_so(start_server, monkeypatch):
+    server = start_server().wait_until_ready()
+
+    def fail(*_):
+        raise StorageError("the disk is full", status=507)
+
+    monkeypatch.setattr(ResponseStore, "_put", fail)
+    given = {"model": "fake", "input": "hi", "max_output_tokens": 3}
+    response = server.client().responses.create(**given).to_dict()
+    assert (response["store"], response["omniserve"]) == (False, {"not_stored": "the disk is full"})
+    [*_, last] = raw_events(server.client(), given)
+    assert last["response"]["omniserve"] == {"not_stored": "the disk is full"}
+
+
+SLOW_TEXT = TOKENIZER.decode([fake_engine.SLOW]) + " hello"
+
+
+def wait_until_done(client, response_id):
+    while (response := client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
+        time.sleep(0.02)
+    return response
+
+
+def test_a_background_response_runs_without_a_connection(client_of):
+    client = client_of()
+    response = create(client, "hello", background=True)
+    assert (response.status, response.background, response.output) == ("queued", True, [])
+    done = wait_until_done(client, response.id)
+    assert (done.output_text, done.status, done.to_dict()["store"]) == ("hello", "completed", True)
+    assert create(client, "bye", previous_response_id=response.id).status == "completed"
+    events = list(client.responses.retrieve(response.id, stream=True))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1].type == "response.completed"
+    after = list(client.responses.retrieve(response.id, stream=True, starting_after=3))
+    assert [event.sequence_number for event in after] == [event.sequence_number for event in events[4:]]
+    streamed = list(create(client, "hello", background=True, stream=True))
+    assert {event.type for event in streamed} == {event.type for event in events}
+    assert client.responses.retrieve(streamed[-1].response.id) == streamed[-1].response
+    with pytest.raises(openai.BadRequestError, match="background needs store"):
+        create(client, "a", background=True, store=False)
+    with pytest.raises(openai.BadRequestError, match="events of this response"):
+        client.responses.retrieve(create(client, "a").id, stream=True)
+
+
+def test_a_background_response_can_be_cancelled_or_deleted(client_of):
+    client = client_of()
+    assert TOKENIZER(SLOW_TEXT).input_ids[0] == fake_engine.SLOW
+    endless = {"model": "fake", "input": SLOW_TEXT, "background": True, "extra_body": {"ignore_eos": True}}
+    first = client.responses.create(**endless)
+    with client.responses.retrieve(first.id, stream=True) as stream:
+        assert next(iter(stream)).type == "response.created"
+    assert client.responses.cancel(first.id).status == "cancelled"
+    assert client.responses.cancel(first.id).status == client.responses.retrieve(first.id).status == "cancelled"
+    second = client.responses.create(**endless)
+    with pytest.raises(openai.BadRequestError, match="still runs"):
+        create(client, "a", previous_response_id=second.id)
+    client.responses.delete(second.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.cancel(second.id)
+    with pytest.raises(openai.BadRequestError, match="does not run in the background"):
+        client.responses.cancel(create(client, "a").id)
+    bad = TOKENIZER.decode([fake_engine.BAD_OUTPUT]) + " hello"
+    failed = wait_until_done(client, create(client, bad, background=True).id)
+    assert (failed.status, failed.error.code) == ("failed", "server_error")
+
+
+def test_a_background_response_of_a_dead_server_has_failed(start_server):
+    server = start_server().wait_until_ready()
+    client = server.client()
+    response = client.responses.create(model="fake", input="hi", max_output_tokens=3)
+    with server.batches_database.write() as connection:
+        told = json.dumps(response.to_dict() | {"status": "in_progress", "background": True})
+        connection.execute(update(RESPONSES).values(alive_until=1.0, response=told))
+    assert client.responses.retrieve(response.id).error.message.startswith("the server that worked on this")
+
+
+def test_the_tokens_of_an_input_are_counted(client_of):
+    client = client_of()
+    fields = {"input": [{"role": "user", "content": "hello"}], "tools": [WEATHER], "instructions": "a"}
+    found = client.responses.input_tokens.count(model="fake", **fields)
+    assert found.object == "response.input_tokens"
+    assert found.input_tokens == client.responses.create(model="fake", **fields).usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="more than"):
+        client.responses.input_tokens.count(model="fake", input="a" * 40_000)
+    assert httpx.post(f"{client.base_url}responses/compact", json={}).status_code == 404
+
+
+def test_the_oldest_turns_are_left_out_of_a_long_input(client_of):
+    client = client_of()
+    turns = [{"role": "developer", "content": "stay"}]
+    for i in range(40):
+        turns += [{"role": "user", "content": f"question {i} " * 5}, {"role": "assistant", "content": f"answer {i}"}]
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        create(client, turns)
+    found = create(client, turns, truncation="auto", max_output_tokens=100, store=False)
+    assert found.output_text.startswith("stay")
+    limit = 512  # of the fake engine
+    assert limit - 100 - 2 * 90 < found.usage.input_tokens <= limit - 100
+    short = create(client, turns[:4], truncation="auto", store=False)
+    assert short.usage.input_tokens == create(client, turns[:4], store=False).usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        create(client, "a" * 40_000, truncation="auto")

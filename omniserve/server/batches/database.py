@@ -139,6 +139,18 @@ LINES = sa.Table(
     sa.Index("omniserve_lines_by_state", "batch_id", "state", "number"),
 )
 
+RESPONSES = sa.Table(  # it came after the others did, and a database without it is of the same version
+    "omniserve_responses",
+    METADATA,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("expires_at", sa.Double, nullable=False, index=True),
+    sa.Column("alive_until", sa.Double),  # of one that runs: when its server counts as dead; else null
+    sa.Column("caller", sa.Text),
+    sa.Column("input", sa.Text, nullable=False),
+    sa.Column("response", sa.Text, nullable=False),
+)
+
 SUSPECT_STOPS = 2
 """The number of ends of the engine while a line ran from which on the line may be their cause."""
 IS_SUSPECT = LINES.c.engine_stops >= sa.literal_column(str(SUSPECT_STOPS))

@@ -22,7 +22,7 @@ from starlette.types import Message
 
 from omniserve.server import openapi
 from omniserve.server.answers import ENDPOINTS
-from omniserve.server.batches.database import BATCHES, FILES, TIMED_STATUSES, Row, StorageError
+from omniserve.server.batches.database import BATCHES, FILES, TIMED_STATUSES, Database, Row, StorageError
 from omniserve.server.batches.files import BatchSettings, read_parts, storage_errors
 from omniserve.server.batches.lines import ESCALATED_TIER, NO_TEXT
 from omniserve.server.batches.runner import BatchRunner
@@ -63,6 +63,11 @@ class BatchServing:
                 raise
             logger.warning("no files and batches: %s", error)
             self._store = error
+
+    @property
+    def database(self) -> Database | None:
+        """The database, once it is open; None: there is none."""
+        return None if isinstance(self._store, StorageError) else self._store.database
 
     def start(self, service: Service) -> APIRouter:
         """Begin to work on batches; return the routes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from omniserve.server.responses.fields import (
     ResponseHostedTool,
     TextFormat,
 )
-from omniserve.server.responses.items import CUSTOM_INPUT, Item, messages_of, skipped
+from omniserve.server.responses.items import CUSTOM_INPUT, Item, messages_of, skipped, stored_form
 
 _NAMES = {
     "messages": "input",
@@ -42,11 +43,22 @@ class ResponsesRequest(ChatRequest):
     prompt_field = "input"
 
     _asked: ResponseFields = PrivateAttr()
+    _caller: str | None = PrivateAttr(None)
 
     @property
     def asked(self) -> ResponseFields:
         """The request as it came."""
         return self._asked
+
+    @property
+    def caller(self) -> str | None:
+        """The name of the request's API key."""
+        return self._caller
+
+    @property
+    def stored_input(self) -> str:
+        """The items of the request's input, as they are stored; empty if they are not."""
+        return json.dumps(stored_form(self.asked.input)) if self.asked.store else ""
 
     @property
     def custom_tools(self) -> frozenset[str]:
@@ -64,6 +76,7 @@ def chat_of(
     raw: Mapping[str, Any],
     history: Sequence[Item],
     *,
+    caller: str | None = None,
     defaults: Mapping[str, Any],
     unknown: UnknownFields,
 ) -> ResponsesRequest:
@@ -73,6 +86,7 @@ def chat_of(
         asked: The request.
         raw: Its fields as they came; those that chats have, too, are taken from here.
         history: All items of the chat; references have been replaced by what they refer to.
+        caller: The name of the request's API key.
         defaults: Values of the chat's fields that the request does not say.
         unknown: What becomes of fields that no API documents.
 
@@ -101,7 +115,7 @@ def chat_of(
     said = {name: value for name, value in fields.items() if value is not None}
     try:
         request = validate(ResponsesRequest, {**defaults, **said}, unknown)
-        request._asked = asked
+        request._asked, request._caller = asked, caller
         check_combinations(request)
     except ApiError as error:
         raise _renamed(error) from None

@@ -249,17 +249,9 @@ _OF_CHATS = {
 }
 PASSED_ON = frozenset(ChatRequest.model_fields) - frozenset(ResponseFields.model_fields) - _OF_CHATS
 """Fields that mean here what they mean in chats, such as ``top_k`` and ``slo``."""
-
-_PASSED_ON: dict[str, Any] = {
+_MORE: dict[str, Any] = {
     name: (info.annotation, copy.copy(info)) for name, info in ChatRequest.model_fields.items() if name in PASSED_ON
 }
-CreateResponse: type[ResponseFields] = create_model(
-    "CreateResponse",
-    __base__=ResponseFields,
-    __doc__=ResponseFields.__doc__,
-    __module__=__name__,
-    **{
-        name: (info.annotation, copy.copy(info)) for name, info in ChatRequest.model_fields.items() if name in PASSED_ON
-    },
-)
+
+CreateResponse: type[ResponseFields] = create_model("CreateResponse", __base__=ResponseFields, **_MORE)
 """The fields of a request, with those that are passed on to the chat."""

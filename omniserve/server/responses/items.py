@@ -186,6 +186,33 @@ def unsealed(text: str) -> str | None:
         return None
 
 
+def read_item(value: Any) -> Item:
+    """Return an item that was stored."""
+    item: Item = _item(value)
+    return item
+
+
+def stored_form(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return items as they are stored and shown; those of other servers' tools are left out."""
+    return [_stored(item) for item in items if not isinstance(item, OtherItem)]
+
+
+def _stored(item: Item) -> dict[str, Any]:
+    fields = {"type": item.type} | item.model_dump(exclude_none=True)
+    if isinstance(item, ItemMessage):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        more: dict[str, Any] = {"annotations": []} if item.role == "assistant" else {}
+        fields["content"] = [
+            {"type": kind, "text": part.text, **more}
+            if part.type.endswith("text")
+            else part.model_dump(exclude_none=True)
+            for part in item.content
+        ]
+    if isinstance(item, ItemCallOutput):
+        fields["output"] = text_of(item.output)
+    return {"status": "completed"} | fields
+
+
 def messages_of(items: Iterable[Item], instructions: str | None) -> list[dict[str, Any]]:
     """Return the messages of a chat.
 

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from omniserve.core.request import TokenLogprob
-from omniserve.server.answer_shape import MAX_INLINE_BODY, AnswerShape, finite
+from omniserve.server.answer_shape import AnswerShape, finite
+from omniserve.server.batches.database import StorageError
 from omniserve.server.choice import Delta
 from omniserve.server.errors import ApiError
-from omniserve.server.fields import read_fields, validate
+from omniserve.server.header_fields import NO_HEADERS, HeaderFields
 from omniserve.server.output_stream import Usage
 from omniserve.server.protocol import GenerationRequest
-from omniserve.server.responses.chat import ResponsesRequest, chat_of
+from omniserve.server.responses.chat import ResponsesRequest
 from omniserve.server.responses.fields import (
     INCLUDE_REASONING,
     AllowedToolsChoice,
-    CreateResponse,
     ResponseCustomTool,
     ResponseFields,
     ResponseHostedTool,
 )
-from omniserve.server.responses.items import ItemReference
 from omniserve.server.responses.output_items import Event, OutputItems
+from omniserve.server.responses.reading import read_request
+from omniserve.server.responses.store import NewResponse
 from omniserve.server.service import Service
+
+logger = logging.getLogger(__name__)
 
 # Those of errors that OpenAI has, and that can come here.
 _ERROR_CODES = ("server_error", "rate_limit_exceeded", "invalid_prompt")
@@ -46,7 +48,15 @@ class ResponseShape(AnswerShape):
     def __init__(self, service: Service, request: GenerationRequest, call_id: str) -> None:
         super().__init__(service, request, call_id)
         assert isinstance(request, ResponsesRequest)
+        self.call_id = call_id
         self._head = _head(service, request, call_id)
+        self.store = service.responses if request.asked.store else None
+        """Where the answer is stored; None: it is not."""
+        self._input, self._caller = request.stored_input, request.caller
+        self._final: dict[str, Any] | None = None
+        self._last_events: list[Event] = []
+        self.is_background = request.asked.background
+        """The call goes on without its connection, and its answer is stored."""
         self._items = OutputItems(
             call_id.removeprefix(self.id_prefix),
             custom_tools=request.custom_tools,
@@ -59,33 +69,66 @@ class ResponseShape(AnswerShape):
 
     @classmethod
     async def read(
-        cls, service: Service, body: bytes, *, caller: str | None = None, default_tier: str | None = None
+        cls, service: Service, body: bytes, *, caller: str | None = None, headers: HeaderFields = NO_HEADERS
     ) -> GenerationRequest:
-        read = functools.partial(_read, service, body, default_tier)
-        return read() if len(body) <= MAX_INLINE_BODY else await asyncio.to_thread(read)
+        return await read_request(service, body, caller=caller, headers=headers)
+
+    @property
+    def new_response(self) -> NewResponse:
+        """The response as it is now, for the store."""
+        response = self.snapshot() if self._final is None else self._final
+        response = response | {"store": True}
+        return NewResponse(id=self.call_id, caller=self._caller, input=self._input, response=response)
+
+    def snapshot(self, status: str = "in_progress") -> dict[str, Any]:
+        """Return the response as it is now, with the items that are complete."""
+        return self._response(status) | {"store": self.store is not None}
+
+    def begin_background(self) -> None:
+        """Tell from now on that the response is stored, as it is while it runs."""
+        self._head["store"] = True
 
     def first_events(self, usage: Usage) -> str:
-        response = self._response("in_progress")
+        response = self.snapshot()
         return self._text([{"type": f"response.{what}", "response": response} for what in ("created", "in_progress")])
 
     def events(self, deltas: Sequence[Delta]) -> str:
         return self._text([event for delta in deltas for event in self._items.add(delta)])
 
+    async def settle(self, deltas: Sequence[Delta], usage: Usage) -> None:
+        self._finish(deltas, usage)
+        if self.store is None or self.is_background:
+            return
+        try:
+            await self.store.put(self.new_response)
+            self._final = self._finish((), usage) | {"store": True}
+        except StorageError as error:
+            logger.warning("responses: %s was not stored: %s", self.call_id, error)
+            told = self._head.get("omniserve", {}) | {"not_stored": error.message}
+            self._final = self._finish((), usage) | {"omniserve": told}
+
     def last_events(self, usage: Usage) -> str:
-        events = self._items.end()
-        response = self._response("incomplete" if self._items.is_cut else "completed", usage)
-        return self._text([*events, {"type": f"response.{response['status']}", "response": response}]) + _DONE
+        response = self._finish((), usage)
+        return (
+            self._text([*self._last_events, {"type": f"response.{response['status']}", "response": response}]) + _DONE
+        )
 
     def error_events(self, error: ApiError) -> str:
         self._items.end(is_whole=False)
-        response = self._response("failed", error=error)
-        return self._text([{"type": "response.failed", "response": response}]) + _DONE
+        self._final = self._response("failed", error=error)
+        return self._text([{"type": "response.failed", "response": self._final}]) + _DONE
 
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
-        for delta in deltas:
-            self._items.add(delta)
-        self._items.end()
-        return json.dumps(self._response("incomplete" if self._items.is_cut else "completed", usage)).encode()
+        return json.dumps(self._finish(deltas, usage)).encode()
+
+    def _finish(self, deltas: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+        """Return the complete response, of which these are the last deltas."""
+        if self._final is None:
+            for delta in deltas:
+                self._items.add(delta)
+            self._last_events = self._items.end()
+            self._final = self._response("incomplete" if self._items.is_cut else "completed", usage)
+        return self._final
 
     def _response(self, status: str, usage: Usage | None = None, error: ApiError | None = None) -> dict[str, Any]:
         """Return the response as it is now."""
@@ -119,23 +162,6 @@ class ResponseShape(AnswerShape):
             "logprob": finite(logprob),
             "bytes": list(self._codec.token_bytes(token_id)),
         }
-
-
-def _read(service: Service, body: bytes, default_tier: str | None) -> ResponsesRequest:
-    raw = read_fields(body)
-    if default_tier is not None:
-        raw.setdefault("service_tier", default_tier)
-    asked = validate(CreateResponse, raw, service.unknown_fields)
-    refer = any(isinstance(item, ItemReference) for item in asked.input)
-    for name, is_asked in (
-        ("previous_response_id", asked.previous_response_id is not None),
-        ("background", asked.background),
-        ("input", refer),
-    ):
-        if is_asked:
-            message = "this server keeps no responses; send all items of the conversation as input"
-            raise ApiError(message, param=name, code="unsupported_parameter")
-    return chat_of(asked, raw, asked.input, defaults=service.defaults.fields, unknown=service.unknown_fields)
 
 
 def _head(service: Service, request: ResponsesRequest, call_id: str) -> dict[str, Any]:
