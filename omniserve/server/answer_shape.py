@@ -15,8 +15,8 @@ from omniserve.server.output_stream import Usage
 from omniserve.server.protocol import GenerationRequest, parse
 from omniserve.server.service import Service
 
-# Larger bodies may take longer than other requests should wait.
 MAX_INLINE_BODY = 1 << 18
+"""Larger bodies may take longer to read than other requests should wait; in bytes."""
 # JSON has no infinity, and no client can do anything with one.
 _LOWEST_LOGPROB = -9999.0
 
@@ -42,6 +42,8 @@ class AnswerShape(abc.ABC):
     """The fields of a request."""
     id_prefix: str
     """The begin of an answer's id."""
+    keep_alive = ": waiting\n\n"
+    """The text that a stream sends when it has sent nothing for long: clients skip it."""
 
     def __init__(self, service: Service, request: GenerationRequest, call_id: str) -> None:
         self.is_streamed = request.stream
@@ -64,12 +66,7 @@ class AnswerShape(abc.ABC):
             ApiError: As ``protocol.parse``.
         """
         read = functools.partial(
-            parse,
-            cls.request_kind,
-            body,
-            service.unknown_fields,
-            headers=headers,
-            defaults=service.defaults.fields,
+            parse, cls.request_kind, body, service.unknown_fields, headers=headers, defaults=service.defaults.fields
         )
         return read() if len(body) <= MAX_INLINE_BODY else await asyncio.to_thread(read)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from omniserve.core.request import TokenLogprob
 from omniserve.server.answer_shape import AnswerShape, finite
+from omniserve.server.anthropic.shape import MessagesShape
 from omniserve.server.choice import Delta
 from omniserve.server.dialects.base import ParsedCall
 from omniserve.server.errors import ApiError
@@ -222,6 +223,7 @@ ENDPOINTS: Mapping[str, type[AnswerShape]] = {
     "/v1/completions": CompletionShape,
     "/v1/chat/completions": ChatShape,
     "/v1/responses": ResponseShape,
+    "/v1/messages": MessagesShape,
 }
 
 

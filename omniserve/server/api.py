@@ -24,6 +24,8 @@ from starlette.types import ASGIApp
 from omniserve.core.errors import EngineStopped
 from omniserve.core.version import __version__
 from omniserve.server import generate, loras, openapi, sessions
+from omniserve.server.anthropic import routes as anthropic
+from omniserve.server.anthropic.errors import error_response, speaks_anthropic
 from omniserve.server.connections import HeadAsGet, RequestLog, UnderPath
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.fields import StrictModel, ignored_header, read_fields, validate
@@ -64,6 +66,7 @@ def create_app(
     for router in (
         generate.router(service),
         responses.router(service),
+        anthropic.router(service),
         _tokenizer(service),
         _state(service),
         adapters,
@@ -102,12 +105,6 @@ def create_app(
 
 # Errors of the tokenizer's routes.
 _ERRORS = (400, 404, 408, 413, 429, 503)
-
-
-# Texts are tokenized up to so many times the longest prompt, or so many tokens if that is more: a client may learn by
-# how much one is too long.
-_MOST_CONTEXTS = 4
-_MOST_TOKENS = 1 << 17
 
 
 class TokenizeRequest(TemplateFields):
@@ -150,7 +147,7 @@ def _tokenizer(service: Service) -> APIRouter:
         async with take_body(http, service.bodies) as body:
             request = validate(TokenizeRequest, read_fields(body), service.unknown_fields)
             service.check_model(request.model)
-            most = max(_MOST_CONTEXTS * service.info.limits.max_tokens, _MOST_TOKENS)
+            most = service.most_countable_tokens
             try:
                 if request.messages is not None:
                     messages = [message.for_template() for message in request.messages]
@@ -199,13 +196,19 @@ def _state(service: Service) -> APIRouter:
     models_by_name = {name: {"id": name, **base} for name in service.model_names}
 
     @routes.get("/v1/models", responses=answers(openapi.ModelList))
-    async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [*models_by_name.values(), *service.loras.cards()]})
+    async def models(http: Request) -> Response:
+        cards = [*models_by_name.values(), *service.loras.cards()]
+        if speaks_anthropic(http.scope):
+            return JSONResponse(anthropic.model_list(cards, service.info.limits.max_tokens))
+        return JSONResponse({"object": "list", "data": cards})
 
     @routes.get("/v1/models/{name:path}", responses=answers(openapi.Model, 404))
-    async def one_model(name: str) -> Response:
+    async def one_model(name: str, http: Request) -> Response:
         lora = service.lora_of(name)
-        return JSONResponse(models_by_name.get(name) or next(c for c in service.loras.cards() if c["id"] == lora))
+        card = models_by_name.get(name) or next(c for c in service.loras.cards() if c["id"] == lora)
+        if speaks_anthropic(http.scope):
+            card = anthropic.model(card, service.info.limits.max_tokens)
+        return JSONResponse(card)
 
     @routes.get("/health/live", responses=answers(openapi.Status))
     async def live() -> Response:
@@ -234,12 +237,12 @@ def _state(service: Service) -> APIRouter:
 
 
 def _answer_errors(app: FastAPI, service: Service) -> None:
-    """Answer every error in OpenAI's shape, and count it."""
+    """Answer every error in the shape of the API that the request speaks, and count it."""
 
     def refuse(request: Request, error: ApiError) -> Response:
         request.state.refusal = error
         service.metrics.refused(error)
-        return error.response()
+        return error_response(error, request.scope)
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:

@@ -9,7 +9,12 @@ from omniserve.core.request import FinishReason
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.output_stream import OutputStream
 
-TRACED_PATHS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/responses": "chat"}
+TRACED_PATHS = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+}
 """Path -> what OpenTelemetry calls the operation."""
 
 

@@ -48,6 +48,10 @@ class ChatTemplate:
         self.source = source
         self.problem: str | None = None
         """The reason why no chat can be written with the template, as far as that is known; see ``look``."""
+        self.takes_late_system = False
+        """Messages of the system behind a user's are written in their places, as far as that is known."""
+        self.takes_user_after_tool = False
+        """A user's message may follow the results of tools, as far as that is known."""
 
     @cached_property
     def forms(self) -> Mapping[str, Form]:
@@ -71,6 +75,12 @@ class ChatTemplate:
                 "this model's chat template leaves out what users say, both as a string and as a list of parts of the "
                 "type 'text'; give another one with --chat-template"
             )
+            return
+        answer: Message = {"role": "assistant", "content": _in_form("", self.forms["assistant"])}
+        result: Message = {"role": "tool", "content": _in_form("a", self.forms["tool"])}
+        result = {**result, "name": "f", "tool_call_id": _CALL["id"]}
+        self.takes_late_system = self._takes_last("system")
+        self.takes_user_after_tool = self._takes_last("user", {**answer, "tool_calls": [_CALL]}, result)
 
     @property
     def hidden_roles(self) -> list[str]:
@@ -183,6 +193,16 @@ class ChatTemplate:
         )
         return text
 
+    def _takes_last(self, role: str, *before: Message) -> bool:
+        """Return whether a message of a role may follow a user's and these, and is written behind them."""
+        asked: Message = {"role": "user", "content": _in_form(_ASKED, self.forms["user"])}
+        last: Message = {"role": role, "content": _in_form(_MARK, self.forms[role])}
+        try:
+            text = self._write([asked, *before, last], (), {})
+        except Exception:  # as in ``write``: this chat is none that the template takes
+            return False
+        return text.rfind(_ASKED) < text.find(_MARK)
+
     def _compile(self) -> None:
         """Have transformers compile the template, which it keeps, and bound what it writes.
 
@@ -242,6 +262,7 @@ def _concat(pieces: Iterable[str]) -> str:
 
 
 _MARK = "omniserve0probe"
+_ASKED = "omniserve0asked"
 _TOOL = {"type": "function", "function": {"name": "f", "description": "a", "parameters": {"type": "object"}}}
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
 

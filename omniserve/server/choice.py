@@ -47,6 +47,8 @@ class Delta:
     """Ids of the prompt's tokens, in the first delta only, if they were asked for."""
     num_reasoning_tokens: int = 0
     """Number of tokens since the last delta that are reasoning, with the mark that ends it: the first of them."""
+    stop_string: str | None = None
+    """The stop string that ended the choice, if one did; in the last delta only."""
 
 
 def merge(deltas: Sequence[Delta]) -> Delta:
@@ -65,6 +67,7 @@ def merge(deltas: Sequence[Delta]) -> Delta:
         [token_id for delta in deltas for token_id in delta.token_ids],
         deltas[0].prompt_token_ids,
         sum(delta.num_reasoning_tokens for delta in deltas),
+        deltas[-1].stop_string,
     )
 
 
@@ -242,6 +245,7 @@ class Choice:
         new_ids: Sequence[int] = ()
         if self._new_token_ids is not None:
             new_ids, self._new_token_ids = self._new_token_ids, []
+        stop_string = None if finish_reason is None else self._detokenizer.stopped
         return Delta(
             self.index,
             text,
@@ -254,6 +258,7 @@ class Choice:
             new_ids,
             prompt_token_ids,
             num_thought,
+            stop_string,
         )
 
     def _text_tokens(self, output: RequestOutput) -> Sequence[int]:

@@ -104,6 +104,9 @@ class ServerOptions:
     unknown_fields: Literal["drop", "refuse"] = "drop"
     """Fields of requests that neither OpenAI's nor vLLM's API has: drop them, with a warning for each name and a header
     in the answer; or refuse the request."""
+    drop_billing_header: bool = False
+    """Leave out the block x-anthropic-billing-header at the begin of a system prompt (/v1/messages): Claude Code writes
+    a hash into it, so that no two conversations, or calls, begin alike and share what the prefix cache has."""
     otlp_endpoint: str | None = None
     """Send an OpenTelemetry trace of each request to this collector, such as http://127.0.0.1:4318 (default:
     OTEL_EXPORTER_OTLP_ENDPOINT, if set)."""
@@ -139,6 +142,7 @@ _FIELDS = (
     "ssl_keyfile",
     "guard_all",
     "unknown_fields",
+    "drop_billing_header",
     "otlp_endpoint",
     "log_level",
     "log_format",

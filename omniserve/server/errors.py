@@ -70,6 +70,22 @@ class ApiError(Exception):
         return Response(json.dumps(self.body()), self.status, headers, media_type="application/json")
 
 
+class ContextExceeded(ApiError):
+    """A prompt that leaves no room for an output.
+
+    Args:
+        message: As in ``ApiError``.
+        num_tokens: Number of the prompt's tokens, or at least as many.
+        max_tokens: Most tokens of a prompt and its output.
+        param: As in ``ApiError``.
+    """
+
+    def __init__(self, message: str, *, num_tokens: int, max_tokens: int, param: str) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+
+
 def from_engine(error: Exception) -> ApiError:
     """Translate what the engine said about one request.
 

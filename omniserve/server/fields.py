@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
@@ -47,6 +47,10 @@ class StrictModel(BaseModel):
     def ignored_fields(self) -> tuple[str, ...]:
         """Paths of fields that the client sent and that were dropped, though they ask for something."""
         return self._ignored_fields
+
+    def note_ignored(self, paths: Iterable[str]) -> None:
+        """Note more fields that were dropped, though they ask for something."""
+        self._ignored_fields = tuple(dict.fromkeys((*self._ignored_fields, *paths)))
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""The endpoints that generate, /v1/completions and /v1/chat/completions: from the body to the answer's last byte."""
+"""The endpoints that generate, such as /v1/chat/completions: from the body to the answer's last byte."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from starlette.types import Message, Receive, Scope, Send
 
 from omniserve.server.answer_shape import AnswerShape
 from omniserve.server.answers import ChatShape, CompletionShape
+from omniserve.server.anthropic import openapi
+from omniserve.server.anthropic.fields import MessagesBody
+from omniserve.server.anthropic.shape import MessagesShape
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.header_fields import HeaderFields
 from omniserve.server.limits import caller_of, take_body
-from omniserve.server.openapi import GENERATION_ERRORS, ChatCompletion, Completion, answers, takes
+from omniserve.server.openapi import GENERATION_ERRORS, MESSAGES_ERRORS, ChatCompletion, Completion, answers, takes
 from omniserve.server.output_stream import OutputStream
 from omniserve.server.protocol import ChatRequest, CompletionRequest
 from omniserve.server.service import Service, new_call_id
 
 T = TypeVar("T")
 
-_COMMENT = b": waiting\n\n"
 _PREDICTED_TTFT_HEADER = "x-omniserve-predicted-ttft-ms"
 _SCALED_TTFT_HEADER, _SCALED_TPOT_HEADER = "x-omniserve-scaled-ttft-slo-ms", "x-omniserve-scaled-tpot-slo-ms"
 
 
 def router(service: Service) -> APIRouter:
-    """Return the two routes."""
+    """Return the routes."""
     routes = APIRouter()
 
     @routes.post(
@@ -47,6 +49,14 @@ def router(service: Service) -> APIRouter:
     )
     async def chat_completions(request: Request) -> Response:
         return await generate(service, request, ChatShape)
+
+    @routes.post(
+        "/v1/messages",
+        openapi_extra=takes(MessagesBody),
+        responses=answers(openapi.AnsweredMessage, *MESSAGES_ERRORS, streams=True, error=openapi.MessagesError),
+    )
+    async def messages(request: Request) -> Response:
+        return await _generate(service, request, MessagesShape)
 
     return routes
 
@@ -235,7 +245,8 @@ class EventStream(Response):
             if left_s > 0 or self._sending_since_s is not None:
                 await asyncio.sleep(left_s if left_s > 0 else interval_s)
             else:
-                await self._send(send, {"type": "http.response.body", "body": _COMMENT, "more_body": True})
+                comment = self._shape.keep_alive.encode()
+                await self._send(send, {"type": "http.response.body", "body": comment, "more_body": True})
 
     async def _send(self, send: Send, message: Message) -> None:
         self._sent_s = time.monotonic()  # which costs less than a timer for each message

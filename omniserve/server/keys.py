@@ -65,17 +65,22 @@ class KeyRing:
                 names = ", ".join(repr(key.name) for key in self.keys)
                 raise ValueError(f"two API keys have the same {what}, among {names}; each needs its own")
 
-    def find(self, authorization: bytes) -> ApiKey:
+    def find(self, authorization: bytes, x_api_key: bytes = b"") -> ApiKey:
         """Return the key of an Authorization header, in a time that says nothing about the keys there are.
 
-        The header is as it came: a key of other letters than ASCII's is in UTF-8 there, as in files and settings.
+        Without one it is that of an x-api-key header, which Anthropic's clients send. The headers are as they came: a
+        key of other letters than ASCII's is in UTF-8 there, as in files and settings.
 
         Raises:
             ApiError: 401: there is none, or another one.
         """
         scheme, _, given = authorization.partition(b" ")
+        if not authorization:
+            scheme, given = b"bearer", x_api_key
         if scheme.lower() != b"bearer" or not given.strip():
-            raise _refused("no API key was given; send it as the header 'Authorization: Bearer KEY'")
+            raise _refused(
+                "no API key was given; send it as the header 'Authorization: Bearer KEY', or as 'x-api-key: KEY'"
+            )
         digest = hashlib.sha256(given.strip()).digest()
         found = None
         for key in self.keys:

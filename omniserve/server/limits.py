@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from omniserve.core.request import ClassSpec
+from omniserve.server.anthropic.errors import error_response
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing
 from omniserve.server.priorities import prioritised_tier
@@ -310,10 +311,10 @@ class Gate:
         if not is_free(scope["path"], self._guard_all):
             headers = dict(scope["headers"])
             try:
-                key = self._ring.find(headers.get(b"authorization", b""))
+                key = self._ring.find(headers.get(b"authorization", b""), headers.get(b"x-api-key", b""))
             except ApiError as error:
                 self._on_refused(error)
-                await error.response()(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
             scope.setdefault("state", {})["caller"] = self._callers[key.name]
         await self._app(scope, receive, send)

@@ -7,12 +7,14 @@ answers look like is here alone, and tests hold the answers to it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.routing import BaseRoute
+
+from omniserve.server.anthropic.openapi import MessagesError
 
 
 class ErrorObject(BaseModel):
@@ -307,6 +309,10 @@ class Upload(BaseModel):
 
 
 _JSON = "application/json"
+_EVENTS: Mapping[type[BaseModel], str] = {
+    Error: "Events whose data is a chunk; the last is [DONE].",
+    MessagesError: "Anthropic's events, from message_start to message_stop or error.",
+}
 _ERRORS = {
     400: "The request is wrong; the message says what to change.",
     401: "There is no key, or a wrong one.",
@@ -318,8 +324,10 @@ _ERRORS = {
     429: "Too much work, or too many calls; see Retry-After.",
     500: "The server or its engine failed.",
     503: "Not now; see Retry-After.",
+    529: "Not now; see Retry-After.",
 }
 GENERATION_ERRORS = (400, 404, 408, 413, 429, 500, 503)
+MESSAGES_ERRORS = (400, 404, 408, 413, 429, 500, 529)
 STORAGE_ERRORS = (400, 404, 500, 503)
 
 
@@ -335,7 +343,11 @@ def asks(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def answers(
-    kind: type[BaseModel] | None, *errors: int, media_type: str = _JSON, streams: bool = False
+    kind: type[BaseModel] | None,
+    *errors: int,
+    media_type: str = _JSON,
+    streams: bool = False,
+    error: type[BaseModel] = Error,
 ) -> dict[int | str, dict[str, Any]]:
     """Return a route's ``responses``.
 
@@ -344,14 +356,15 @@ def answers(
         errors: Statuses of errors.
         media_type: Media type of a success.
         streams: A success may be server-sent events, too.
+        error: Model of errors.
     """
     content: dict[str, Any] = {media_type: {"schema": {"type": "string"} if kind is None else _schema(kind)}}
     if streams:
         # Without a type: some take this schema for that of the whole text, some for that of an event.
-        content["text/event-stream"] = {"schema": {"description": "Events whose data is a chunk; the last is [DONE]."}}
+        content["text/event-stream"] = {"schema": {"description": _EVENTS[error]}}
     described: dict[int | str, dict[str, Any]] = {200: {"description": "Success", "content": content}}
     for status in errors:
-        described[status] = {"description": _ERRORS[status], "content": {_JSON: {"schema": _schema(Error)}}}
+        described[status] = {"description": _ERRORS[status], "content": {_JSON: {"schema": _schema(error)}}}
     return described
 
 
@@ -363,12 +376,17 @@ def document(routes: Iterable[BaseRoute], *, version: str, is_guarded: Callable[
         for operation in operations.values():
             operation["responses"].pop("422", None)  # FastAPI's own, which no route here answers
             if is_guarded(path):
-                operation["security"] = [{"key": []}]
-                operation["responses"]["401"] = answers(None, 401)[401]
+                error = MessagesError if path.startswith("/v1/messages") else Error
+                operation["security"] = [{"key": []}, {"x-api-key": []}]
+                operation["responses"]["401"] = answers(None, 401, error=error)[401]
             described = [operation.get("requestBody", {}), *operation["responses"].values()]
             for content in (part for item in described for part in item.get("content", {}).values()):
                 schemas |= content["schema"].pop("$defs", {})
-    found["components"] = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+    ways = {
+        "key": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    found["components"] = {"schemas": schemas, "securitySchemes": ways}
     return found
 
 

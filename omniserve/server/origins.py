@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from omniserve.server.anthropic.errors import error_response
 from omniserve.server.errors import ApiError
 
 ANY = "*"
@@ -85,7 +86,7 @@ class PageGuard:
             return
         self._on_refused(error)
         scope.setdefault("state", {})["refusal"] = error
-        await error.response()(scope, receive, send)
+        await error_response(error, scope)(scope, receive, send)
 
     def _refusal(self, host: str | None, origin: str | None, headers: dict[bytes, str]) -> ApiError | None:
         if self._on_loopback and host is not None and not self._is_own(host):

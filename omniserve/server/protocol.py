@@ -319,6 +319,11 @@ class GenerationRequest(StrictModel):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def may_end_with_context(self) -> bool:
+        """The output has fewer tokens than ``output_limit`` if the context has no room for as many."""
+        return False
+
+    @property
     def num_logprobs(self) -> int | None:
         """Alternatives per token; None when no log-probabilities were asked for."""
         raise NotImplementedError

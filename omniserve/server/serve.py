@@ -116,6 +116,7 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
         unknown_fields=UnknownFields(refuse=options.unknown_fields == "refuse"),
         defaults=defaults,
         loras=loras,
+        drops_billing_header=options.drop_billing_header,
     )
 
 

@@ -16,7 +16,7 @@ from omniserve.server.dialects.base import Dialect, Opening
 from omniserve.server.dialects.tagged import TaggedDialect
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_messages import EngineInfo
-from omniserve.server.errors import ApiError, engine_gone, shutting_down
+from omniserve.server.errors import ApiError, ContextExceeded, engine_gone, shutting_down
 from omniserve.server.fields import UnknownFields
 from omniserve.server.generation_defaults import GenerationDefaults
 from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
@@ -35,6 +35,9 @@ _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_CHOICES_PER_CALL = MAX_PROMPTS
 # Prompts that are looked at before others have their turn.
 _PROMPTS_AT_ONCE = 64
+# Texts that are only counted may have so many times the tokens of the longest prompt, or so many if that is more.
+_COUNTABLE_CONTEXTS = 4
+_COUNTABLE_TOKENS = 1 << 17
 # What clients get to take the news that their request was ended.
 _GOODBYE_S = 2.0
 # Of completions, which are text and no more.
@@ -69,6 +72,7 @@ class Service:
         unknown_fields: UnknownFields | None = None,
         defaults: GenerationDefaults | None = None,
         loras: LoRAModels | None = None,
+        drops_billing_header: bool = False,
     ) -> None:
         self.engine = engine
         self.info = info
@@ -81,6 +85,7 @@ class Service:
         self.limits = limits
         self.responses: ResponseStore | None = None
         """Stored responses; None: the server keeps none."""
+        self.drops_billing_header = drops_billing_header
         self._private_callers = private_callers
         self.unknown_fields = unknown_fields or UnknownFields()
         self._grammars = GrammarWriter(codec)
@@ -121,6 +126,11 @@ class Service:
             return asked
         owner = caller if caller in self._private_callers else ""
         return f"{len(owner)} {owner} {asked}"
+
+    @property
+    def most_countable_tokens(self) -> int:
+        """Most tokens of a text that is only counted: clients may learn by how much one is too long."""
+        return max(_COUNTABLE_CONTEXTS * self.info.limits.max_tokens, _COUNTABLE_TOKENS)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if another model is asked for than the one that there is, and its adapters."""
@@ -354,9 +364,12 @@ class Service:
             return room if isinstance(request, ChatRequest) else min(room, _DEFAULT_COMPLETION_TOKENS)
         if wanted is None or room < min(wanted, 1):
             raise self._too_long(request, num_prompt)
+        if wanted > room and request.may_end_with_context:
+            return room
         if wanted > room:
             raise self._context_exceeded(
                 request,
+                num_prompt,
                 f"the prompt has {num_prompt} tokens and max_tokens asks for {wanted}; shorten the prompt or set "
                 f"max_tokens to at most {room}",
             )
@@ -364,9 +377,9 @@ class Service:
 
     def _too_long(self, request: GenerationRequest, num_prompt: int, *, is_exact: bool = True) -> ApiError:
         number = num_prompt if is_exact else f"at least {num_prompt}"
-        return self._context_exceeded(request, f"the prompt has {number} tokens; shorten it")
+        return self._context_exceeded(request, num_prompt, f"the prompt has {number} tokens; shorten it")
 
-    def _context_exceeded(self, request: GenerationRequest, problem: str) -> ApiError:
+    def _context_exceeded(self, request: GenerationRequest, num_prompt: int, problem: str) -> ApiError:
         limits = self.info.limits
         is_context = limits.max_tokens == limits.max_model_len
         bound = "" if is_context else " here (the server's KV pool, --device-kv-gib, holds no more)"
@@ -374,7 +387,7 @@ class Service:
         message = (
             f"this model's maximum context length is {limits.max_tokens} tokens{bound}, output included; {problem}"
         )
-        return ApiError(message, param=request.prompt_field, code="context_length_exceeded")
+        return ContextExceeded(message, num_tokens=num_prompt, max_tokens=limits.max_tokens, param=request.prompt_field)
 
 
 def new_call_id(prefix: str) -> str:

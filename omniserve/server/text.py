@@ -105,6 +105,22 @@ class TextCodec:
         used = [self._dialects[one] for name, one in self._templates.items() if name in ("default", "tool_use")]
         return bool(used) and all(dialect.thinks for dialect in used)
 
+    def takes_late_system(self, *, with_tools: bool) -> bool:
+        """Return whether chats may have messages of the system behind a user's.
+
+        Raises:
+            ApiError: The model has no chat template.
+        """
+        return self._template(with_tools=with_tools).takes_late_system
+
+    def takes_user_after_tool(self, *, with_tools: bool) -> bool:
+        """Return whether a user's message may follow the results of tools.
+
+        Raises:
+            ApiError: The model has no chat template.
+        """
+        return self._template(with_tools=with_tools).takes_user_after_tool
+
     async def look_at_templates(self) -> None:
         """Find out how the chat templates read messages; tell of what they cannot write."""
         for name, template in self._templates.items():

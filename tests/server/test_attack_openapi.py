@@ -43,6 +43,7 @@ OPERATIONS = [
     "POST /v1/responses", "POST /v1/responses/input_tokens", "GET /v1/responses/{response_id}",
     "DELETE /v1/responses/{response_id}", "POST /v1/responses/{response_id}/cancel",
     "GET /v1/responses/{response_id}/input_items",
+    "POST /v1/messages", "POST /v1/messages/count_tokens",
     "GET /v1/models/{name}", "GET /health", "GET /health/live", "GET /health/ready", "GET /metrics",
     "POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "DELETE /v1/files/{file_id}",
     "GET /v1/files/{file_id}/content", "POST /v1/batches", "GET /v1/batches", "GET /v1/batches/{batch_id}",
@@ -53,6 +54,7 @@ TAKERS = [
     "POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /detokenize", "POST /v1/files",
     "POST /v1/responses", "POST /v1/responses/input_tokens", "GET /v1/responses/{response_id}",
     "GET /v1/responses/{response_id}/input_items", "GET /v1/files", "POST /v1/batches", "GET /v1/batches",
+    "POST /v1/messages", "POST /v1/messages/count_tokens",
 ]  # fmt: skip
 
 

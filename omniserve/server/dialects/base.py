@@ -28,6 +28,8 @@ class ParsedCall:
     name: str
     arguments: str
     """The text of a JSON object; where the model writes JSON, as the model wrote it."""
+    text_before: int | None = None
+    """The number of characters of the answer's text before it; None: all that was told with it, or before."""
 
 
 class Said(NamedTuple):

@@ -105,6 +105,8 @@ class HarmonyParser:
         self._told: dict[str, bool] = {}
         """True for ``reasoning`` or ``text`` once a message was of it: a line end then separates the next."""
         self._is_new = True
+        self._num_characters = 0
+        """Number of characters of text so far."""
         self.num_calls = 0
         """Number of complete calls."""
 
@@ -127,6 +129,7 @@ class HarmonyParser:
         """Take the begin of the answer that the prompt has written; nothing of it is told."""
         self.push(prefill)
         self._told.clear()
+        self._num_characters = 0
 
     def push(self, text: str) -> Said:
         """Add text; return what is certain by now."""
@@ -200,7 +203,8 @@ class HarmonyParser:
             self._tell(said, kind, body)
         elif kind == "call" and (arguments := object_text(body or "{}")) is not None:
             name = _recipient(head) or ""
-            said.append(Said(calls=[ParsedCall(self.num_calls, f"call_{uuid.uuid4().hex[:24]}", name, arguments)]))
+            call_id = f"call_{uuid.uuid4().hex[:24]}"
+            said.append(Said(calls=[ParsedCall(self.num_calls, call_id, name, arguments, self._num_characters)]))
             self.num_calls += 1
         else:
             self._is_new = True
@@ -213,6 +217,7 @@ class HarmonyParser:
         if self._is_new and self._told.get(kind):
             text = f"\n{text}"
         self._is_new, self._told[kind] = False, True
+        self._num_characters += len(text) if kind == "text" else 0
         said.append(Said(reasoning=text) if kind == "reasoning" else Said(text=text))
 
 

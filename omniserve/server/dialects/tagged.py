@@ -179,6 +179,8 @@ class ToolCallParser:
         """What follows a call may close a group of them."""
         self._has_text = False
         """There is text since the last call."""
+        self._num_characters = 0
+        """Number of characters of text so far."""
         self.num_calls = 0
         """Number of complete calls."""
 
@@ -251,6 +253,7 @@ class ToolCallParser:
 
     def _tell(self, texts: list[str], text: str) -> None:
         texts.append(text)
+        self._num_characters += len(text)
         if text.strip():
             self._has_text, self._is_behind_call = True, False
 
@@ -265,7 +268,7 @@ class ToolCallParser:
         calls = []
         for call in found if self._several else found[:1]:
             call_id = self._form.new_id() if call.call_id is None else call.call_id
-            calls.append(ParsedCall(self.num_calls, call_id, call.name, call.arguments))
+            calls.append(ParsedCall(self.num_calls, call_id, call.name, call.arguments, self._num_characters))
             self.num_calls += 1
         return calls
 
