@@ -349,7 +349,8 @@ class EngineClient:
         listeners, self._listeners = self._listeners, {}
         for request_id, listener in listeners.items():
             listener((request_id, EngineStopped(reason)))
-        for done in (*self._lora_changes.values(), *self._clearing):
+        unanswered: list[asyncio.Future[Any]] = [*self._lora_changes.values(), *self._clearing]
+        for done in unanswered:
             done.set_exception(engine_gone(reason, None))
             done.exception()
         self._lora_changes.clear()

@@ -56,7 +56,7 @@ def router(service: Service) -> APIRouter:
         responses=answers(openapi.AnsweredMessage, *MESSAGES_ERRORS, streams=True, error=openapi.MessagesError),
     )
     async def messages(request: Request) -> Response:
-        return await _generate(service, request, MessagesShape)
+        return await generate(service, request, MessagesShape)
 
     return routes
 
