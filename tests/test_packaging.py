@@ -36,7 +36,8 @@ ALLOWED = {
     "simulate": {"core", "kv", "latency", "sched", "engine"},
     "profiling": {"core", "ops", "kv", "latency", "layers", "host", "runner", "parallel", "engine"},
     "launch": {"core", "ops", "kv", "latency", "layers", "host", "parallel", "sched", "engine", "profiling"},
-    "server": {"core", "sampling", "launch"},
+    "routing": {"core"},
+    "server": {"core", "sampling", "launch", "routing"},
     "prefill": {"core", "kv", "remote", "engine", "launch", "layers", "parallel"},
     "cluster": {"core", "remote", "parallel", "prefill"},
     "__main__": {"core"},  # the command, which runs the modules below by their names
@@ -78,6 +79,7 @@ PLAIN = (
     "kv/two_tiers.py",
     "simulate",
     "core",
+    "routing",
     "engine/capacity.py",
     "engine/step_log.py",
     "engine/stepping.py",

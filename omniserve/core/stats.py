@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,3 +187,29 @@ class EngineStats:
     """Counter: device rows computed."""
     piggyback_rows: int = 0
     """Counter: piggyback rows that joined, over all layers."""
+
+
+def total(engines: Sequence[EngineStats]) -> EngineStats:
+    """Return the statistics of several engines as one: sums, and means of how well steps are predicted."""
+    summed: EngineStats = _sum(engines)
+    errors, drifts = zip(*((each.latency.error, each.latency.drift) for each in engines), strict=True)
+    latency = LatencyStats(
+        error=sum(errors) / len(engines),
+        drift=sum(drifts) / len(engines),
+        is_coarse=any(each.latency.is_coarse for each in engines),
+    )
+    return dataclasses.replace(summed, latency=latency)
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    """Return the sum of numbers, of mappings by key, of objects by field; of truth values whether all are true."""
+    first = values[0]
+    if isinstance(first, bool):
+        return all(values)
+    if isinstance(first, Mapping):
+        keys = dict.fromkeys(key for each in values for key in each)
+        return {key: _sum([each[key] for each in values if key in each]) for key in keys}
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [each.name for each in dataclasses.fields(first)]
+        return type(first)(**{name: _sum([getattr(each, name) for each in values]) for name in names})
+    return sum(values)

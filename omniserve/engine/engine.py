@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import EngineStopped, PeerLost, Stalled
+from omniserve.core.load import EngineLoad
 from omniserve.core.lora import LoRA
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Completion, Request, RequestLimits, RequestOutput
@@ -178,6 +179,10 @@ class Engine:
                 self._grammars.prepare()
             except ValueError as error:
                 logger.warning("requests with a grammar will be refused: %s", error)
+
+    def load(self, num_taken: int = 0) -> EngineLoad:
+        """Return what the engine says of its load; ``num_taken`` is the caller's count of requests."""
+        return self.scheduler.load(self._clock(), num_taken)
 
     def abort(self, request_id: str) -> bool:
         """End a request now and free what it holds; False if it is unknown or has finished."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from omniserve.core.config import EngineConfig
 from omniserve.core.logs import take_over_loggers
 from omniserve.launch.models import is_of_codes, load_pretrained, load_tokenizer
+from omniserve.launch.replica_share import keep_to_share
 from omniserve.layers.model_classes import import_model_classes
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class EngineLoader:
         serves: The engine's process does the engine's ``upkeep``: on a CPU nothing is compiled before it begins, and
             a coarse profile, measured in ``profile_start_s``, is refined later; with 0 s both are done before.
         quantize: One of QUANTIZE: quantise the weights when they are loaded; None leaves them.
+        replica: Number of the engine, and of engines that share the machine.
     """
 
     model: str
@@ -62,10 +64,15 @@ class EngineLoader:
     serves: bool = False
     profile_start_s: float = 4.0
     quantize: str | None = None
+    replica: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
         if self.quantize is not None and self.config.parallel.num_ranks > 1:
             raise ValueError(f"--quantize {self.quantize} does not work with several ranks; leave it out")
+
+    def for_replica(self, number: int, count: int) -> EngineLoader:
+        """Return the maker of one of several engines, which takes its share of the machine."""
+        return dataclasses.replace(self, replica=(number, count))
 
     def __call__(self, progress: Callable[[str], None]) -> Engine:
         """Load the model, find or make its latency profile, and make the engine; tell ``progress`` about it.
@@ -75,6 +82,8 @@ class EngineLoader:
             UnsupportedModelError: No layer family fits the model.
             ValueError: The settings or the profile do not fit it or this machine.
         """
+        if self.replica[1] > 1:
+            keep_to_share(*self.replica)
         if self.config.parallel.num_ranks > 1:
             return self._make_with_ranks(progress)
         model = self.load_model(progress)

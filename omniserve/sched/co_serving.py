@@ -46,6 +46,12 @@ class LatencyControl(Protocol):
             RequestRejected: Its objectives cannot be met at present load.
         """
 
+    def soonest_s(self, states: Sequence[RequestState], now_s: float, begin_s: float) -> list[float]:
+        """Return the TTFT that each of these LS requests would have, in seconds, if it came now, behind all others.
+
+        That is with BE work giving way, and with nothing of its prompt cached. The states are of no other use.
+        """
+
     def on_first_token(self, state: RequestState, now_s: float) -> None:
         """Take note of an LS request's first token."""
 
@@ -321,6 +327,10 @@ class CoServingPolicy(Policy):
             return None
         control = self.step.control
         return control.on_arrival(state, now_s, self.begin_s(now_s)) if control is not None else None
+
+    def soonest_s(self, states: Sequence[RequestState], now_s: float) -> list[float] | None:
+        control = self.step.control
+        return control.soonest_s(states, now_s, self.begin_s(now_s)) if control is not None else None
 
     def on_first_token(self, state: RequestState, now_s: float) -> None:
         if state.kind is LS and self.step.control is not None:

@@ -124,6 +124,15 @@ class PaperControl:
         self._admission.judge(state, prediction, now_s=now_s, waited_s=waited_s, is_idle=is_idle)
         return waited_s + step_s
 
+    def soonest_s(self, states: Sequence[RequestState], now_s: float, begin_s: float) -> list[float]:
+        """Return the TTFT that each of these requests would have if it came now: one step with all LS work and it."""
+        seconds = []
+        for state in states:
+            step = self.all_ls_work()
+            add_prompt(step, 0, state.num_prompt_tokens)
+            seconds.append(begin_s - now_s + step.seconds())
+        return seconds
+
     def all_ls_work(self) -> StepCost:
         """Return one step with all LS decodes, and all that is left of LS prompts."""
         step = self._forecast.step()

@@ -82,6 +82,13 @@ class Policy:
         """
         return None
 
+    def soonest_s(self, states: Sequence[RequestState], now_s: float) -> list[float] | None:
+        """Return the TTFT that each of these LS requests would have, in seconds, if it came now; None: not predicted.
+
+        Each is judged alone, behind all others that there are, with nothing of its prompt cached.
+        """
+        return None
+
     def on_first_token(self, state: RequestState, now_s: float) -> None:
         """Take note of a request's first token, which ends its TTFT."""
 

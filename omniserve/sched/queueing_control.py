@@ -70,6 +70,21 @@ class QueueingControl:
         """The share of a TTFT that admission leaves, in [0, 1)."""
         return self._admission.margin
 
+    def soonest_s(self, states: Sequence[RequestState], now_s: float, begin_s: float) -> list[float]:
+        """Return the TTFT that each of these requests would have if it came now and BE work gave way entirely."""
+        device = self._view.device[LS]
+        loading = [other for other in self._view.loading if other.kind is LS]
+        ahead = [other for other in (*device, *self._view.waiting[LS], *loading) if not other.decodes]
+        queue = self._queue([other for other in device if other.decodes], ahead)
+        busy_s = begin_s - now_s
+        return [
+            busy_s
+            + self._estimator.predict(
+                state, queue, now_s, has_best_effort=False, host_works=self._host.is_busy
+            ).soonest_s
+            for state in states
+        ]
+
     def _predict(self, state: RequestState, now_s: float) -> TTFTPrediction:
         device, waiting = self._view.device, self._view.waiting
         loading = (other for other in self._view.loading if other.kind is LS)

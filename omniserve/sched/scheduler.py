@@ -11,15 +11,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from omniserve.core.errors import RequestRejected
+from omniserve.core.load import PROMPT_SIZES, EngineLoad
 from omniserve.core.lora import LoRA
 from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, StepOutput, StepPlan
-from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
+from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams, ServiceClass, TokenLogprob
 from omniserve.core.stats import SchedulerStats
 from omniserve.core.work import HostEvent
 from omniserve.kv.base import KVManager, Tier
@@ -29,7 +31,7 @@ from omniserve.sched.host_booking import HostBooking
 from omniserve.sched.options import PolicyOptions, SchedulerLimits
 from omniserve.sched.policy import Policy, checked
 from omniserve.sched.request_table import RequestTable
-from omniserve.sched.state import LS, Phase, RequestState
+from omniserve.sched.state import BE, LS, Phase, RequestState
 from omniserve.sched.step_cost import Forecast
 from omniserve.sched.view import RequestView
 
@@ -81,6 +83,8 @@ class Scheduler:
         self._output_tokens: Counter[str] = Counter()
         self._prompt_tokens: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter(dict.fromkeys(self._classes, 0))
+        self._prompts: dict[str, list[RequestState]] = {}
+        """By LS class: requests that are not there, whose TTFT is forecast."""
 
     # -- arrivals and ends ---------------------------------------------------------------------------------------
 
@@ -128,6 +132,22 @@ class Scheduler:
             raise
         self.requests.prefixes.note_session(state)
         return state.predicted_ttft_s
+
+    def load(self, now_s: float, num_taken: int) -> EngineLoad:
+        """Return the load, with ``num_taken`` as it is."""
+        self._tell_time(now_s)
+        forecasts: dict[str, Sequence[float]] = {}
+        for name, (rank, kind) in self._classes.items():
+            if kind is LS:
+                if name not in self._prompts:
+                    self._prompts[name] = [_last_prompt(name, rank, size) for size in PROMPT_SIZES]
+                for prompt in self._prompts[name]:
+                    prompt.arrival_s = now_s
+                if (seconds := self.policy.soonest_s(self._prompts[name], now_s)) is not None:
+                    forecasts[name] = seconds
+        best_effort = [name for name, (_, kind) in self._classes.items() if kind is BE]
+        done = sum(self._prompt_tokens[name] + self._output_tokens[name] for name in best_effort)
+        return EngineLoad(num_taken=num_taken, ttft_s=forecasts, be_tokens=done)
 
     def abort(self, request_id: str, now_s: float) -> RequestOutput | None:
         """End a request now; None if it is unknown or has finished. Its KV is freed as soon as nothing reads it."""
@@ -401,3 +421,19 @@ class Scheduler:
         for state in self.requests.states.values():
             pending = state.token_ids.count(PENDING_TOKEN)
             assert pending == state.num_pending_tokens <= len(self._in_flight), (state.request_id, pending)
+
+
+def _last_prompt(service_class: str, rank: int, num_tokens: int) -> RequestState:
+    """Return an LS request of a class, behind all others of it."""
+    request = Request(
+        prompt_token_ids=[0] * num_tokens, sampling=SamplingParams(max_tokens=1), service_class=service_class
+    )
+    return RequestState(
+        request_id="",
+        request=request,
+        slo=SLO(),
+        kind=LS,
+        priority_key=(rank, sys.maxsize),
+        arrival_s=0.0,
+        token_ids=list(request.prompt_token_ids),
+    )

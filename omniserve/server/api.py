@@ -225,12 +225,12 @@ def _state(service: Service) -> APIRouter:
     @routes.get("/metrics", response_class=PlainTextResponse, responses=answers(None, 503, media_type="text/plain"))
     async def metrics() -> Response:
         try:
-            stats = await service.client.stats()
+            stats = await service.engine.stats()
         except EngineStopped:
             stats = None
         except TimeoutError:
             raise ApiError("the engine is in a long step; ask again", status=503, retry_after_s=1) from None
-        body = service.metrics.render(stats, num_restarts=service.engine.num_restarts)
+        body = service.metrics.render(stats, service.engine)
         return Response(body, media_type=CONTENT_TYPE_LATEST)
 
     return routes

@@ -83,6 +83,11 @@ class ServerOptions:
     """Address to listen on."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
+    replicas: int = 1
+    """Engines that serve the model on this machine, each with its part of the cores or GPUs and with its own memory:
+    --device-kv-gib and --host-kv-gib are those of one."""
+    router: Literal["predicted", "least-loaded", "round-robin", "prefix"] = "predicted"
+    """How requests are divided among the replicas."""
     keys: KeyRing | None = None
     """Keys of those that may call; None: calls need no key."""
     root_path: str = ""
@@ -120,6 +125,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be in 0..65535, got {self.port}")
+        if self.replicas < 1:
+            raise ValueError(f"--replicas must be at least 1, got {self.replicas}")
         if self.guard_all and self.keys is None:
             raise ValueError("--guard-all needs keys; give --api-key or --api-key-file")
         if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
@@ -135,6 +142,8 @@ _FIELDS = (
     "tool_call_parser",
     "reasoning_parser",
     "generation_config",
+    "replicas",
+    "router",
     "host",
     "port",
     "root_path",
@@ -274,6 +283,8 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
         print(_settings_text(parser, args), end="")
         parser.exit()
     profile, with_profile = profile_from(args)
+    if options.replicas > 1 and (flag := _of_one_engine(config)) is not None:
+        parser.error(f"{flag} is of one engine; leave it out, or --replicas")
     loader = EngineLoader(
         model=model,
         dtype=args.dtype,
@@ -287,6 +298,17 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
         profile_start_s=options.limits.profile_start_s,
     )
     return options, loader
+
+
+def _of_one_engine(config: EngineConfig) -> str | None:
+    """Return a flag that several engines of a machine cannot have together, if it is given."""
+    flags = {
+        "--cpu-hosts": config.hosts.cpu_hosts,
+        "--prefill-engines": config.prefill.prefill_engines,
+        "--rank-listen": config.parallel.rank_listen,
+        "--disk-kv-keep": config.disk_kv.keep,
+    }
+    return next((flag for flag, value in flags.items() if value), None)
 
 
 def _with_model_flag(arguments: list[str]) -> list[str]:

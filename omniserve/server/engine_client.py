@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from omniserve.core.errors import EngineStopped
+from omniserve.core.load import EngineLoad
 from omniserve.core.logs import request_id as http_request_id
 from omniserve.core.request import SLO, Request, RequestOutput
 from omniserve.core.stats import EngineStats, FreedKV
@@ -59,10 +60,24 @@ _BYTES_BESIDE = 1024
 
 
 class EngineClient:
-    """An engine process, and the requests that it has."""
+    """An engine process, and the requests that it has.
 
-    def __init__(self, make_engine: EngineMaker, *, log_level: str = "warning", log_format: str = "text") -> None:
+    Args:
+        make_engine: Makes the engine in its process.
+        log_level, log_format: Of that process.
+        on_load: Told the engine's load every few steps; None: it does not say.
+    """
+
+    def __init__(
+        self,
+        make_engine: EngineMaker,
+        *,
+        log_level: str = "warning",
+        log_format: str = "text",
+        on_load: Callable[[EngineLoad], None] | None = None,
+    ) -> None:
         self._make_engine = make_engine
+        self._on_load = on_load
         self._log_level = log_level
         self._log_format = log_format
         self._listeners: dict[str, Listener] = {}
@@ -132,6 +147,7 @@ class EngineClient:
                     f"ipc://{directory}/outputs",
                     self._log_level,
                     self._log_format,
+                    self._on_load is not None,
                 ),
                 name="omniserve-engine",
                 daemon=True,
@@ -298,6 +314,9 @@ class EngineClient:
                         self._deliver(request_id, Accepted(predicted_ttft_s, scaled_slo))
                     for output in outputs:
                         self._deliver(output.request_id, output)
+                case engine_messages.Load(load):
+                    assert self._on_load is not None
+                    self._on_load(load)
                 case engine_messages.Refused(request_id):
                     self._taken(request_id)
                     self._deliver(request_id, report.error)
@@ -346,8 +365,8 @@ class EngineClient:
     def _fail(self, reason: str) -> None:
         self.failure = reason
         self.stopped.set()
-        listeners, self._listeners = self._listeners, {}
-        for request_id, listener in listeners.items():
+        while self._listeners:  # one that hears of it may abort others
+            request_id, listener = self._listeners.popitem()
             listener((request_id, EngineStopped(reason)))
         unanswered: list[asyncio.Future[Any]] = [*self._lora_changes.values(), *self._clearing]
         for done in unanswered:

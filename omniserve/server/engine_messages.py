@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct, msgpack
 
 from omniserve.core.errors import RequestRejected
+from omniserve.core.load import EngineLoad
 from omniserve.core.request import SLO, ClassSpec, Request, RequestLimits, RequestOutput
 from omniserve.core.stats import EngineStats, FreedKV
 
@@ -83,6 +84,12 @@ class Step(Message):
     outputs: list[RequestOutput]
 
 
+class Load(Message):
+    """The engine's load, if it is to tell it."""
+
+    load: EngineLoad
+
+
 class Refused(Message):
     """A request was not taken."""
 
@@ -117,7 +124,7 @@ class Stats(Message):
     stats: EngineStats
 
 
-Report = Progress | EngineInfo | Failed | Step | Refused | LoRAChanged | CacheCleared | Stats
+Report = Progress | EngineInfo | Failed | Step | Load | Refused | LoRAChanged | CacheCleared | Stats
 
 encode = msgpack.Encoder(enc_hook=float).encode  # for the float64 of numpy, which predictions are made in
 decode_command = msgpack.Decoder[Command](Command).decode

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -22,6 +23,7 @@ import zmq
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import OmniServeError, RequestRejected
+from omniserve.core.load import EngineLoad
 from omniserve.core.logs import set_up_logs
 from omniserve.core.lora import LoRA, LoRAError
 from omniserve.core.request import SLO, Arrival, Request, RequestLimits, RequestOutput, SamplingParams
@@ -39,6 +41,7 @@ from omniserve.server.engine_messages import (
     Command,
     EngineInfo,
     Failed,
+    Load,
     LoRAChanged,
     Progress,
     Refused,
@@ -63,6 +66,8 @@ _GRAMMAR_S = 10.0
 _TAKING, _LEAST_TAKING_S = 0.5, 0.005
 _IDLE_STEP_S = 1.0
 _LINGER_MS = 2000
+# An engine beside others tells its load so often.
+_LOAD_EVERY_S = 0.02
 
 
 class TakesArrivals(Protocol):
@@ -107,6 +112,7 @@ class EngineLike(Protocol):
     def wait(self, timeout_s: float) -> None: ...
     def stats(self) -> EngineStats: ...
     def clear_prefixes(self, sessions: Iterable[str] | None = None) -> FreedKV: ...
+    def load(self, num_taken: int = 0) -> EngineLoad: ...
     def prepare_grammars(self) -> None: ...
     def close(self) -> None: ...
 
@@ -116,9 +122,17 @@ EngineMaker = Callable[[Callable[[str], None]], EngineLike]
 
 
 def run_engine_process(
-    make_engine: EngineMaker, command_address: str, output_address: str, log_level: str, log_format: str
+    make_engine: EngineMaker,
+    command_address: str,
+    output_address: str,
+    log_level: str,
+    log_format: str,
+    tells_load: bool,
 ) -> None:
-    """Run the engine process until it is told to close, or until the API process is gone."""
+    """Run the engine process until it is told to close, or until the API process is gone.
+
+    ``tells_load``: reports its load every few steps.
+    """
     # Ctrl-C reaches the whole process group; the API process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -127,7 +141,7 @@ def run_engine_process(
     threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
     status = 1
     try:
-        status = _run(make_engine, command_address, output_address, names)
+        status = _run(make_engine, command_address, output_address, names, tells_load=tells_load)
     except Exception:
         logger.exception("the engine process failed")
     finally:
@@ -136,7 +150,9 @@ def run_engine_process(
         os._exit(status)
 
 
-def _run(make_engine: EngineMaker, command_address: str, output_address: str, names: dict[str, str]) -> int:
+def _run(
+    make_engine: EngineMaker, command_address: str, output_address: str, names: dict[str, str], *, tells_load: bool
+) -> int:
     """Start the engine and serve; return the exit status."""
     context = zmq.Context()
     commands, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -150,7 +166,7 @@ def _run(make_engine: EngineMaker, command_address: str, output_address: str, na
             return 1
         engine, collector = started
         try:
-            _serve(engine, link, names, collector)
+            _serve(engine, link, names, collector, tells_load=tells_load)
             return 0
         except Exception as error:
             logger.exception("the engine's step failed")
@@ -268,9 +284,20 @@ class _Compiling:
 class _Serving:
     """Takes commands and steps; to the engine's upkeep it is what has to be given way to."""
 
-    def __init__(self, engine: EngineLike, link: _Link, names: dict[str, str], collector: GarbageCollector) -> None:
+    def __init__(
+        self,
+        engine: EngineLike,
+        link: _Link,
+        names: dict[str, str],
+        collector: GarbageCollector,
+        *,
+        tells_load: bool = False,
+    ) -> None:
         self._engine, self._link, self._names, self._collector = engine, link, names, collector
         self._step_s = 0.0
+        self._tells_load = tells_load
+        self._told_s, self._told_idle = -math.inf, False
+        self._num_taken = 0
         self._compiling: dict[str, _Compiling] = {}
         """Requests whose grammar is compiled beside the steps, by id, in the order of their arrival."""
         self._reader = ThreadPoolExecutor(1, "lora")
@@ -310,14 +337,25 @@ class _Serving:
             if output.finished:
                 _log(f"ended: {output.finish_reason}, {output.num_output_tokens} tokens", output.request_id)
                 names.pop(output.request_id, None)
+        if self._tells_load:
+            self._tell_load()
         if engine.has_unfinished and engine.last_plan_was_empty:
             engine.wait(_HOST_WAIT_S)
+
+    def _tell_load(self) -> None:
+        """Tell the load now and then, and at once when there is none any more."""
+        is_idle = not self._engine.has_unfinished
+        now_s = time.monotonic()
+        if (is_idle and not self._told_idle) or now_s - self._told_s >= _LOAD_EVERY_S:
+            self._told_s, self._told_idle = now_s, is_idle
+            self._link.send(Load(self._engine.load(self._num_taken)))
 
     def _obey(self, command: Command, accepted: list[tuple[str, float | None, SLO | None]]) -> None:
         match command:
             case Add(request, _, http_request_id):
                 request_id = request.request_id
                 assert request_id is not None
+                self._num_taken += 1
                 if http_request_id is not None:
                     self._names[request_id] = http_request_id
                 if request.sampling.grammar is None:
@@ -411,10 +449,12 @@ class _Serving:
             raise _Interrupted from error
 
 
-def _serve(engine: EngineLike, link: _Link, names: dict[str, str], collector: GarbageCollector) -> None:
+def _serve(
+    engine: EngineLike, link: _Link, names: dict[str, str], collector: GarbageCollector, *, tells_load: bool
+) -> None:
     if engine.preemption is not None:
         engine.preemption.arrivals = link.arrivals
-    serving = _Serving(engine, link, names, collector)
+    serving = _Serving(engine, link, names, collector, tells_load=tells_load)
     try:
         while True:
             if (upkeep := engine.upkeep) is None:

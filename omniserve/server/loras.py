@@ -14,13 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
-from omniserve.server.engine_client import EngineClient
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import StrictModel, UnknownFields, ignored_header, read_fields, validate
 from omniserve.server.limits import BodyReader, caller_of, take_body
@@ -29,6 +28,17 @@ from omniserve.server.openapi import answers, takes
 logger = logging.getLogger(__name__)
 
 _ERRORS = (400, 403, 404, 408, 413, 429, 500)
+
+
+class Engines(Protocol):
+    """An engine, or several."""
+
+    async def change_lora(self, name: str, folder: str | None) -> None:
+        """Load a LoRA adapter from a folder, or unload it if that is None.
+
+        Raises:
+            ApiError: An engine refuses, or is gone.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,7 @@ class LoRAModels:
             for name, served in self._served.items()
         ]  # fmt: skip
 
-    async def load_from(self, client: EngineClient, name: str, path: str, *, replaces: bool) -> None:
+    async def load_from(self, client: Engines, name: str, path: str, *, replaces: bool) -> None:
         """Load an adapter from one of the folders for calls, as ``load`` does.
 
         Raises:
@@ -82,7 +92,7 @@ class LoRAModels:
         """
         await self.load(client, name, str(self._checked(path)), replaces=replaces)
 
-    async def load(self, client: EngineClient, name: str, folder: str, *, replaces: bool = False) -> None:
+    async def load(self, client: Engines, name: str, folder: str, *, replaces: bool = False) -> None:
         """Load an adapter; return when requests can name it.
 
         Raises:
@@ -100,7 +110,7 @@ class LoRAModels:
             self._served[name] = _Served(folder, int(time.time()))
         logger.info("loaded the LoRA adapter %s from %s", name, folder)
 
-    async def unload(self, client: EngineClient, name: str) -> None:
+    async def unload(self, client: Engines, name: str) -> None:
         """Let no new request name an adapter; those that have go on.
 
         Raises:
@@ -113,7 +123,7 @@ class LoRAModels:
             del self._served[name]
         logger.info("unloaded the LoRA adapter %s", name)
 
-    async def restore(self, client: EngineClient) -> None:
+    async def restore(self, client: Engines) -> None:
         """Load the adapters of the last engine in one that was started again; those that it refuses are gone.
 
         Raises:
@@ -164,8 +174,8 @@ class UnloadLoRARequest(StrictModel):
     lora_name: str = Field(min_length=1, max_length=256)
 
 
-def router(models: LoRAModels, engine: Any, bodies: BodyReader, unknown_fields: UnknownFields) -> APIRouter:
-    """Return the routes; ``engine.client`` is the engine process that there is now."""
+def router(models: LoRAModels, engine: Engines, bodies: BodyReader, unknown_fields: UnknownFields) -> APIRouter:
+    """Return the routes."""
     routes = APIRouter()
 
     def check_admin(http: Request) -> None:
@@ -188,7 +198,7 @@ def router(models: LoRAModels, engine: Any, bodies: BodyReader, unknown_fields: 
     async def load(http: Request) -> Response:
         check_admin(http)
         request: LoadLoRARequest = await fields(http, LoadLoRARequest)
-        await models.load_from(engine.client, request.lora_name, request.lora_path, replaces=request.load_inplace)
+        await models.load_from(engine, request.lora_name, request.lora_path, replaces=request.load_inplace)
         text = f"Success: LoRA adapter '{request.lora_name}' added successfully."
         return PlainTextResponse(text, headers=ignored_header(request))
 
@@ -200,7 +210,7 @@ def router(models: LoRAModels, engine: Any, bodies: BodyReader, unknown_fields: 
     async def unload(http: Request) -> Response:
         check_admin(http)
         request: UnloadLoRARequest = await fields(http, UnloadLoRARequest)
-        await models.unload(engine.client, request.lora_name)
+        await models.unload(engine, request.lora_name)
         text = f"Success: LoRA adapter '{request.lora_name}' removed successfully."
         return PlainTextResponse(text, headers=ignored_header(request))
 

@@ -15,7 +15,9 @@ from omniserve.core.stats import EngineStats
 from omniserve.server.errors import ApiError
 
 if TYPE_CHECKING:
+    from omniserve.routing.books import EngineBooks
     from omniserve.server.choice import Choice
+    from omniserve.server.fleet import Fleet
 
 F = TypeVar("F", bound=GaugeMetricFamily | CounterMetricFamily)
 
@@ -186,19 +188,19 @@ class ServerMetrics:
             if value_s is not None and limit_s is not None:
                 self._slo.labels(service_class, objective, str(value_s <= limit_s).lower()).inc()
 
-    def render(self, stats: EngineStats | None, *, num_restarts: int = 0) -> bytes:
+    def render(self, stats: EngineStats | None, engine: Fleet | None = None) -> bytes:
         """Return everything in Prometheus' text format.
 
         Args:
             stats: The engine's own; None while there is no engine: its series are absent then.
-            num_restarts: How often the engine was started again.
+            engine: The engine, or engines, that they are of.
         """
-        self._engine.stats, self._engine.num_restarts = stats, num_restarts
+        self._engine.stats, self._engine.fleet = stats, engine
         return generate_latest(self._registry)
 
-    def collect(self, stats: EngineStats | None, *, num_restarts: int = 0) -> list[Metric]:
+    def collect(self, stats: EngineStats | None, engine: Fleet | None = None) -> list[Metric]:
         """Return what ``render`` shows, as objects; the arguments are the same."""
-        self._engine.stats, self._engine.num_restarts = stats, num_restarts
+        self._engine.stats, self._engine.fleet = stats, engine
         return list(self._registry.collect())
 
 
@@ -207,11 +209,13 @@ class _EngineCollector(Collector):
 
     def __init__(self) -> None:
         self.stats: EngineStats | None = None
-        self.num_restarts = 0
+        self.fleet: Fleet | None = None
 
     def collect(self) -> Iterator[Metric]:
+        restarts = 0 if self.fleet is None else self.fleet.num_restarts
         yield _gauge("engine_up", "1 while the engine takes requests", int(self.stats is not None))
-        yield _counter("engine_restarts", "Engines started after another's death", self.num_restarts)
+        yield _counter("engine_restarts", "Engines started after another's death", restarts)
+        yield from _replicas([] if self.fleet is None else self.fleet.replicas)
         if self.stats is None:
             return
         s, sched = self.stats, self.stats.scheduler
@@ -301,6 +305,26 @@ class _EngineCollector(Collector):
             ("disk_failures", "Copies from and to disk that failed, of damaged blocks among them", s.disk.failures),
         ):
             yield _counter(name, help_text, value)
+
+
+def _replicas(replicas: Sequence[tuple[bool, EngineBooks]]) -> Iterator[Metric]:
+    if not replicas:
+        return
+    each, books_by_number = ["replica"], {str(books.number): books for _, books in replicas}
+    yield _gauge(
+        "replica_up",
+        "1 while an engine of several takes requests",
+        {str(books.number): int(is_open) for is_open, books in replicas},
+        each,
+    )
+    yield _gauge(
+        "replica_requests",
+        "Requests that an engine of several has",
+        {(name, str(kind)): n for name, books in books_by_number.items() for kind, n in books.num_requests.items()},
+        [*each, "kind"],
+    )
+    calls = {name: books.num_routed for name, books in books_by_number.items()}
+    yield _counter("replica_calls", "Calls that went to an engine of several", calls, each)
 
 
 def _histogram(registry: CollectorRegistry, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:

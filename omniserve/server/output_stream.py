@@ -14,8 +14,9 @@ from typing import Any
 from omniserve.core.errors import EngineStopped
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams
 from omniserve.server.choice import Choice, Delta, TextForm, merge
-from omniserve.server.engine_client import Accepted, EngineClient, Event
+from omniserve.server.engine_client import Accepted, Event
 from omniserve.server.errors import ApiError, engine_gone, from_engine
+from omniserve.server.fleet import Placement
 from omniserve.server.limits import Backlog
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.text import TextCodec
@@ -103,14 +104,14 @@ class OutputStream:
     """
 
     def __init__(
-        self, job: Job, *, client: EngineClient, codec: TextCodec, metrics: ServerMetrics, backlog: Backlog
+        self, job: Job, *, place: Placement, codec: TextCodec, metrics: ServerMetrics, backlog: Backlog
     ) -> None:
         self.job = job
         """The work that was asked for."""
         self.usage = Usage(num_prompt_tokens=sum(map(len, job.prompts)))
         self.error: Exception | None = None
         """The error that ended the call before all choices had finished, if one did."""
-        self._client = client
+        self._place = place
         self._metrics = metrics
         self._backlog = backlog
         self._unread: list[list[Delta]] = []
@@ -158,8 +159,7 @@ class OutputStream:
             ApiError: It refused one, or is gone.
         """
         try:
-            for choice in self._choices.values():
-                self._client.submit(choice.request, self.job.arrival_s, self.put_nowait)
+            self._submit()
         except EngineStopped as error:
             raise engine_gone(str(error), retry_after_s=1.0) from None
         while self._num_unaccepted:
@@ -233,7 +233,9 @@ class OutputStream:
         if self.error is not None:
             return
         if isinstance(item, Exception):
-            self._end(item)
+            if self._is_tried_elsewhere(item):
+                return
+            self._end(self._place.last_error(item))
         elif isinstance(item, Accepted):
             self._num_unaccepted -= 1
             choice = self._choices[request_id]
@@ -244,6 +246,27 @@ class OutputStream:
             return  # to wake the reader costs more than all else that is done for a token
         self._tell()
 
+    def _submit(self) -> None:
+        for choice in self._choices.values():
+            self._place.client.submit(choice.request, self.job.arrival_s, self.put_nowait)
+
+    def _is_tried_elsewhere(self, error: Exception) -> bool:
+        """Send the requests to the next engine if one refused them or died, and no output has begun."""
+        place = self._place
+        while not self.usage.num_output_tokens and self._num_running == len(self._choices):
+            before = place.client
+            if not place.move_on(error):
+                return False
+            for request_id in self._choices:
+                before.abort(request_id)
+            self._num_unaccepted = len(self._choices)
+            try:
+                self._submit()
+                return True
+            except EngineStopped as stopped:
+                error = stopped
+        return False
+
     def fail(self, error: ApiError) -> None:
         """End everything that still runs with an error."""
         self.put_nowait((self.job.call_id, error))
@@ -251,11 +274,12 @@ class OutputStream:
     def close(self) -> None:
         """Abort what has not finished. Calling it again does nothing."""
         self._stop_timer()
+        self._place.end()
         for request_id, choice in self._choices.items():
             self._leave_backlog(request_id)
             if choice.finish_reason is None:
                 choice.finish_reason = str(FinishReason.ABORT)
-                self._client.abort(request_id)
+                self._place.client.abort(request_id)
                 if not self._num_unaccepted:
                     self._metrics.finished(choice)
 
@@ -350,7 +374,7 @@ class OutputStream:
         self._num_running -= 1
         self._leave_backlog(request_id)
         if not output.finished:  # a stop string, of which the engine does not know
-            self._client.abort(request_id)
+            self._place.client.abort(request_id)
         self._metrics.finished(choice)
         if choice.finish_reason == FinishReason.ERROR:
             self._end(ApiError(f"the engine could not go on with this request: {output.stop_reason}", status=500))

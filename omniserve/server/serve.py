@@ -10,30 +10,31 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import uvicorn
 
 from omniserve.core.errors import EngineStopped
 from omniserve.core.logs import set_up_logs
 from omniserve.launch.models import load_tokenizer
+from omniserve.routing.routers import ROUTERS
 from omniserve.server.api import create_app
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.routes import BatchServing
 from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
-from omniserve.server.engine_process import EngineMaker
+from omniserve.server.engine_process import EngineLike, EngineMaker
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields
+from omniserve.server.fleet import Fleet
 from omniserve.server.generation_defaults import find_generation_defaults
 from omniserve.server.loras import LoRAModels
 from omniserve.server.origins import is_loopback
 from omniserve.server.process import GarbageCollector
 from omniserve.server.responses.store import ResponseStore
 from omniserve.server.service import Service
-from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec
 from omniserve.server.traces import open_traces
 
@@ -45,7 +46,7 @@ _CLOSE_CONNECTIONS_S = 2
 _BACKLOG = 2048
 
 
-def run(options: ServerOptions, make_engine: EngineMaker) -> int:
+def run(options: ServerOptions, make_engine: EngineFactory) -> int:
     """Serve until a signal comes; return the exit status.
 
     0 after SIGTERM or SIGINT, 1 when the engine could not start, or died more often than it is started again.
@@ -60,7 +61,7 @@ def run(options: ServerOptions, make_engine: EngineMaker) -> int:
     return asyncio.run(_Main(options, make_engine, connections).run())
 
 
-async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Service:
+async def start_service(engine: Fleet, options: ServerOptions) -> Service:
     """Start the engine; return its service.
 
     Raises:
@@ -101,7 +102,7 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
     loras = LoRAModels(options.model_names, options.lora_dirs)
     try:
         for name, folder in options.loras.items():
-            await loras.load(engine.client, name, folder)
+            await loras.load(engine, name, folder)
     except ApiError as error:
         raise EngineStopped(f"--lora-modules: {error.message}") from None
     logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
@@ -120,19 +121,35 @@ async def start_service(engine: EngineSupervisor, options: ServerOptions) -> Ser
     )
 
 
+class EngineFactory(Protocol):
+    """Makes the engine of a server, or one of several."""
+
+    def __call__(self, progress: Callable[[str], None]) -> EngineLike: ...
+    def for_replica(self, number: int, count: int) -> EngineMaker:
+        """Return the maker of engine ``number`` of ``count``, with its share of the machine."""
+
+
+def fleet_of(options: ServerOptions, make_engine: EngineFactory) -> Fleet:
+    """Return the engines of a server, not started."""
+    count = options.replicas
+    makers = [make_engine] if count == 1 else [make_engine.for_replica(number, count) for number in range(count)]
+    return Fleet(
+        makers,
+        ROUTERS[options.router](),
+        log_level=options.log_level,
+        log_format=options.log_format,
+        max_restarts=options.limits.engine_restarts,
+        on_progress=lambda text: logger.info("engine: %s", text),
+    )
+
+
 class _Main:
     """The life of a server: start, main loop, stop."""
 
-    def __init__(self, options: ServerOptions, make_engine: EngineMaker, connections: Connections) -> None:
+    def __init__(self, options: ServerOptions, make_engine: EngineFactory, connections: Connections) -> None:
         self._options = options
         self._connections = connections
-        self._engine = EngineSupervisor(
-            make_engine,
-            log_level=options.log_level,
-            log_format=options.log_format,
-            max_restarts=options.limits.engine_restarts,
-            on_progress=lambda text: logger.info("engine: %s", text),
-        )
+        self._engine = fleet_of(options, make_engine)
         self._batches = BatchServing(options.batches)
         self._stop = asyncio.Event()
 

@@ -10,14 +10,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from omniserve.core.request import ClassSpec, SamplingParams, ServiceClass
+from omniserve.routing.books import Call
 from omniserve.server.choice import TextForm
 from omniserve.server.constraints import GrammarWriter
 from omniserve.server.dialects.base import Dialect, Opening
 from omniserve.server.dialects.tagged import TaggedDialect
-from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_messages import EngineInfo
-from omniserve.server.errors import ApiError, ContextExceeded, engine_gone, shutting_down
+from omniserve.server.errors import ApiError, ContextExceeded, shutting_down
 from omniserve.server.fields import UnknownFields
+from omniserve.server.fleet import Fleet
 from omniserve.server.generation_defaults import GenerationDefaults
 from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.loras import LoRAModels
@@ -27,7 +28,6 @@ from omniserve.server.output_stream import Job, OutputStream
 from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, class_of_tier
 from omniserve.server.responses.store import ResponseStore
 from omniserve.server.sessions import session_name
-from omniserve.server.supervisor import EngineSupervisor
 from omniserve.server.text import TextCodec, TooManyTokens
 
 # As many tokens as /v1/completions of OpenAI gives when the request does not say.
@@ -63,7 +63,7 @@ class Service:
     def __init__(
         self,
         *,
-        engine: EngineSupervisor,
+        engine: Fleet,
         info: EngineInfo,
         codec: TextCodec,
         model_names: tuple[str, ...],
@@ -103,11 +103,6 @@ class Service:
         return self.model_names[0]
 
     @property
-    def client(self) -> EngineClient:
-        """The engine process that there is now; after its death there may be another."""
-        return self.engine.client
-
-    @property
     def is_idle(self) -> bool:
         """True while no call runs."""
         return not self._running
@@ -116,9 +111,7 @@ class Service:
         """Raise ApiError unless new calls are taken."""
         if self._draining:
             raise shutting_down()
-        if (death := self.client.failure) is not None:
-            raise engine_gone(self.engine.failure or death, self.engine.retry_after_s)
-        self.client.check_room()
+        self.engine.check_room()
 
     def _salt(self, asked: str, caller: str) -> str:
         """Return a salt that a request of another key cannot have, if the caller's prefixes are private."""
@@ -261,6 +254,16 @@ class Service:
         own_slo = request.slo_or_none
         slo = own_slo or spec.slo
         is_urgent = is_sensitive or slo.tpot_s is not None or not request.stream
+        lora, salt = self.lora_of(request.model), self._salt(request.cache_salt or "", caller or "")
+        call = Call(
+            kind=ServiceClass(spec.kind),
+            service_class=spec.name,
+            prompts=prompts,
+            num_samples=request.num_samples,
+            max_tokens=max_tokens,
+            ttft_s=slo.ttft_s,
+            salt=f"{lora} {salt}",
+        )
         outputs = OutputStream(
             Job(
                 call_id=call_id,
@@ -274,15 +277,15 @@ class Service:
                 echoes=echoes,
                 prediction=prediction,
                 speculation=request.speculation,
-                lora=self.lora_of(request.model),
-                cache_salt=self._salt(request.cache_salt or "", caller or ""),
+                lora=lora,
+                cache_salt=salt,
                 session=session_name(request.session_key, caller),
                 session_ttl_s=request.session_ttl_s,
                 num_kept=request.n,
                 max_unread_tokens=self.limits.max_unread_tokens if request.stream else None,
                 interval_s=0.0 if is_urgent else self.limits.best_effort_stream_interval_s,
             ),
-            client=self.client,
+            place=self.engine.place(call),
             codec=self.codec,
             metrics=self.metrics,
             backlog=self._backlog,

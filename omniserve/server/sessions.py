@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -12,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import StrictModel, UnknownFields, ignored_header, read_fields, validate
+from omniserve.server.fleet import Fleet
 from omniserve.server.limits import BodyReader, caller_of, take_body
 from omniserve.server.openapi import CacheCleared, answers, takes
 
@@ -38,11 +38,13 @@ class ClearCacheRequest(StrictModel):
     """The sessions of this name, of all callers; None: the whole cache."""
 
 
-def router(engine: Any, bodies: BodyReader, unknown_fields: UnknownFields, callers: Sequence[str | None]) -> APIRouter:
+def router(
+    engine: Fleet, bodies: BodyReader, unknown_fields: UnknownFields, callers: Sequence[str | None]
+) -> APIRouter:
     """Return the route.
 
     Args:
-        engine: ``engine.client`` is the engine process that there is now.
+        engine: The engines.
         callers: The names of all API keys; one None: no keys are asked for.
     """
     routes = APIRouter()
@@ -55,7 +57,7 @@ def router(engine: Any, bodies: BodyReader, unknown_fields: UnknownFields, calle
             request = validate(ClearCacheRequest, read_fields(body or b"{}"), unknown_fields)
         key = request.prompt_cache_key
         names = None if key is None else [session_name(key, caller) for caller in callers]
-        freed = await engine.client.clear_cache(names)
+        freed = await engine.clear_cache(names)
         blocks = {"device": freed.device, "host": freed.host, "disk": freed.disk}
         answer = {
             "object": "cache.cleared",

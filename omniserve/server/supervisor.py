@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from omniserve.core.errors import EngineStopped
+from omniserve.core.load import EngineLoad
 from omniserve.server.engine_client import EngineClient
 from omniserve.server.engine_messages import EngineInfo
 from omniserve.server.engine_process import EngineMaker
@@ -28,7 +29,7 @@ class EngineSupervisor:
     A failure of the first start is the caller's: settings that do not work today will not work in a second.
 
     Args:
-        make_engine, log_level, log_format: As ``EngineClient`` takes them.
+        make_engine, log_level, log_format, on_load: As ``EngineClient`` takes them.
         max_restarts: Starts in a row after a death, each of which may fail or be short; 0 for none. An engine that
             ran for ten minutes begins a new row.
         on_progress: Told how starts go on.
@@ -42,8 +43,11 @@ class EngineSupervisor:
         log_format: str = "text",
         max_restarts: int = 3,
         on_progress: Callable[[str], None] = lambda text: None,
+        on_load: Callable[[EngineLoad], None] | None = None,
     ) -> None:
-        self._new_client = functools.partial(EngineClient, make_engine, log_level=log_level, log_format=log_format)
+        self._new_client = functools.partial(
+            EngineClient, make_engine, log_level=log_level, log_format=log_format, on_load=on_load
+        )
         self._max_restarts = max_restarts
         self._on_progress = on_progress
         self.client = self._new_client()

@@ -14,8 +14,18 @@ from typing import Any
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
+from omniserve.core.load import PROMPT_SIZES, EngineLoad
 from omniserve.core.lora import LoRA, LoRAError
-from omniserve.core.request import SLO, FinishReason, Request, RequestLimits, RequestOutput, RequestTimes, TokenLogprob
+from omniserve.core.request import (
+    SLO,
+    FinishReason,
+    Request,
+    RequestLimits,
+    RequestOutput,
+    RequestTimes,
+    ServiceClass,
+    TokenLogprob,
+)
 from omniserve.core.spec import AttentionSpec, ModelSpec
 from omniserve.core.stats import EngineStats, FreedKV, HostTierStats, KVUsage, LatencyStats, SchedulerStats
 
@@ -23,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 # A prompt that begins with one of these causes the fault.
 REJECT, REJECT_WITHOUT_HINT, REFUSE, RAISE_IN_STEP, DIE, BAD_OUTPUT = 390, 391, 392, 393, 394, 395
+# Refused while the engine has another request.
+REJECT_IF_BUSY = 385
 # While a prompt that begins with this one runs, steps take SLOW_STEP_S.
 SLOW = 396
 # Its TTFT is predicted as the age that it has when it reaches the engine.
@@ -148,7 +160,7 @@ class FakeEngine:
 
     def add(self, request: Request, *, arrival_s: float | None = None, grammar: Any = None) -> str:
         first = self._cause(request)
-        if first == REJECT:
+        if first == REJECT or (first == REJECT_IF_BUSY and self._running):
             raise RequestRejected(
                 "too many requests for their objectives", retry_after_s=2.5, predicted_ttft_s=3.25, required_ttft_s=0.5
             )
@@ -289,6 +301,12 @@ class FakeEngine:
     def wait(self, timeout_s: float) -> None:
         time.sleep(timeout_s)
 
+    def load(self, num_taken: int = 0) -> EngineLoad:
+        prompts = sum(len(entry.request.prompt_token_ids) for entry in self._running.values())
+        seconds = [(prompts + size) * SECONDS_PER_TOKEN for size in PROMPT_SIZES]
+        forecasts = {spec.name: seconds for spec in self.config.classes if spec.kind == ServiceClass.LS}
+        return EngineLoad(num_taken=num_taken, ttft_s=forecasts, be_tokens=self._num_steps)
+
     def stats(self) -> EngineStats:
         names = [spec.name for spec in self.config.classes]
         running = {name: sum(e.request.service_class == name for e in self._running.values()) for name in names}
@@ -342,6 +360,9 @@ class FakeLoader:
     work_log: str | None = None
     fail_while: Path | None = None
     with_faults: bool = True
+
+    def for_replica(self, number: int, count: int) -> FakeLoader:
+        return self
 
     def __call__(self, progress) -> FakeEngine:
         progress("faking")

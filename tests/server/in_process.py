@@ -129,9 +129,11 @@ class _Thread:
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._run, *args), daemon=True)
         self.start, self.join, self.is_alive = self._thread.start, self._thread.join, self._thread.is_alive
 
-    def _run(self, make_engine: Any, command_address: str, output_address: str, *_: str) -> None:
+    def _run(
+        self, make_engine: Any, command_address: str, output_address: str, _: str, __: str, tells_load: bool
+    ) -> None:
         try:
-            self.exitcode = engine_process._run(make_engine, command_address, output_address, {})
+            self.exitcode = engine_process._run(make_engine, command_address, output_address, {}, tells_load=tells_load)
         except _Died as death:
             (self.exitcode,) = death.args
         finally:

@@ -49,6 +49,11 @@ class RecordingClient:
         self.aborted.append(request_id)
 
 
+def alone(client):
+    """Return the place of a call with a single engine."""
+    return SimpleNamespace(client=client, end=lambda: None, move_on=lambda error: False, last_error=lambda error: error)
+
+
 def started(num_choices=1, *, max_unread_tokens=None, stop=(), tools=(), at_once=False, interval_s=0.0):
     """Return a stream of outputs, its client and its backlog."""
     client, backlog = RecordingClient(), Backlog(["LS"], 100)
@@ -65,7 +70,11 @@ def started(num_choices=1, *, max_unread_tokens=None, stop=(), tools=(), at_once
         interval_s=interval_s,
     )
     outputs = OutputStream(
-        job, client=client, codec=TextCodec(byte_level_tokenizer()), metrics=ServerMetrics(["LS"]), backlog=backlog
+        job,
+        place=alone(client),
+        codec=TextCodec(byte_level_tokenizer()),
+        metrics=ServerMetrics(["LS"]),
+        backlog=backlog,
     )
     for i in range(num_choices):
         outputs.put_nowait((f"c-{i}", Accepted(None)))

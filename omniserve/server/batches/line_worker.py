@@ -73,7 +73,7 @@ class LineWorker:
         self._done = done
         self.changed = asyncio.Event()
         """Set when there may be lines to start or results to save: time to ``work``."""
-        self._concurrency = service.limits.batch_concurrency
+        self._concurrency = service.limits.batch_concurrency * len(service.engine.engines)
         self._thread = OneThread("batch-lines")
         self._running: dict[LineKey, RunningLine] = {}
         """Running lines, in the order in which they began."""

@@ -24,9 +24,8 @@ from omniserve.server.batches.locks import FileLock
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.store import NewBatch, NewFile, Store
 from omniserve.server.cli import ServerOptions
-from omniserve.server.engine_process import EngineMaker
-from omniserve.server.serve import start_service
-from omniserve.server.supervisor import EngineSupervisor
+from omniserve.server.fleet import Fleet
+from omniserve.server.serve import EngineFactory, fleet_of, start_service
 
 logger = logging.getLogger("omniserve.batch")
 
@@ -53,7 +52,7 @@ class OfflineJob:
         return self.output.with_name(self.output.name + ".journal")
 
 
-async def run_offline(job: OfflineJob, options: ServerOptions, make_engine: EngineMaker) -> int:
+async def run_offline(job: OfflineJob, options: ServerOptions, make_engine: EngineFactory) -> int:
     """Run a batch, or go on with one that was interrupted; return the exit status.
 
     0 if every line has an answer, 1 if some have an error, 2 if nothing could be run, 130 after Ctrl-C.
@@ -118,15 +117,10 @@ def _find_or_create(store: Store, job: OfflineJob, model: str) -> Row:
 
 
 async def _work(
-    store: Store, batch_id: str, options: ServerOptions, make_engine: EngineMaker, stop: asyncio.Event
+    store: Store, batch_id: str, options: ServerOptions, make_engine: EngineFactory, stop: asyncio.Event
 ) -> Row:
     """Run until the batch has ended, or until told to stop; return it."""
-    engine = EngineSupervisor(
-        make_engine,
-        log_level=options.log_level,
-        max_restarts=options.limits.engine_restarts,
-        on_progress=lambda text: logger.info("engine: %s", text),
-    )
+    engine = fleet_of(options, make_engine)
     try:
         starting = asyncio.create_task(start_service(engine, options))
         stopping = asyncio.create_task(stop.wait())
@@ -144,7 +138,7 @@ async def _work(
         await engine.close()
 
 
-async def _follow(store: Store, batch_id: str, engine: EngineSupervisor, stop: asyncio.Event) -> Row:
+async def _follow(store: Store, batch_id: str, engine: Fleet, stop: asyncio.Event) -> Row:
     said_s = time.monotonic()
     with tqdm(unit="line", dynamic_ncols=True, disable=None) as bar:
         while True:

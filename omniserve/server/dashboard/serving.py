@@ -87,12 +87,12 @@ def _tell_failure(sampling: asyncio.Task[None]) -> None:
 async def _take_reading(service: Service) -> Reading:
     """Look at what /metrics shows."""
     try:
-        stats, state = await service.client.stats(), "up"
+        stats, state = await service.engine.stats(), "up"
     except EngineStopped as error:
         stats, state = None, service.engine.failure or str(error)
     except TimeoutError:
         stats, state = None, "busy"
-    metrics = service.metrics.collect(stats, num_restarts=service.engine.num_restarts)
+    metrics = service.metrics.collect(stats, service.engine)
     return read(metrics, clock_s=time.monotonic(), time_s=time.time(), engine=state)
 
 
