@@ -33,7 +33,7 @@ ALLOWED = {
     "runner": {"core", "ops", "kv", "layers", "host", "remote", "sampling"},
     "parallel": {"core", "ops", "kv", "layers", "host", "remote", "runner"},
     "engine": {"core", "ops", "kv", "latency", "layers", "host", "remote", "sampling", "sched", "runner", "parallel"},
-    "simulate": {"core", "kv", "latency", "sched", "engine"},
+    "simulate": {"core", "kv", "latency", "sched", "engine", "routing"},
     "profiling": {"core", "ops", "kv", "latency", "layers", "host", "runner", "parallel", "engine"},
     "launch": {"core", "ops", "kv", "latency", "layers", "host", "parallel", "sched", "engine", "profiling"},
     "routing": {"core"},

@@ -38,6 +38,13 @@ class LeastLoaded:
         return sorted(engines, key=_load)
 
 
+class FewestRequests:
+    """The engine with the fewest unfinished requests of the call's kind; of equal ones that with the fewest of all."""
+
+    def order(self, call: Call, engines: Sequence[EngineBooks]) -> list[EngineBooks]:
+        return sorted(engines, key=lambda each: (each.num_requests[call.kind], sum(each.num_requests.values())))
+
+
 class Prefix:
     """The engine that is likely to have most of the prompt cached, unless it has far more to do than another.
 
@@ -107,6 +114,7 @@ def _load(engine: EngineBooks) -> tuple[int, int]:
 ROUTERS: dict[str, Callable[[], Router]] = {
     "predicted": Predicted,
     "least-loaded": LeastLoaded,
+    "fewest-requests": FewestRequests,
     "round-robin": RoundRobin,
     "prefix": Prefix,
 }

@@ -86,7 +86,7 @@ class ServerOptions:
     replicas: int = 1
     """Engines that serve the model on this machine, each with its part of the cores or GPUs and with its own memory:
     --device-kv-gib and --host-kv-gib are those of one."""
-    router: Literal["predicted", "least-loaded", "round-robin", "prefix"] = "predicted"
+    router: Literal["predicted", "least-loaded", "fewest-requests", "round-robin", "prefix"] = "predicted"
     """How requests are divided among the replicas."""
     keys: KeyRing | None = None
     """Keys of those that may call; None: calls need no key."""

@@ -17,6 +17,7 @@ from omniserve.core.config import EngineConfig
 from omniserve.core.errors import RequestRejected
 from omniserve.core.request import Arrival, ClassSpec, Request, RequestOutput, SamplingParams, ServiceClass
 from omniserve.core.stats import SchedulerStats
+from omniserve.routing.routers import ROUTERS
 from omniserve.sched.policy import policy_of
 from omniserve.simulate.engine import SimulatedEngine
 from omniserve.simulate.fleet import Fleet
@@ -47,8 +48,9 @@ class SimulationConfig:
     the machine has hosts, the KV manager has one, and ``host_kv_bytes`` is not 0."""
     load: Load
     num_engines: int = 1
-    """Engines alike, each on such a machine, which share the load and the machine's prefill engines. Each request goes
-    to the one that has the fewest unfinished requests of its kind."""
+    """Engines alike, each on such a machine, which share the load and the machine's prefill engines."""
+    router: str = "fewest-requests"
+    """How requests are divided among several engines, a name in ROUTERS."""
     seed: int = 0
     """Seed of the noise and of the machine's spread."""
     noise: float = 0.0
@@ -67,6 +69,8 @@ class SimulationConfig:
         load = self.load
         if self.num_engines < 1:
             raise ValueError(f"num_engines must be >= 1, got {self.num_engines}")
+        if self.router not in ROUTERS:
+            raise ValueError(f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}")
         if not load.latency_sensitive and not load.best_effort:
             raise ValueError("there is nothing to simulate: the load has no requests")
         if load.hash_tokens < 1:
@@ -152,7 +156,7 @@ class _Run:
             from omniserve.simulate.prefill_engines import require_shared_kv
 
             require_shared_kv(engines[0], "an engine with prefill engines")
-        self._engines = Fleet(engines, {each.name: ServiceClass(each.kind) for each in settings.classes})
+        self._engines = Fleet(engines, self._classes, config.router)
         self._longest = engines[0].max_model_len, engines[0].pool_tokens
         self._has_cache = engines[0].caches_prefixes
         self._too_long = 0
