@@ -191,25 +191,25 @@ class EngineStats:
 
 def total(engines: Sequence[EngineStats]) -> EngineStats:
     """Return the statistics of several engines as one: sums, and means of how well steps are predicted."""
-    summed: EngineStats = _sum(engines)
+    both: EngineStats = summed(engines)
     errors, drifts = zip(*((each.latency.error, each.latency.drift) for each in engines), strict=True)
     latency = LatencyStats(
         error=sum(errors) / len(engines),
         drift=sum(drifts) / len(engines),
         is_coarse=any(each.latency.is_coarse for each in engines),
     )
-    return dataclasses.replace(summed, latency=latency)
+    return dataclasses.replace(both, latency=latency)
 
 
-def _sum(values: Sequence[Any]) -> Any:
+def summed(values: Sequence[Any]) -> Any:
     """Return the sum of numbers, of mappings by key, of objects by field; of truth values whether all are true."""
     first = values[0]
     if isinstance(first, bool):
         return all(values)
     if isinstance(first, Mapping):
         keys = dict.fromkeys(key for each in values for key in each)
-        return {key: _sum([each[key] for each in values if key in each]) for key in keys}
+        return {key: summed([each[key] for each in values if key in each]) for key in keys}
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [each.name for each in dataclasses.fields(first)]
-        return type(first)(**{name: _sum([getattr(each, name) for each in values]) for name in names})
+        return type(first)(**{name: summed([getattr(each, name) for each in values]) for name in names})
     return sum(values)

@@ -19,6 +19,7 @@ from omniserve.core.config import EngineConfig, PrefillConfig
 from omniserve.core.options import named_value
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.latency import Profile
+from omniserve.routing.routers import ROUTERS
 from omniserve.sched import SCHEDULERS
 from omniserve.sched.policy import known_options
 from omniserve.simulate.analytic import analytic_machine, engine_config_for
@@ -72,6 +73,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=1,
         metavar="N",
         help="engines alike, on such a machine each, which share the load and the prefill engines (default: 1)",
+    )
+    machine.add_argument(
+        "--router",
+        choices=list(ROUTERS),
+        default="fewest-requests",
+        help="how requests are divided among --engines (default: %(default)s)",
     )
     machine.add_argument("--profile", type=Path, metavar="FILE", help="a profile of python -m omniserve.profile")
     machine.add_argument(
@@ -279,6 +286,7 @@ class _Program:
             engine=self._config(name, machine, slots),
             load=self._scenario.load(rate, minutes * 60, self._args.seed, best_effort=best_effort),
             num_engines=self._args.engines,
+            router=self._args.router,
             seed=self._args.seed,
             noise=self._args.noise,
             drafts_right=self._args.drafts_right,

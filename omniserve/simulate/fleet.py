@@ -9,16 +9,14 @@ asks before the others ask for anything more.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from omniserve.core.errors import RequestRejected
 from omniserve.core.load import EngineLoad
 from omniserve.core.request import ClassSpec, Request, RequestOutput, ServiceClass
-from omniserve.core.stats import SchedulerStats
+from omniserve.core.stats import SchedulerStats, summed
 from omniserve.routing.books import Call, EngineBooks, Sent
 from omniserve.routing.routers import ROUTERS
 from omniserve.simulate.engine import SimulatedEngine
@@ -137,11 +135,8 @@ class Fleet:
 
     def stats(self) -> SchedulerStats:
         """Return the gauges and counters of all engines together."""
-        first, *others = (engine.scheduler.stats() for engine in self.engines)
-        for other in others:
-            fields = (field.name for field in dataclasses.fields(first))
-            first = SchedulerStats(**{name: _sum(getattr(first, name), getattr(other, name)) for name in fields})
-        return first
+        stats: SchedulerStats = summed([engine.scheduler.stats() for engine in self.engines])
+        return stats
 
     @property
     def host_busy_s(self) -> float:
@@ -194,10 +189,3 @@ class _Front:
         """Take what the engine has told by a time: its clock may be ahead of that, in the middle of a step."""
         while self._told and self._told[0][0] <= at_s:
             self.books.hear(self._told[0][1], self._told.popleft()[0])
-
-
-def _sum(one: Any, other: Any) -> Any:
-    """Return the sum of two numbers, or of two mappings by key."""
-    if isinstance(one, Mapping):
-        return {key: _sum(one.get(key, 0), other.get(key, 0)) for key in one.keys() | other.keys()}
-    return one + other

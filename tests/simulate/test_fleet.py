@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 
-from omniserve import PrefillConfig
+from omniserve import SLO, PrefillConfig, Request, SamplingParams
 from omniserve.core.config import EngineConfig
-from omniserve.core.stats import SchedulerStats
+from omniserve.core.load import PROMPT_SIZES
+from omniserve.core.stats import SchedulerStats, summed
+from omniserve.routing.routers import ROUTERS
 from omniserve.simulate import Load, Machine, SimulationConfig, simulate
-from omniserve.simulate.fleet import _sum
+from omniserve.simulate.engine import SimulatedEngine
 from omniserve.simulate.load import TraceRequest
-from omniserve.simulate.runner import StepRecord
+from omniserve.simulate.runner import Chances, StepRecord
 from tests.simulate.machines import constant, machine
 from tests.simulate.test_prefill_engines import apart
 from tests.simulate.test_simulate import engine, everything_ended, is_same, mixed_load
@@ -88,11 +91,45 @@ def test_a_prefill_engine_of_two_computes_the_prompts_of_both() -> None:
     assert [request.ttft_s for request in both.requests] == [pytest.approx(r.ttft_s, abs=0.011) for r in alone.requests]
 
 
+@pytest.mark.parametrize("router", ROUTERS)
+def test_with_any_router_everything_ends_and_runs_are_alike(router: str) -> None:
+    wanted = dataclasses.replace(
+        config(mixed_load(7, duration_s=8.0), 3, machine(base=2.0, row=0.1), engine(blocks=60, host_blocks=60)),
+        router=router,
+    )
+    result = simulate(wanted)
+    everything_ended(result)
+    assert is_same(simulate(wanted), result)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("scheduler", ["omniserve", "omniserve-paper", "neo"])
+def test_the_forecast_is_what_a_request_is_told_that_comes_then(scheduler: str, seed: int) -> None:
+    """Of a request without a cached prompt, while there is no best-effort work."""
+    rng, settings = random.Random(seed), engine(scheduler=scheduler, blocks=400, host_blocks=60)
+    simulated = SimulatedEngine(machine(base=2.0, row=0.1), settings, Chances(0, 0.0, 0.0), caches_prefixes=False)
+    compared = 0
+    for number in range(60):
+        size = rng.choice(PROMPT_SIZES[:3])
+        load = simulated.scheduler.load(simulated.now_s, number)
+        sampling = SamplingParams(max_tokens=rng.randrange(1, 9))
+        request = Request(prompt_token_ids=[1] * size, sampling=sampling, slo=SLO())
+        simulated.add(f"r{number}", request, arrival_s=simulated.now_s)
+        told_s = simulated.stepper.requests[f"r{number}"].predicted_ttft_s
+        assert load.num_taken == number
+        assert load.ttft_s["LS"][PROMPT_SIZES.index(size)] == pytest.approx(told_s)
+        compared += 1
+        for _ in range(rng.randrange(4)):
+            if simulated.stepper.has_unfinished:
+                simulated.step()
+    assert compared == 60
+
+
 def test_counters_of_engines_are_added_up() -> None:
     one = SchedulerStats(waiting={"LS": 1}, swaps_out=2, loaded_tokens={"disk": {"LS": 3}})
-    other = SchedulerStats(waiting={"LS": 5, "BE": 4}, swaps_out=1, loaded_tokens={})
-    assert _sum(one.waiting, other.waiting) == {"LS": 6, "BE": 4} and _sum(one.swaps_out, other.swaps_out) == 3
-    assert _sum(one.loaded_tokens, {"disk": {"LS": 1}}) == {"disk": {"LS": 4}}
+    other = SchedulerStats(waiting={"LS": 5, "BE": 4}, swaps_out=1, loaded_tokens={"disk": {"LS": 1}})
+    both = summed([one, other])
+    assert both.waiting == {"LS": 6, "BE": 4} and both.swaps_out == 3 and both.loaded_tokens == {"disk": {"LS": 4}}
 
 
 def test_what_cannot_be_is_refused() -> None:
