@@ -38,9 +38,9 @@ class Workload:
     engines: int
     minutes: float
     conversations_per_s: float
-    """Of each engine."""
+    """Conversations that begin in a second, for each engine."""
     be_per_flood: int
-    """Best-effort requests of a flood, of each engine."""
+    """Best-effort requests of a flood, for each engine."""
 
 
 def chats(workload: Workload, rng: random.Random) -> list[TraceRequest]:
