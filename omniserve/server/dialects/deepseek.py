@@ -17,19 +17,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omniserve.sampling.grammar import json_value
-from omniserve.server.dialects.base import CallForm, Group, RawCall, Schemas
+from omniserve.server.dialects.base import Group, RawCall, Schemas
 from omniserve.server.dialects.grammar_text import SpecialTokens
-from omniserve.server.dialects.json_text import ends_in_string, object_text
+from omniserve.server.dialects.json_calls import MarkedArgumentsForm
+from omniserve.server.dialects.json_text import object_text
 
 _OPENING, _CLOSING = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _FENCED = re.compile(r"\s*(?P<name>[^\s`]+)\s*```(?:json)?\s*(?P<arguments>.*?)\s*```\s*", re.DOTALL)
 
 
-class DeepSeekV31(CallForm):
+class DeepSeekV31(MarkedArgumentsForm):
     """A name, a mark and arguments."""
 
     begins = (_BEGIN,)
+    mark = _SEPARATOR
     end = _END
     opening, closing = _OPENING, _CLOSING
     more_marks = (_SEPARATOR,)
@@ -38,20 +40,6 @@ class DeepSeekV31(CallForm):
     @staticmethod
     def is_of(template: str) -> bool:
         return _SEPARATOR in template and "```json" not in template
-
-    def may_end(self, body: str) -> bool:
-        return not ends_in_string(body.partition(_SEPARATOR)[2])
-
-    def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
-        name, separator, written = body.partition(_SEPARATOR)
-        arguments = object_text(written)
-        if not separator or arguments is None:
-            raise ValueError("no call")
-        return [RawCall(name.strip(), arguments)]
-
-    def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
-        head = special.spell(name + _SEPARATOR)
-        return [f"{rule}: {head} {rule}_args {special.spell(_END)}", f"{rule}_args: {json_value(schema)}"]
 
 
 class DeepSeekV3(DeepSeekV31):

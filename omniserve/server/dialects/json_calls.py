@@ -8,7 +8,7 @@ from typing import Any
 from omniserve.sampling.grammar import json_value
 from omniserve.server.dialects.base import CallForm, RawCall, Schemas
 from omniserve.server.dialects.grammar_text import SpecialTokens
-from omniserve.server.dialects.json_text import Brackets, dumps, items, members
+from omniserve.server.dialects.json_text import Brackets, dumps, ends_in_string, items, members, object_text
 
 
 def named_call(text: str) -> RawCall:
@@ -50,6 +50,61 @@ class BracketFinder:
     def find(self, text: str) -> tuple[int, int] | None:
         end = self._brackets.end(text)
         return None if end is None else (end, end)
+
+
+class NamedCallForm(CallForm):
+    """A mark, a JSON object of a name and arguments, a mark."""
+
+    word = "arguments"
+    """What the object calls the arguments."""
+    space: tuple[str, str] = ("\n", "\n")
+    """What is between the first mark and the object, and between it and the last mark."""
+
+    def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
+        return [named_call(body)]
+
+    def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
+        before, behind = self.space
+        return named_call_rules(
+            rule, name, schema, special, before=before + "{", word=self.word, behind=behind + self.end
+        )
+
+
+class MarkedArgumentsForm(CallForm):
+    """A head that has the name, a mark, the JSON object of the arguments, a mark."""
+
+    mark: str
+    """What is between the head and the arguments."""
+
+    def may_end(self, body: str) -> bool:
+        return not ends_in_string(body.partition(self.mark)[2])
+
+    def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
+        head, mark, written = body.partition(self.mark)
+        arguments = object_text(written)
+        if not mark or arguments is None:
+            raise ValueError("no call")
+        name, call_id = self.name_and_id(head.strip())
+        return [RawCall(name, arguments, call_id)]
+
+    def name_and_id(self, head: str) -> tuple[str, str | None]:
+        """Return what the head says: a name, and the id that the model gives the call, if it does.
+
+        Raises:
+            ValueError: It says neither.
+        """
+        return head, None
+
+    def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
+        return [
+            f"{rule}: {rule}_head {special.spell(self.mark)} {rule}_args {special.spell(self.end)}",
+            f"{rule}_args: {json_value(schema)}",
+            *self.head_rules(f"{rule}_head", name, special),
+        ]
+
+    def head_rules(self, rule: str, name: str, special: SpecialTokens) -> list[str]:
+        """Return rules of the head; the one of this name is all of it."""
+        return [f"{rule}: {special.spell(name)}"]
 
 
 class JsonListForm(CallForm):

@@ -9,23 +9,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from omniserve.sampling.grammar import json_value
-from omniserve.server.dialects.base import CallForm, Group, RawCall, Schemas
+from omniserve.server.dialects.base import Group
 from omniserve.server.dialects.grammar_text import SpecialTokens
-from omniserve.server.dialects.json_text import ends_in_string, object_text
+from omniserve.server.dialects.json_calls import MarkedArgumentsForm
 
 _OPENING, _CLOSING = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _BEGIN, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _NAME = re.compile(r"(?:functions\.)?(?P<name>[^\s]+?)(?::\d+)?")
 
 
-class KimiK2(CallForm):
+class KimiK2(MarkedArgumentsForm):
     """An id, which has the name, a mark and arguments."""
 
     begins = (_BEGIN,)
+    mark = _ARGUMENTS
     end = _END
     opening, closing = _OPENING, _CLOSING
     more_marks = (_ARGUMENTS,)
@@ -35,21 +33,12 @@ class KimiK2(CallForm):
     def is_of(template: str) -> bool:
         return _ARGUMENTS in template
 
-    def may_end(self, body: str) -> bool:
-        return not ends_in_string(body.partition(_ARGUMENTS)[2])
+    def name_and_id(self, head: str) -> tuple[str, str | None]:
+        match = _NAME.fullmatch(head)
+        if match is None:
+            raise ValueError("no name")
+        return match["name"], head
 
-    def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
-        call_id, _, written = body.partition(_ARGUMENTS)
-        match = _NAME.fullmatch(call_id.strip())
-        arguments = object_text(written)
-        if match is None or arguments is None:
-            raise ValueError("no call")
-        return [RawCall(match["name"], arguments, call_id.strip())]
-
-    def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
-        return [
-            f"{rule}: {special.spell(f'functions.{name}:')} {rule.upper()}_INDEX {special.spell(_ARGUMENTS)} "
-            f"{rule}_args {special.spell(_END)}",
-            f"{rule.upper()}_INDEX: /[0-9]{{1,3}}/",
-            f"{rule}_args: {json_value(schema)}",
-        ]
+    def head_rules(self, rule: str, name: str, special: SpecialTokens) -> list[str]:
+        index = f"{rule.upper()}_INDEX"
+        return [f"{rule}: {special.spell(f'functions.{name}:')} {index}", f"{index}: /[0-9]{{1,3}}/"]
