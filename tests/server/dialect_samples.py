@@ -138,6 +138,58 @@ def phi4_mini(calls: Calls) -> str:
     return f"<|tool_call|>[{', '.join(_named(*call) for call in calls)}]<|/tool_call|>"
 
 
+def cohere_command3(calls: Calls) -> str:
+    texts = (
+        f'    {{"tool_call_id": "{i}", "tool_name": "{name}", "parameters": {dumps(arguments)}}}'
+        for i, (name, arguments) in enumerate(calls)
+    )
+    return "<|START_ACTION|>[\n" + ",\n".join(texts) + "\n]<|END_ACTION|>"
+
+
+def internlm(calls: Calls) -> str:
+    texts = (_named(name, arguments, "parameters") for name, arguments in calls)
+    return "\n".join(f"<|action_start|><|plugin|>\n{text}<|action_end|>" for text in texts)
+
+
+def jamba(calls: Calls) -> str:
+    return f"<tool_calls>[{', '.join(_named(*call) for call in calls)}]</tool_calls>"
+
+
+def nemotron_json(calls: Calls) -> str:
+    return f"<TOOLCALL>[{', '.join(_named(*call) for call in calls)}]</TOOLCALL>"
+
+
+def longcat(calls: Calls) -> str:
+    return hermes(calls).replace("tool_call>", "longcat_tool_call>")
+
+
+def lfm2(calls: Calls) -> str:
+    return f"<|tool_call_start|>{pythonic(calls)}<|tool_call_end|>"
+
+
+def olmo3(calls: Calls) -> str:
+    return "<function_calls>\n" + "\n".join(pythonic([call])[1:-1] for call in calls) + "\n</function_calls>"
+
+
+def seed_oss(calls: Calls) -> str:
+    return "\n".join(
+        f"<seed:tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={k}>{_raw(v)}</parameter>\n" for k, v in arguments.items())
+        + "</function>\n</seed:tool_call>"
+        for name, arguments in calls
+    )
+
+
+def step3(calls: Calls) -> str:
+    texts = (
+        f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">'
+        + "".join(f'<steptml:parameter name="{k}">{_raw(v)}</steptml:parameter>' for k, v in arguments.items())
+        + "</steptml:invoke><｜tool_call_end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool_calls_begin｜>{''.join(texts)}<｜tool_calls_end｜>"
+
+
 def minimax_m2(calls: Calls) -> str:
     texts = (
         f'<invoke name="{name}">\n'
@@ -286,5 +338,69 @@ FORMS: dict[str, Sample] = {
         "{{ tools }}<minimax:tool_call>",
         writes_json=False,
         cut='<minimax:tool_call>\n<invoke name="weather">\n<param',
+    ),
+    "cohere_command3": Sample(
+        cohere_command3,
+        "{{ tools }}<|START_ACTION|>",
+        cut='<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather"',
+        others=[
+            f'<|START_ACTION|>[{{"tool_call_id":"7","tool_name":"weather","parameters":{_ARGUMENTS}}}]<|END_ACTION|>',
+            f'<|START_ACTION|>[{{"tool_name": "weather", "parameters": {_ARGUMENTS}}}]',
+        ],
+    ),
+    "internlm": Sample(
+        internlm,
+        "{{ tools }}<|action_start|>",
+        cut='<|action_start|><|plugin|>\n{"name": "weather", "para',
+        others=[f"<|action_start|><|plugin|>{_OBJECT}\n<|action_end|>"],
+    ),
+    "jamba": Sample(
+        jamba,
+        "{{ tools }}<tool_calls>",
+        cut='<tool_calls>[{"name": "weather"',
+        others=[f"<tool_calls>[\n  {_OBJECT}\n]\n</tool_calls>", f"<tool_calls>{_OBJECT}</tool_calls>"],
+    ),
+    "nemotron_json": Sample(
+        nemotron_json,
+        "{{ tools }}<TOOLCALL>",
+        cut='<TOOLCALL>[{"name": "weather"',
+        others=[f"<TOOLCALL>[{_OBJECT}]", f"<TOOLCALL> [ {_OBJECT} ] </TOOLCALL>"],
+    ),
+    "longcat": Sample(
+        longcat,
+        "{{ tools }}<longcat_tool_call>",
+        cut='<longcat_tool_call>\n{"name": "weather", "argu',
+        others=[f"<longcat_tool_call>{_OBJECT}</longcat_tool_call>"],
+    ),
+    "lfm2": Sample(
+        lfm2,
+        "{{ tools }}<|tool_call_start|>",
+        writes_json=False,
+        cut="<|tool_call_start|>[weather(city='Kö",
+        others=['<|tool_call_start|>[weather(city="Köln")]', '<|tool_call_start|>[weather( city = "K\\u00f6ln" )]'],
+    ),
+    "olmo3": Sample(
+        olmo3,
+        "{{ tools }}<function_calls>",
+        writes_json=False,
+        cut="<function_calls>\nweather(city='Kö",
+        others=[
+            '<function_calls>weather(city="Köln")</function_calls>',
+            '<function_calls>\n[weather(city="Köln")\n]</function_calls>',
+        ],
+    ),
+    "seed_oss": Sample(
+        seed_oss,
+        "{{ tools }}<seed:tool_call>\n<function=a>\n<parameter=b>",
+        writes_json=False,
+        cut="<seed:tool_call>\n<function=weather>\n<parameter=city>Kö",
+        others=["<seed:tool_call><function=weather><parameter=city>Köln</parameter></function></seed:tool_call>"],
+    ),
+    "step3": Sample(
+        step3,
+        '{{ tools }}<｜tool_calls_begin｜><steptml:invoke name="a">',
+        writes_json=False,
+        cut='<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="wea',
+        others=[step3([("weather", {"city": "Köln"})]).replace("><steptml:parameter", ">\n<steptml:parameter")],
     ),
 }

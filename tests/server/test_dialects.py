@@ -26,6 +26,7 @@ WEATHER = {
         "days": {"type": "integer"},
         "where": {"type": "object"},
         "tags": {"type": "array"},
+        "kinds": {"type": "array", "enum": ["a", "b"]},
         "dry": {"type": "boolean"},
         "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     },
@@ -188,6 +189,7 @@ def test_call_that_lacks_only_its_end_is_one(name):
         ("where", '{"a": [1]}', {"a": [1]}),
         ("where", "{a}", "{a}"),
         ("tags", "['a']", "['a']"),
+        ("kinds", '["a"]', ["a"]),
         ("other", "5", 5),
         ("other", "hello", "hello"),
         ("other", "[1", "[1"),
@@ -314,7 +316,10 @@ def test_the_template_says_how_thinking_is_marked():
         assert len({id(THINKING.get(n)) for n in THINKING.names() if THINKING.get(n).is_of(template)}) == 1
     assert choose("<|tool_calls_section_begin|>").thinking is None
     assert choose("<|tool_calls_section_begin|></think>").thinking is THINKING.get("kimi_k2")
-    assert choose("<think></think><response>").thinking is THINKING.get("granite33")
+    assert choose("<think></think><response>").thinking is THINKING.get("granite33") is THINKING.get("ernie45")
+    assert choose("<think></think><answer>").thinking is THINKING.get("hunyuan_a13b")
+    for name in ("cohere_command3", "longcat", "seed_oss"):
+        assert choose(f"{{{{ thinking }}}}{THINKERS[name][0]}").thinking is THINKING.get(name)
     assert choose("plain").thinking is None and choose("plain").calls is None
     assert choose("<think><tool_call>", thinking="none").thinking is None
     assert choose("<think><tool_call>", calls="none").calls is None
@@ -328,7 +333,7 @@ def test_names_that_do_not_go_together_are_refused():
                  {"calls": "openai", "thinking": "none"}):  # fmt: skip
         with pytest.raises(ValueError, match="do not go together"):
             choose("", **more)
-    with pytest.raises(ValueError, match="unknown tool-call parser 'herms'; known: deepseek_v3"):
+    with pytest.raises(ValueError, match="unknown tool-call parser 'herms'; known: cohere_command3"):
         choose("", calls="herms")
     with pytest.raises(ValueError, match="unknown reasoning parser"):
         choose("", thinking="x")
@@ -339,6 +344,10 @@ THINKERS = {
     "mistral": ("[THINK]", "[/THINK]"),
     "granite": ("Here is my thought process:", "Here is my response:"),
     "granite33": ("<think>", "</think>"),
+    "hunyuan_a13b": ("<think>", "</think>"),
+    "cohere_command3": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "longcat": ("<longcat_think>", "</longcat_think>"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
     "gemma4": ("<|channel>thought\n", "<channel|>"),
 }
 
@@ -378,6 +387,16 @@ def test_a_call_of_kimi_ends_its_thinking():
 )
 def test_marks_of_an_answer_are_no_part_of_it(text, expected):
     assert told(choose("", calls="granite", thinking="granite33"), text) == (*expected, [])
+
+
+def test_marks_of_an_answer_of_cohere_and_hunyuan_are_no_part_of_it():
+    for name, begin, end in [
+        ("cohere_command3", "<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("hunyuan_a13b", "<answer>", "</answer>")
+    ]:  # fmt: skip
+        dialect, (think, answer) = choose("", calls=name, thinking=name), THINKERS[name]
+        assert told(dialect, f"{think}\nhm\n{answer}\n{begin}\nhello\n{end}") == ("hm", "hello", [])
+        call = FORMS["jamba" if name == "hunyuan_a13b" else name].write([("time", {})])
+        assert told(dialect, f"{think}hm{answer}{call}") == ("hm", "", [("time", "{}")])
 
 
 def test_an_answer_between_marks_may_have_calls():
@@ -548,7 +567,7 @@ def test_grammar_of_strict_tools_allows_text_and_calls_of_the_schema(name, speci
     calls = write([("f", good)])
     if name == "mistral_v3":
         calls = calls.replace("] [", "][")
-    if name == "llama4_pythonic":
+    if name in ("llama4_pythonic", "lfm2", "olmo3"):
         calls = calls.replace("'", '"')
     if name == "minimax_m2":
         calls = calls.replace("\n</minimax", "\n</minimax")

@@ -11,14 +11,14 @@ from omniserve.server.dialects.grammar_text import SpecialTokens
 from omniserve.server.dialects.json_text import Brackets, dumps, ends_in_string, items, members, object_text
 
 
-def named_call(text: str) -> RawCall:
-    """Return the call that a JSON object of ``name`` and ``arguments`` is.
+def named_call(text: str, name_word: str = "name") -> RawCall:
+    """Return the call that a JSON object of ``name``, or another word, and ``arguments`` is.
 
     Raises:
         ValueError: It is none.
     """
     found = members(text)
-    name, _ = found.get("name", (None, ""))
+    name, _ = found.get(name_word, (None, ""))
     # Some models were taught the second word, and some write either. A call with both is not understood.
     given = [found[word] for word in ("arguments", "parameters") if word in found] or [({}, "{}")]
     if not isinstance(name, str) or len(given) > 1 or not isinstance(given[0][0], dict):
@@ -110,12 +110,16 @@ class MarkedArgumentsForm(CallForm):
 class JsonListForm(CallForm):
     """A mark, then a JSON array of calls, or a single call."""
 
+    name_word = "name"
+    """What a call's object calls the name."""
+
     def finder(self, begin: str) -> BracketFinder:
         return BracketFinder(begin.count("["))
 
     def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
         text = "[" * begin.count("[") + body
-        return [named_call(item) for item in items(text)] if text.lstrip().startswith("[") else [named_call(text)]
+        found = items(text) if text.lstrip().startswith("[") else [text]
+        return [named_call(one, self.name_word) for one in found]
 
     def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
         return named_call_rules(rule, name, schema, special, before="{")

@@ -72,7 +72,7 @@ def types_of(value: Any, schema: Mapping[str, Any], depth: int = 0) -> frozenset
     value = resolved(value, schema)
     if not value or depth > _MAX_DEPTH:
         return None
-    if "enum" in value or "const" in value:
+    if ("enum" in value or "const" in value) and "type" not in value:
         values = value["enum"] if isinstance(value.get("enum"), list) else [value.get("const")]
         return frozenset(_TYPES.get(type(one), "string" if isinstance(one, str) else "number") for one in values)
     for word in ("anyOf", "oneOf"):

@@ -42,14 +42,7 @@ class Pythonic(CallForm):
         return BracketFinder(1, "\"'")
 
     def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
-        source = begin + body
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of backslashes in strings: they are the model's
-                parsed = ast.parse(source, mode="eval").body
-                return [_call(node, source) for node in parsed.elts] if isinstance(parsed, ast.List) else []
-        except (SyntaxError, TypeError, MemoryError, RecursionError):
-            raise ValueError("no list of calls") from None
+        return python_calls("[" + body)
 
     def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
         parameters, any_value = parameters_of(schema, name)
@@ -67,6 +60,22 @@ class Pythonic(CallForm):
             rules.append(f"{rule}_{i}: {dumps(key + '=')} {json_value(value)}")
         rules += listed(rule, [parameter.is_required for parameter in parameters], ", ")
         return [f'{rule}: {dumps(name + "(")} {rule}_first_0 ")"', *rules]
+
+
+def python_calls(source: str) -> list[RawCall]:
+    """Return the calls of Python's code: a list of calls, or one a line.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of backslashes in strings: they are the model's
+            lines = [line.value for line in ast.parse(source).body if isinstance(line, ast.Expr)]
+            nodes = lines[0].elts if len(lines) == 1 and isinstance(lines[0], ast.List) else lines
+            return [_call(node, source) for node in nodes]
+    except (SyntaxError, TypeError, MemoryError, RecursionError):
+        raise ValueError("no calls") from None
 
 
 def _call(node: ast.expr, source: str) -> RawCall:

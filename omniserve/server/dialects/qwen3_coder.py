@@ -31,4 +31,4 @@ class Qwen3Coder(ParameterForm):
 
     @staticmethod
     def is_of(template: str) -> bool:
-        return "<function=" in template and "<parameter=" in template
+        return "<function=" in template and "<parameter=" in template and "<seed:tool_call>" not in template

@@ -64,10 +64,14 @@ class Thinking:
 
 
 _CALLS_OF_KIMI = "<|tool_calls_section_begin|>"
-_RESPONSE = Thinking("<response>", "</response>")
-THINK = Thinking("<think>", "</think>", other_signs=(_CALLS_OF_KIMI, _RESPONSE.begin))
+_RESPONSE, _ANSWER = Thinking("<response>", "</response>"), Thinking("<answer>", "</answer>")
+THINK = Thinking("<think>", "</think>", other_signs=(_CALLS_OF_KIMI, _RESPONSE.begin, _ANSWER.begin))
+HUNYUAN = Thinking("<think>", "</think>", sign=_ANSWER.begin, other_signs=(_RESPONSE.begin,), answer=_ANSWER)
 GRANITE33 = Thinking("<think>", "</think>", sign=_RESPONSE.begin, answer=_RESPONSE)
 KIMI_K2 = Thinking("<think>", "</think>", ends_before=_CALLS_OF_KIMI, sign=_CALLS_OF_KIMI)
+COHERE = Thinking("<|START_THINKING|>", "<|END_THINKING|>", answer=Thinking("<|START_RESPONSE|>", "<|END_RESPONSE|>"))
+LONGCAT = Thinking("<longcat_think>", "</longcat_think>")
+SEED_OSS = Thinking("<seed:think>", "</seed:think>")
 MISTRAL = Thinking("[THINK]", "[/THINK]")
 GRANITE = Thinking("Here is my thought process:", "Here is my response:")
 GEMMA4 = Thinking("<|channel>thought\n", "<channel|>")
