@@ -70,7 +70,7 @@ class Limits:
     max_file_mib: float = 200.0
     """Largest file that is taken, in MiB."""
     response_days: float = 30.0
-    """Days that a stored response is kept."""
+    """Days that a stored response is kept. 0: none is stored."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -81,6 +81,7 @@ class Limits:
                 "profile_start_s",
                 "best_effort_stream_interval_s",
                 "stream_comment_interval_s",
+                "response_days",
             )
             if value is not None and not (math.isfinite(value) and (value > 0 or (may_be_0 and value == 0))):
                 raise ValueError(f"{field.name} must be a number {'>=' if may_be_0 else '>'} 0, got {value}")

@@ -191,8 +191,9 @@ class _Main:
 
     async def _serve(self, service: Service, listener: socket.socket) -> int:
         dashboard = Dashboard()
-        if (database := self._batches.database) is not None:
-            service.responses = ResponseStore(database, ttl_s=self._options.limits.response_days * 86400)
+        days, database = self._options.limits.response_days, self._batches.database
+        if database is not None and days:
+            service.responses = ResponseStore(database, ttl_s=days * 86400)
         traces = open_traces(self._options.otlp_endpoint, model_name=service.model_name)
         config = uvicorn.Config(
             create_app(

@@ -16,7 +16,7 @@ from tests.clients.scenarios.scripts import SCRIPTS
 from tests.scripted_model import write_scripted_model
 
 MODEL = "scripted"
-_MAX_LENGTH = 4096
+_MAX_LENGTH = 16384  # Codex's first prompt has some 9,000
 # Not compiled, and no objective to speak of: a trial shows what the server understands, on a machine of any speed.
 _FLAGS = (
     "--device cpu --dtype float32 --execution compile=false --ls-ttft-slo 1000 --ls-tpot-slo 1000 "

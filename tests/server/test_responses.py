@@ -273,6 +273,7 @@ def test_what_is_hosted_elsewhere_is_left_out_and_named(client_of):
 
 def messages(**fields):
     """Return the messages of the chat that a request is."""
+    fields["model"] = "fake"
     asked = validate(CreateResponse, fields, UnknownFields())
     request = chat_of(asked, fields, asked.input, defaults={}, unknown=UnknownFields())
     return [
@@ -342,6 +343,7 @@ def test_an_answer_goes_back_as_it_came(client_of, stream):
 
 
 WRONG = [
+    ({"model": None, "input": "a"}, "model"),
     ({}, "input"),
     ({"input": []}, "input"),
     ({"input": 5}, "input"),
@@ -374,7 +376,7 @@ WRONG = [
 @pytest.mark.parametrize(("fields", "param"), WRONG, ids=lambda value: value if isinstance(value, str) else None)
 def test_what_is_wrong_is_named(client_of, fields, param):
     client = client_of()
-    answer = httpx.post(f"{client.base_url}responses", json=fields, timeout=60)
+    answer = httpx.post(f"{client.base_url}responses", json={"model": "fake"} | fields, timeout=60)
     assert answer.status_code in (400, 404), answer.text
     assert answer.json()["error"]["param"] == param, answer.text
     assert "response_format" not in answer.text
@@ -389,6 +391,14 @@ TAKEN = {
     "frequency_penalty": 0.5, "repetition_penalty": 1.5, "min_tokens": 1, "cache_salt": "x", "speculation": True,
     "service_tier": "flex", "slo": {"ttft_s": 5}, "chat_template_kwargs": {"a": 1}, "store": False, "stream": False,
 }  # fmt: skip
+
+
+def test_a_header_stands_for_the_tier(client_of):
+    client = client_of()
+    answer = client.responses.create(
+        model="fake", input="a", max_output_tokens=1, extra_headers={"x-omniserve-service-tier": "flex"}
+    )
+    assert answer.service_tier == "flex"
 
 
 def test_all_fields_are_taken_and_repeated(client_of):
@@ -450,7 +460,7 @@ def test_sealed_reasoning_is_read_by_the_server_that_sealed_it():
 
 
 def test_a_constraint_names_the_field_of_responses():
-    fields = {"input": "a", "text": {"format": {"type": "json_object"}}}
+    fields = {"model": "fake", "input": "a", "text": {"format": {"type": "json_object"}}}
     asked = validate(CreateResponse, fields, UnknownFields())
     request = chat_of(asked, fields, asked.input, defaults={"temperature": 0.25}, unknown=UnknownFields())
     assert (request.constraint.param, request.temperature, request.prompt_field) == ("text.format", 0.25, "input")
@@ -529,12 +539,14 @@ def test_a_response_goes_on_with_another_one(client_of, stream):
 
 
 def test_responses_belong_to_a_key_and_expire(start_server, tmp_path, tokenizer_folder):
-    (tmp_path / "keys.yaml").write_text(json.dumps([{"name": n, "key": n} for n in ("ann", "bob")]))
+    keys = [{"name": "ann", "key": "ann", "tier": "flex"}, {"name": "bob", "key": "bob", "requests_per_minute": 3}]
+    (tmp_path / "keys.yaml").write_text(json.dumps(keys))
     flags = ("--api-key-file", str(tmp_path / "keys.yaml"), "--limit", "response_days=0.0005")
     server = start_server(*flags).wait_until_ready()
     ann, bob = (server.client().with_options(api_key=name) for name in ("ann", "bob"))
     given = {"model": "fake", "input": "hi", "max_output_tokens": 3}
     response = ann.responses.create(**given)
+    assert response.service_tier == "flex" and response.usage.output_tokens == 3
     with pytest.raises(openai.NotFoundError):
         bob.responses.retrieve(response.id)
     with pytest.raises(openai.NotFoundError):
@@ -544,6 +556,9 @@ def test_responses_belong_to_a_key_and_expire(start_server, tmp_path, tokenizer_
     with pytest.raises(openai.BadRequestError):
         bob.responses.create(model="fake", input=[{"type": "item_reference", "id": response.output[0].id}])
     assert ann.responses.retrieve(response.id).id == response.id
+    bob.responses.create(**given)
+    with pytest.raises(openai.RateLimitError, match="3 requests a minute"):
+        bob.with_options(max_retries=0).responses.create(**given)
     with server.batches_database.write() as connection:
         connection.execute(update(RESPONSES).values(expires_at=RESPONSES.c.expires_at - 60))
     with pytest.raises(openai.NotFoundError):
@@ -644,7 +659,7 @@ def test_a_background_response_of_a_dead_server_has_failed(start_server):
 def test_the_tokens_of_an_input_are_counted(client_of):
     client = client_of()
     fields = {"input": [{"role": "user", "content": "hello"}], "tools": [WEATHER], "instructions": "a"}
-    found = client.responses.input_tokens.count(model="fake", **fields)
+    found = client.responses.input_tokens.count(**fields)
     assert found.object == "response.input_tokens"
     assert found.input_tokens == client.responses.create(model="fake", **fields).usage.input_tokens
     with pytest.raises(openai.BadRequestError, match="more than"):

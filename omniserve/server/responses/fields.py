@@ -192,7 +192,7 @@ class ResponseFields(StrictModel):
 
     fates: ClassVar[Mapping[str, Fate]] = _OWN_FATES
 
-    model: str | None = None
+    model: str
     input: Input = Field([])
     instructions: str | None = None
     """A message of the system before all others; that of the previous response does not hold any more."""

@@ -20,9 +20,16 @@ T = TypeVar("T")
 
 
 async def read_request(
-    service: Service, body: bytes, *, caller: str | None = None, headers: HeaderFields = NO_HEADERS
+    service: Service,
+    body: bytes,
+    *,
+    caller: str | None = None,
+    headers: HeaderFields = NO_HEADERS,
+    default_model: str | None = None,
 ) -> ResponsesRequest:
-    """Return the chat that the body of a request asks for; the arguments are those of ``AnswerShape.read``.
+    """Return the chat that the body of a request asks for.
+
+    The arguments are those of ``AnswerShape.read``, and ``default_model`` is the model of a body that names none.
 
     Raises:
         ApiError: As ``protocol.parse``, or a response or an item that it refers to is not here.
@@ -34,6 +41,8 @@ async def read_request(
     def read() -> tuple[dict[str, Any], ResponseFields]:
         raw = read_fields(body)
         headers.add_to(raw)
+        if default_model is not None:
+            raw.setdefault("model", default_model)
         return raw, validate(CreateResponse, raw, service.unknown_fields)
 
     raw, asked = await beside(read)

@@ -76,7 +76,7 @@ def router(service: Service) -> APIRouter:
     async def count(request: Request) -> Response:
         """Tell how many tokens the prompt of a request would have."""
         async with take_body(request, service.bodies) as body:
-            asked = await read_request(service, body, caller=caller_of(request).name)
+            asked = await read_request(service, body, caller=caller_of(request).name, default_model=service.model_name)
             service.check_model(asked.model)
             most = service.info.limits.max_tokens
             try:

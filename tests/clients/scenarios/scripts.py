@@ -51,5 +51,6 @@ SCRIPTS: dict[str, str | list[str]] = {
     "town": forced_call("Town", 3, **CITY),
     "other": call("ask_other"),
     "cities": call("Place", name="Oslo", people=720000) + "\n" + call("Place", **CITY),
+    "shell": call("exec_command", cmd="echo §after§"),
     "final": forced_call("final_result", 5, **CITY),
 }

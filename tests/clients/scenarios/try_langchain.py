@@ -41,6 +41,21 @@ def chat():
 
 
 @check
+def responses():
+    model = ChatOpenAI(**SERVER, use_responses_api=True)
+    first = model.invoke([("system", "Be brief."), ("human", "§plain§")])
+    assert first.text == PLAIN and first.usage_metadata["output_tokens"] > 5
+    assert "".join(chunk.text for chunk in model.stream("§plain§")) == PLAIN
+    asked = HumanMessage("§weather§")
+    message = model.bind_tools([weather]).invoke([asked])
+    [call] = message.tool_calls
+    assert call["args"] == {"city": "Rome"}
+    result = ToolMessage("sunny §after§", tool_call_id=call["id"])
+    assert model.bind_tools([weather]).invoke([asked, message, result]).text == AFTER
+    assert model.with_structured_output(City, method="json_schema").invoke("§json§") == City(**CITY)
+
+
+@check
 def stream():
     chunks = list(ChatOpenAI(**SERVER, stream_usage=True).stream("§plain§"))
     assert "".join(chunk.content for chunk in chunks) == PLAIN and len(chunks) > 3

@@ -79,6 +79,13 @@ def structured():
 
 
 @check
+def responses():
+    assert litellm.responses(**SERVER, input="§plain§").output_text == PLAIN
+    events = list(litellm.responses(**SERVER, input="§plain§", stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == PLAIN
+
+
+@check
 def flex():
     with best_effort(2):
         litellm.completion(**SERVER, messages=user("§plain§"), service_tier="flex")
@@ -87,7 +94,7 @@ def flex():
 
 @check
 def errors():
-    raised(litellm.ContextWindowExceededError, "4096", litellm.completion, **SERVER, messages=user(TOO_LONG))
+    raised(litellm.ContextWindowExceededError, "16384", litellm.completion, **SERVER, messages=user(TOO_LONG))
     raised(litellm.NotFoundError, "other", litellm.completion, **(SERVER | {"model": "openai/other"}),
            messages=user("x"))  # fmt: skip
 

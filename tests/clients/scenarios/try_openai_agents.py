@@ -20,6 +20,7 @@ from scripts import AFTER, CITY, PLAIN
 from trial import BASE_URL, MODEL, TOO_LONG, best_effort, check, main
 
 set_tracing_disabled(True)
+KIND: type = OpenAIChatCompletionsModel
 
 
 class City(BaseModel):
@@ -35,7 +36,7 @@ def forecast(city: str, days: int) -> str:
 
 def agent(**options):
     client = openai.AsyncOpenAI(base_url=BASE_URL, api_key="none", max_retries=0)
-    model = OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
+    model = KIND(model=MODEL, openai_client=client)
     return Agent(name="Assistant", instructions="Be brief.", model=model, **options)
 
 

@@ -7,7 +7,7 @@ import asyncio
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, PromptedOutput
 from pydantic_ai.exceptions import ModelHTTPError
-from pydantic_ai.models.openai import OpenAIChatModel, OpenAIChatModelSettings
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIChatModelSettings, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from scripts import AFTER, CITY, PLAIN
 from trial import BASE_URL, MODEL, TOO_LONG, best_effort, check, main, raised
@@ -20,7 +20,7 @@ class City(BaseModel):
     people: int
 
 
-def agent_with_weather():
+def agent_with_weather(model=model):
     agent = Agent(model, instructions="Be brief.")
 
     @agent.tool_plain
@@ -38,6 +38,16 @@ async def chat():
     assert result.output == PLAIN and usage.output_tokens > 0
     again = await Agent(model).run("§after§", message_history=result.all_messages())
     assert again.output == AFTER
+
+
+@check
+async def responses():
+    model = OpenAIResponsesModel(MODEL, provider=OpenAIProvider(base_url=BASE_URL, api_key="none"))
+    assert (await Agent(model, instructions="Be brief.").run("§plain§")).output == PLAIN
+    assert (await agent_with_weather(model).run("§two§")).output == AFTER
+    async with Agent(model).run_stream("§plain§") as result:
+        assert await result.get_output() == PLAIN
+    assert (await Agent(model, output_type=NativeOutput(City)).run("§json§")).output == City(**CITY)
 
 
 @check
