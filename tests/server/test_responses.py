@@ -422,7 +422,7 @@ def test_documented_fields_are_known():
 def test_steps_of_any_size_and_whole_answers_are_the_same_items(name):
     """Drafts bring several tokens a step, and what a reader has not read is merged."""
     call = FORMS[name].write([("weather", {"city": "Köln"}), ("weather", {"city": "Ulm", "days": 2})])
-    token_ids = TOKENIZER(f"hm < x\n</think>\n\nhello bye {call}").input_ids
+    token_ids = TOKENIZER(f"hm < x\n</think>\n\nhello bye {call}\n so {call} end").input_ids
     codec, dialect = TextCodec(TOKENIZER), choose("", thinking="qwen3", calls=name)
     rng = random.Random(0)
     results = set()
@@ -450,7 +450,11 @@ def test_steps_of_any_size_and_whole_answers_are_the_same_items(name):
                 item.pop("call_id", None)
             results.add(json.dumps(found))
     [whole] = results
-    assert [item["type"] for item in json.loads(whole)] == ["reasoning", "message", "function_call", "function_call"]
+    call, message = "function_call", "message"
+    kinds = ["reasoning", message, call, call, message, call, call, message]
+    assert [item["type"] for item in json.loads(whole)] == kinds
+    texts = [item["content"][0]["text"].strip() for item in json.loads(whole) if "content" in item]
+    assert texts == ["hm < x", "hello bye", "so", "end"]
 
 
 def test_sealed_reasoning_is_read_by_the_server_that_sealed_it():

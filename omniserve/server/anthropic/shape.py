@@ -110,7 +110,7 @@ class MessagesShape(AnswerShape):
             yield "thinking", delta.reasoning
         text, done = delta.text, 0
         for call in delta.tool_calls:
-            end = len(text) if call.text_before is None else call.text_before - self._num_characters
+            end = call.text_before - self._num_characters
             if end > done:
                 yield "text", text[done:end]
                 done = end

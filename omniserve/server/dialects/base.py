@@ -28,8 +28,8 @@ class ParsedCall:
     name: str
     arguments: str
     """The text of a JSON object; where the model writes JSON, as the model wrote it."""
-    text_before: int | None = None
-    """The number of characters of the answer's text before it; None: all that was told with it, or before."""
+    text_before: int = 0
+    """Number of characters of the answer's text that are before the call."""
 
 
 class Said(NamedTuple):

@@ -50,6 +50,8 @@ class OutputItems:
         """The kind of the item that gets more text: ``message``, ``reasoning`` or none."""
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
+        self._num_chars = 0
+        """Number of characters of the answer's text so far."""
         self._held = ""
         """White space that a message may begin with."""
         self._held_logprobs: list[dict[str, Any]] = []
@@ -62,17 +64,14 @@ class OutputItems:
             events += self._more(delta.reasoning)
         if self._logprob is not None:
             self._held_logprobs += map(self._logprob, delta.logprobs[delta.num_reasoning_tokens :])
-        text = self._held + delta.text
-        if text and (self._open == "message" or text.strip()):
-            self._held = ""
-            events += self._begin("message")
-            events += self._more(text)
-        else:
-            self._held = text
+        text, at = delta.text, self._num_chars
         for call in delta.tool_calls:
-            events += self._close()
-            events += self._call(call)
+            before, text = text[: call.text_before - at], text[call.text_before - at :]
+            events += [*self._say(before), *self._close(), *self._call(call)]
             self._held, self._held_logprobs = "", []
+            at = call.text_before
+        events += self._say(text)
+        self._num_chars += len(delta.text)
         if delta.finish_reason is not None:
             self.is_cut = delta.finish_reason == "length"
         return events
@@ -84,6 +83,15 @@ class OutputItems:
             events += self._begin("message")
             events += self._more(self._held) if self._held else []
         return events + self._close("completed" if is_whole and not self.is_cut else "incomplete")
+
+    def _say(self, text: str) -> list[Event]:
+        """Take text of the answer."""
+        text = self._held + text
+        if not text or (self._open != "message" and not text.strip()):
+            self._held = text
+            return []
+        self._held = ""
+        return [*self._begin("message"), *self._more(text)]
 
     def _place(self, prefix: str) -> dict[str, Any]:
         """Return what names the next item."""
