@@ -229,20 +229,20 @@ def serve_chats(
 
 
 @PREFIXES.case(
-    agents=20, system=(256, "tokens of each agent's system prompt"), turn=(128, "new tokens of a turn"), turns=24,
+    agents=12, system=(256, "tokens of each agent's system prompt"), turn=(128, "new tokens of a turn"), turns=16,
     output=32, edits=(0.4, "share of turns that go on from an earlier one"), others=(1.0, "random prompts a turn"),
-    other=(256, "tokens of such a prompt"), room=[0.5, 0.75, 1.0, 1.5], block_size=16, repeats=1, seed=1,
+    other=(256, "tokens of such a prompt"), room=[0.5, 0.75, 1.0], block_size=16, repeats=1, seed=1,
     tiny={"agents": 2, "system": 32, "turn": 16, "turns": 3, "output": 2, "other": 32, "room": [1.0]},
 )  # fmt: skip
 def sessions(args: argparse.Namespace) -> Trials:
     """Agents whose histories have branches, in too little memory, with and without names of sessions.
 
     The agents take turns at random. A turn is the history so far and new tokens; a share of them (``--edits``) first
-    goes back to the end of an earlier turn, as a retry or an edited history does. Random prompts without a session come in
-    between. Requests run one after another, with the real scheduler and its cache and without a model, so nothing here
-    depends on time. The device has memory for ``--room`` times what the last histories of all agents take. ``hit_rate``
-    is the share of the turns' tokens that the cache had, but for each agent's first turn; ``named``: requests have the
-    name of their agent as session.
+    goes back to the end of an earlier turn, as a retry or an edited history does. Random prompts without a session come
+    in between. Requests run one after another, with the real scheduler and its cache and without a model, so nothing
+    here depends on time. The device has memory for ``--room`` times what the last histories of all agents take.
+    ``hit_rate`` is the share of the turns' tokens that the cache had, but for each agent's first turn; ``named``:
+    requests have the name of their agent as session.
     """
     turns = agents_turns(args)
     last = {name: len(prompt) for name, prompt in turns if name}

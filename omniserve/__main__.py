@@ -6,6 +6,7 @@ import sys
 
 PROGRAMS = {
     "serve": ("server", "serve a model behind OpenAI's API"),
+    "bench": ("bench", "load a server, and tell how long answers take"),
     "batch": ("batch", "run a file of requests, with a server or without one"),
     "profile": ("profile", "measure how long the steps of a model take"),
     "perplexity": ("perplexity", "tell what quantising a model costs, on a text"),

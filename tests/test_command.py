@@ -30,7 +30,7 @@ def test_it_lists_its_commands() -> None:
     assert all(importlib.util.find_spec(f"omniserve.{module}") for module, _ in PROGRAMS.values())
 
 
-@pytest.mark.parametrize("name", ["serve", "explain"])
+@pytest.mark.parametrize("name", ["serve", "explain", "bench"])
 def test_a_command_is_its_program(name: str) -> None:
     done = run(name, "--help")
     assert done.returncode == 0 and done.stdout.startswith(f"usage: omniserve {name} "), done.stderr

@@ -40,6 +40,7 @@ ALLOWED = {
     "server": {"core", "sampling", "launch", "routing"},
     "prefill": {"core", "kv", "remote", "engine", "launch", "layers", "parallel"},
     "cluster": {"core", "remote", "parallel", "prefill"},
+    "bench": {"core"},
     "__main__": {"core"},  # the command, which runs the modules below by their names
 }
 """Cluster, {server, prefill}, launch, {profiling, simulate}, engine, parallel, {sched, runner},
@@ -72,11 +73,13 @@ PLAIN = (
     "kv/prefix_cache.py",
     "kv/prefix_index.py",
     "kv/retained.py",
+    "kv/sessions.py",
     "kv/table.py",
     "kv/tables.py",
     "kv/tiered.py",
     "kv/tiers.py",
     "kv/two_tiers.py",
+    "bench",
     "simulate",
     "core",
     "routing",

@@ -117,7 +117,9 @@ def model_from(args: argparse.Namespace) -> str:
         ValueError: It is no folder with a model, and cannot be a hub id.
     """
     if args.model is not None:
-        return checked_model(args.model, args.gguf_file)
+        return checked_model(args.model, args.gguf_file, args.revision)
+    if args.revision is not None:
+        raise ValueError(f"--revision {args.revision}: give the hub id of the repository as --model, too")
     if args.gguf_file is not None:
         raise ValueError(f"--gguf-file {args.gguf_file}: give the folder or the repository that has it as --model, too")
     return builtin_model_path()
@@ -129,6 +131,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="PATH_OR_HUB_ID", help="model folder, GGUF file or hub id (default: the built-in one)"
     )
     parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file of the model's folder or repository")
+    parser.add_argument(
+        "--revision",
+        metavar="NAME",
+        help="branch, tag or commit of the model's repository on the hub, with its tokenizer and configs",
+    )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,

@@ -85,8 +85,13 @@ def file_in(folder: Path, name: str | None) -> Path:
     return files[0]
 
 
-def hub_file(model: str, name: str) -> Path:
+def hub_file(model: str, name: str, revision: str | None = None) -> Path:
     """Return a GGUF file of a repository of Hugging Face's hub, which is fetched if it is not there.
+
+    Args:
+        model: The hub id.
+        name: The file's name.
+        revision: Branch, tag or commit; None: the main branch.
 
     Raises:
         ValueError: There is no such repository or file, or it cannot be fetched.
@@ -94,7 +99,7 @@ def hub_file(model: str, name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(model, name))
+        return Path(hf_hub_download(model, name, revision=revision))
     except OSError as error:
         raise ValueError(f"--model {model} --gguf-file {name}: it cannot be fetched from the hub: {error}") from error
 

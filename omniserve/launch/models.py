@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from omniserve.core.logs import take_over_loggers
 from omniserve.launch.gguf_folder import file_in, folder_of, gguf_of, hub_file, one_reader
+from omniserve.launch.hub import hub_folder
 from omniserve.layers.model_classes import import_torchao_for
 
 if TYPE_CHECKING:
@@ -27,17 +28,23 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 
 
-def checked_model(name: str, gguf_file: str | None = None) -> str:
+def checked_model(name: str, gguf_file: str | None = None, revision: str | None = None) -> str:
     """Return a model's folder or hub id, with ``~`` as the home folder; of a GGUF file the folder that stands for it.
 
     Args:
         name: Folder, GGUF file or hub id.
         gguf_file: The GGUF file's name in the folder or repository.
+        revision: Branch, tag or commit of the repository, whose files are then fetched; None: the main branch.
 
     Raises:
         ValueError: It is none of these, or cannot be fetched; the message says what is missing.
     """
     path = Path(name).expanduser()
+    if revision is not None and path.exists():
+        raise ValueError(
+            f"--revision {revision}: --model {name} is on this machine, which has no revisions; give a hub id, or "
+            "leave --revision out"
+        )
     if path.is_dir():
         has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
         if gguf_file is not None or (not has_weights and any(path.glob("*.gguf"))):
@@ -55,7 +62,9 @@ def checked_model(name: str, gguf_file: str | None = None) -> str:
         )
     if not _HUB_ID.fullmatch(name):
         raise ValueError(f"--model {name}: there is no such folder or file, and a hub id is NAME or OWNER/NAME")
-    return name if gguf_file is None else str(folder_of(hub_file(name, gguf_file)))
+    if gguf_file is not None:
+        return str(folder_of(hub_file(name, gguf_file, revision)))
+    return name if revision is None else hub_folder(name, revision)
 
 
 def builtin_model_path() -> str:

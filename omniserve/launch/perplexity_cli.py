@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="default: the built-in one")
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8")
     parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file of the model's folder or repository")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the model's repository")
     parser.add_argument(
         "--quantize", nargs="*", choices=QUANTIZE, help="default: all, of a model that is not quantised"
     )

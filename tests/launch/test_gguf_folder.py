@@ -179,19 +179,20 @@ def test_a_folder_whose_only_weights_are_a_gguf_file_stands_for_it(tmp_path: Pat
 
 
 def test_a_file_of_a_repository_is_fetched(chosen: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
+    asked: list[tuple[str, str, str | None]] = []
 
-    def fetch(repository: str, name: str) -> str:
+    def fetch(repository: str, name: str, *, revision: str | None) -> str:
         if name == "missing.gguf":
             raise OSError("404")
-        asked.append((repository, name))
+        asked.append((repository, name, revision))
         return f"/cache/{name}"
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
     assert checked_model("owner/name", "tiny.gguf") == "made"
-    assert asked == [("owner/name", "tiny.gguf")] and chosen == [Path("/cache/tiny.gguf")]
+    assert asked == [("owner/name", "tiny.gguf", None)] and chosen == [Path("/cache/tiny.gguf")]
     with pytest.raises(ValueError, match=r"--model owner/name --gguf-file missing.gguf: it cannot be fetched.*404"):
         checked_model("owner/name", "missing.gguf")
+    assert checked_model("owner/name", "tiny.gguf", "v2") == "made" and asked[1:] == [("owner/name", "tiny.gguf", "v2")]
     assert checked_model("owner/name") == "owner/name"
 
 
