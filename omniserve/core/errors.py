@@ -18,6 +18,8 @@ class RequestRejected(OmniServeError):
         retry_after_s: When a retry is expected to be admitted, in seconds; None when unknown.
         predicted_ttft_s: The time to first token that it would have had.
         required_ttft_s: Its objective.
+        predicted_s: The time that the whole output would have taken; None if that was not the reason.
+        required_s: The deadline for it.
     """
 
     def __init__(
@@ -27,11 +29,15 @@ class RequestRejected(OmniServeError):
         retry_after_s: float | None = None,
         predicted_ttft_s: float | None = None,
         required_ttft_s: float | None = None,
+        predicted_s: float | None = None,
+        required_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.predicted_ttft_s = predicted_ttft_s
         self.required_ttft_s = required_ttft_s
+        self.predicted_s = predicted_s
+        self.required_s = required_s
 
 
 class Stalled(OmniServeError):

@@ -23,6 +23,8 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    TIMEOUT = "timeout"
+    """The request waited for longer than its ``max_queue_s``."""
 
 
 class Pooling(enum.StrEnum):
@@ -45,9 +47,7 @@ class SLO:
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"SLO.{name} must be a positive number of seconds or None, got {value!r}")
+            _check_seconds(f"SLO.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +187,10 @@ class Request:
     """The name of one of the engine's classes; ``LS`` and ``BE`` are there by default."""
     slo: SLO | None = None
     """The objectives; None takes those of the class from the engine's config."""
+    deadline_s: float | None = None
+    """Seconds from the arrival within which the whole output is wanted; None: there is no such wish."""
+    max_queue_s: float | None = None
+    """Seconds from the arrival after which a request that no step has had ends as TIMEOUT; None: it waits on."""
     request_id: str | None = None
     """Unique among unfinished requests; None lets the engine choose."""
     cache_salt: str = ""
@@ -209,6 +213,8 @@ class Request:
         object.__setattr__(self, "predicted_token_ids", tuple(self.predicted_token_ids))
         if self.lora is not None and (not isinstance(self.lora, str) or not self.lora):
             raise ValueError(f"lora must be the name of an adapter or None, got {self.lora!r}")
+        for name in ("deadline_s", "max_queue_s"):
+            _check_seconds(f"Request.{name}", getattr(self, name))
         if not isinstance(self.cache_salt, str):
             raise ValueError(f"cache_salt must be a string, got {self.cache_salt!r}")
         if not isinstance(self.session, str):
@@ -365,6 +371,11 @@ def _check_int(name: str, value: object, low: int, high: int | None) -> None:
         raise ValueError(f"{name} must be an int, got {value!r}")
     if value < low or (high is not None and value > high):
         raise ValueError(f"{name} must be >= {low}{f' and <= {high}' if high is not None else ''}, got {value}")
+
+
+def _check_seconds(name: str, value: float | None) -> None:
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be a positive number of seconds or None, got {value!r}")
 
 
 def _check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:

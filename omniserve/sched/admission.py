@@ -171,7 +171,7 @@ class Admission:
 
     def learn(self, state: RequestState, now_s: float) -> None:
         """Learn from a request's first token."""
-        required_s, actual_s = state.slo.ttft_s, now_s - state.arrival_s
+        required_s, actual_s = (state.told_slo or state.slo).ttft_s, now_s - state.arrival_s
         if required_s is None:
             return
         self._margin.at(now_s)
@@ -208,4 +208,4 @@ def _too_late(prediction: TTFTPrediction, waited_s: float, required_s: float, le
 
 def scaled_slo(state: RequestState) -> SLO | None:
     """Return the objectives of a request if admission has scaled those of its class; else None."""
-    return state.slo if state.has_scaled_ttft or state.has_scaled_tpot else None
+    return (state.told_slo or state.slo) if state.has_scaled_ttft or state.has_scaled_tpot else None

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from omniserve.core.plan import Bound, LeftOut
 from omniserve.sched.batch import Batch
 from omniserve.sched.options import CoServingOptions
 from omniserve.sched.state import BE, LS, Phase, RequestState
-from omniserve.sched.step_cost import Forecast, largest, left_out
+from omniserve.sched.step_cost import Forecast, TimeBound, largest, left_out
 from omniserve.sched.tier_moves import TierMoves
 from omniserve.sched.view import RequestView
+
+if TYPE_CHECKING:
+    from omniserve.sched.deadlines import Deadlines
 
 MIN_BE_CHUNK = 16
 """Tokens of BE work that a step without other device work has at least, whatever the bound: an idle machine works."""
@@ -133,6 +136,43 @@ class BestEffortWork:
         self._make_room(batch, without_memory)
         return kept_out + self._decode(batch, bound_s)
 
+    def run_first(self, batch: Batch, bound: TimeBound, deadlines: Deadlines) -> TimeBound:
+        """Schedule the requests whose deadline is at stake, by deadline; return the bound of all other BE work."""
+        assert batch.cost is not None
+        urgent, spare_s = deadlines.first_and_spare_s(batch.now_s)
+        states = [state for state in urgent if state not in self._view.hidden]
+        decodes = [state for state in states if state.phase is Phase.DEVICE and state.decodes]
+        for state in decodes[: _num_within(batch, decodes, bound.seconds)]:
+            if state.phase is Phase.DEVICE:
+                self.moves.run_or_offload(batch, state)
+        for state in states:
+            if state in batch or state in decodes or state.phase not in (Phase.DEVICE, Phase.WAITING):
+                continue
+            if state.phase is Phase.WAITING and self._view.waiting[LS]:
+                break  # as in _prefill
+            if self._prefill_first(batch, state, bound.seconds) is not None:
+                break
+            if state.phase is not Phase.MOVING and not batch.samples(state):
+                break
+        if batch.is_empty:
+            return bound  # nothing runs that other work could hold up
+        return bound.or_tighter(batch.cost.seconds() + spare_s, "deadlines of best-effort requests")
+
+    def _prefill_first(self, batch: Batch, state: RequestState, bound_s: float) -> Bound | None:
+        """Schedule a prompt with a deadline; for its memory and its place BE requests behind it give way."""
+        while True:
+            least = _min_tokens(batch)
+            if state.phase is Phase.DEVICE:
+                return batch.add(state, bound_s=bound_s, min_tokens=least)
+            reserve = self._memory.reserve_for_ls(state)
+            refused_by = batch.admit(state, bound_s=bound_s, min_tokens=least, reserve_blocks=reserve)
+            if refused_by not in (Bound.MEMORY, Bound.REQUESTS):
+                return refused_by
+            victim = batch.youngest_victim(state, (BE,))
+            if victim is None or victim in self._view.pinned:
+                return refused_by
+            batch.preempt(victim)
+
     def _prefill(self, batch: Batch, bound_s: float) -> tuple[tuple[LeftOut, ...], RequestState | None]:
         """Schedule BE prefill up to the bound; a prompt that is cut short ends it: no crumbs follow.
 
@@ -140,7 +180,7 @@ class BestEffortWork:
             What to note of prompts that are kept out, and the first of them if memory is what it lacks.
         """
         waiting = self._view.waiting
-        admitted = [state for state in self._view.device[BE] if not state.decodes]
+        admitted = [state for state in self._view.device[BE] if not state.decodes and state not in batch]
         for number, state in enumerate(admitted):
             refused_by = batch.add(state, bound_s=bound_s, min_tokens=_min_tokens(batch))
             if refused_by is not None:  # not for memory: it holds all its blocks since its first chunk

@@ -225,7 +225,7 @@ class BROSPolicy(Policy):
         more_steps = (state.num_uncomputed_tokens - 1) // self.limits.config.max_num_batched_tokens
         return objective_s - (begin_s - since_s) - more_steps * (self._average_s or 0.0)
 
-    def _by_urgency(self, now_s: float) -> Iterator[tuple[float, tuple[int, int], RequestState]]:
+    def _by_urgency(self, now_s: float) -> Iterator[tuple[float, tuple[int, float, int], RequestState]]:
         """Poll the sorted running requests and the waiting queue for the most urgent, one after another (Fig. 8)."""
         pending = sorted((self._residual_s(state, now_s), state.priority_key, state) for state in self.view.device[LS])
         waiting = ((self._residual_s(state, now_s), state.priority_key, state) for state in self.view.waiting[LS])

@@ -32,6 +32,7 @@ from omniserve.sched.ttft import MIN_LS_CHUNK
 from omniserve.sched.view import RequestView
 
 if TYPE_CHECKING:
+    from omniserve.sched.deadlines import Deadlines
     from omniserve.sched.deferral import Deferral
     from omniserve.sched.planned_deferral import PlannedDeferral
 
@@ -61,6 +62,10 @@ class LatencyControl(Protocol):
     @property
     def margin(self) -> float:
         """The share of a TTFT that admission leaves, in [0, 1)."""
+
+    @property
+    def deadlines(self) -> Deadlines | None:
+        """Predicts when requests with a deadline for the whole output end; None: such deadlines only order BE work."""
 
     def first_token_bound_s(self, state: RequestState, begin_s: float) -> float:
         """Return the most seconds of a step with a request's first token, for the LS prompts behind it in the step."""
@@ -195,6 +200,8 @@ class CoServingStep:
         kept_out += left_out("LS deferred", len(still), Bound.DEFERRED, still[0] if still else "")
         ls_s = cost.seconds() if cost is not None else None
         bound = self._best_effort_bound(batch, s_be, decoding, unfinished, begin_s)
+        if self.control is not None and (deadlines := self.control.deadlines) is not None and deadlines.has_any:
+            bound = self.best_effort.run_first(batch, bound, deadlines)
         device_bound_s = max(0.0, bound.seconds - self.host_rows.reserve_s(batch, bound.seconds))
         kept_out += self.best_effort.run(batch, device_bound_s)
         self._moves.swap_back(batch, device_bound_s, nothing_left_out=not kept_out)
@@ -322,10 +329,12 @@ class CoServingPolicy(Policy):
         """Put what comes before all else into the empty batch of a step."""
 
     def on_arrival(self, state: RequestState, now_s: float) -> float | None:
+        control = self.step.control
         if state.kind is BE:
+            if control is not None and control.deadlines is not None:
+                control.deadlines.admit_be(state, now_s)
             self.step.best_effort.note_arrival(state)
             return None
-        control = self.step.control
         return control.on_arrival(state, now_s, self.begin_s(now_s)) if control is not None else None
 
     def soonest_s(self, states: Sequence[RequestState], now_s: float) -> list[float] | None:
@@ -337,10 +346,13 @@ class CoServingPolicy(Policy):
             self.step.control.on_first_token(state, now_s)
 
     def on_end(self, state: RequestState) -> None:
+        control = self.step.control
         if state.kind is BE:
             self.step.best_effort.note_end(state)
-        elif self.step.control is not None:
-            self.step.control.on_end(state)
+            if control is not None and control.deadlines is not None:
+                control.deadlines.note_end(state)
+        elif control is not None:
+            control.on_end(state)
 
     def to_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> frozenset[str]:
         """Let rows of lower classes leave the running step for a request that is late otherwise (omniserve 6)."""

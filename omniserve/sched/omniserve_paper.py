@@ -99,6 +99,7 @@ class PaperControl:
     """
 
     margin = 0.0
+    deadlines = None
 
     def __init__(self, view: RequestView, forecast: Forecast, *, refuses: bool) -> None:
         self._view, self._forecast = view, forecast

@@ -53,7 +53,7 @@ class PrefixQueue(RequestQueue):
         """Yield the next request by prefix, until one stays in the queue.
 
         It is the oldest of the best class, of those that share most with the one that went last. An oldest request that
-        has begun before comes first, and so does one that ``MOST_PASSED`` others have passed.
+        has begun before or has a due time comes first, and so does one that ``MOST_PASSED`` others have passed.
         """
         while (oldest := self.first) is not None:
             self._chosen = state = self._next(oldest)
@@ -62,7 +62,7 @@ class PrefixQueue(RequestQueue):
                 return
 
     def _next(self, oldest: RequestState) -> RequestState:
-        if self._num_passed < MOST_PASSED and oldest.first_scheduled_s is None:
+        if self._num_passed < MOST_PASSED and oldest.first_scheduled_s is None and not oldest.has_due_time:
             for group in self._last:
                 queue = self._groups.get(group) if group[0] == oldest.priority_key[0] else None
                 if queue is not None and queue.first is not None:

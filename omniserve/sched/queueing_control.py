@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from omniserve.sched.admission import Admission
 from omniserve.sched.batch import Batch
+from omniserve.sched.deadlines import Deadlines
 from omniserve.sched.options import CoServingOptions
 from omniserve.sched.state import BE, LS, RequestState
-from omniserve.sched.step_cost import Forecast, Headrooms, TimeBound, ttft_left_s
+from omniserve.sched.step_cost import Forecast, Headrooms, TimeBound, tpot_bound, ttft_left_s
 from omniserve.sched.ttft import LSQueue, TTFTEstimator, TTFTPrediction
 from omniserve.sched.view import RequestView
 
@@ -30,6 +31,9 @@ class QueueingControl:
         self._leaves_time = options.newcomer_bound
         self._estimator = TTFTEstimator(forecast, view.limits, options.slack, self._headrooms)
         self._admission = Admission(forecast, refuses=options.admission, headrooms=self._headrooms)
+        self.deadlines = Deadlines(
+            view, forecast, self._usual_bound_s, refuses=options.admission, has_headroom=options.headrooms
+        )
 
     # -- arrivals and ends ---------------------------------------------------------------------------------------
 
@@ -52,6 +56,9 @@ class QueueingControl:
             is_idle=self._view.is_only_ls(state),
             elsewhere_s=elsewhere_s,
         )
+        if state.request.deadline_s is not None:
+            soonest_s = prediction.soonest_s if elsewhere_s is None else min(prediction.soonest_s, elsewhere_s)
+            self.deadlines.admit_ls(state, waited_s + soonest_s)
         if elsewhere_s is not None and elsewhere_s < prediction.expected_s:
             state.soonest_ttft_s = None  # the margin learns from what is computed here
             return waited_s + elsewhere_s
@@ -64,6 +71,7 @@ class QueueingControl:
     def on_end(self, state: RequestState) -> None:
         """Learn from the length of an LS request's output."""
         self._estimator.note_end(state)
+        self.deadlines.note_end(state)
 
     @property
     def margin(self) -> float:
@@ -147,6 +155,14 @@ class QueueingControl:
                 bound = bound.or_tighter(max(left_s, ls_s), f"ttft of {request_id}")
         newcomer_s = self._newcomer_bound_s(batch, decoding, s_be.seconds, begin_s)
         return bound.or_tighter(newcomer_s, "ttft of a new request")
+
+    def _usual_bound_s(self, decoding: Sequence[RequestState]) -> float:
+        """Return the most seconds of steps with these LS decodes, as BE work may make them one after another."""
+        bound_s = tpot_bound(decoding, 0.0, "step", self._headrooms.be).seconds
+        if not self._leaves_time:
+            return bound_s
+        margin = self._admission.margin
+        return min(bound_s, self._estimator.newcomer_bound_s(decoding, bound_s, margin=margin, busy_s=0.0))
 
     def _newcomer_bound_s(
         self, batch: Batch, decoding: Sequence[RequestState], bound_s: float, begin_s: float

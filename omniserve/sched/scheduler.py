@@ -9,8 +9,10 @@ device in the order of their launch, so whichever request is given the blocks wr
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 import logging
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -80,6 +82,8 @@ class Scheduler:
         self._in_flight: dict[int, list[Told]] = {}
         """Steps that were advanced and are not settled, by id."""
         self._orders = itertools.count()
+        self._patience: list[tuple[float, int, RequestState]] = []
+        """A heap of the times until which requests wait at most, with the requests; some have begun or ended."""
         self._output_tokens: Counter[str] = Counter()
         self._prompt_tokens: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter(dict.fromkeys(self._classes, 0))
@@ -112,17 +116,21 @@ class Scheduler:
             ValueError: A request of that id has ended, but a copy or a host task still uses its KV.
         """
         rank, kind = self._classes[request.service_class]
+        arrival_s = now_s if arrival_s is None else arrival_s
+        due_s = math.inf if request.deadline_s is None or kind is LS else arrival_s + request.deadline_s
         state = RequestState(
             request_id=request_id,
             request=request,
             slo=slo,
             kind=kind,
-            priority_key=(rank, next(self._orders)),
-            arrival_s=now_s if arrival_s is None else arrival_s,
+            priority_key=(rank, due_s, next(self._orders)),
+            arrival_s=arrival_s,
             token_ids=list(request.prompt_token_ids),
             lora=lora,
         )
         self.requests.add(state)
+        if request.max_queue_s is not None:
+            heapq.heappush(self._patience, (arrival_s + request.max_queue_s, state.order, state))
         self._tell_time(now_s)
         try:
             state.predicted_ttft_s = self.policy.on_arrival(state, now_s)
@@ -160,13 +168,18 @@ class Scheduler:
         return state.output(reason=FinishReason.ABORT, now_s=now_s)
 
     def end_failed(self, now_s: float) -> list[RequestOutput]:
-        """End the requests whose adapter could not be read, and return their outputs."""
+        """End the requests whose adapter could not be read or that waited too long, and return their outputs."""
         loras = self.requests.loras
         outputs: list[RequestOutput] = []
         for state, message in loras.failed().items() if loras is not None else ():
             logger.error("request %s failed: %s", state.request_id, message)
             self.requests.end(state)
             outputs.append(state.output(reason=FinishReason.ERROR, stop_reason=message, now_s=now_s))
+        while self._patience and self._patience[0][0] <= now_s:
+            _, _, state = heapq.heappop(self._patience)
+            if self.requests.states.get(state.request_id) is state and state.first_scheduled_s is None:
+                self.requests.end(state)
+                outputs.append(state.output(reason=FinishReason.TIMEOUT, now_s=now_s))
         return outputs
 
     # -- a step --------------------------------------------------------------------------------------------------
@@ -433,7 +446,7 @@ def _last_prompt(service_class: str, rank: int, num_tokens: int) -> RequestState
         request=request,
         slo=SLO(),
         kind=LS,
-        priority_key=(rank, sys.maxsize),
+        priority_key=(rank, math.inf, sys.maxsize),
         arrival_s=0.0,
         token_ids=list(request.prompt_token_ids),
     )

@@ -157,8 +157,9 @@ class RequestState:
     """The objectives that hold: its own or its class's, which admission may have scaled (``sched/admission.py``)."""
     kind: ServiceClass
     """The kind of service that the request gets, whatever its class is called."""
-    priority_key: tuple[int, int]
-    """(rank of its class, arrival number): the order among requests of its kind."""
+    priority_key: tuple[int, float, int]
+    """(rank of its class, due time, arrival number): the order among requests of its kind. The due time is that of a BE
+    request's deadline for the whole output; infinity: there is none. LS requests go by their objectives."""
     arrival_s: float
     token_ids: list[int]
     lora: LoRA | None = None
@@ -184,6 +185,8 @@ class RequestState:
     """The TTFT predicted if BE work gives way entirely; None: admission does not learn from it."""
     later_s: float = 0.0
     """Seconds by which its class's TTFT was scaled up, as its prompt alone takes longer; 0: it was not."""
+    told_slo: SLO | None = None
+    """The objectives that hold, if a deadline for the whole output has tightened those that it is scheduled by."""
     has_scaled_tpot: bool = False
     """The TPOT of its class was scaled to what its tokens take alone."""
     unseen_rows: int = 0
@@ -235,7 +238,12 @@ class RequestState:
     @property
     def order(self) -> int:
         """Arrival number."""
-        return self.priority_key[1]
+        return self.priority_key[2]
+
+    @property
+    def has_due_time(self) -> bool:
+        """True for a BE request with a deadline."""
+        return self.priority_key[1] < math.inf
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -357,7 +365,7 @@ _PRIORITY_KEY = attrgetter("priority_key")
 
 
 class RequestQueue:
-    """Requests of one kind by class and then arrival, whatever order they were put in.
+    """Requests of one kind by class, due time and then arrival, whatever order they were put in.
 
     Requests in the set ``hidden``, which others may change at any time, count, but only ``everyone`` returns them.
     """

@@ -97,10 +97,12 @@ class TierMoves:
             What keeps it out of the step, or None. It moves then, or nothing was left to take from those behind it.
         """
         while (refused_by := batch.add(state, reserve_blocks=self._reserve(state))) is Bound.MEMORY:
-            if self.offload(batch, state):
+            # On the host tier a request is slower: one with a deadline goes there when none is left to give way.
+            victim = batch.youngest_victim(state, (BE,)) if state.has_due_time else None
+            if victim is None and self.offload(batch, state):
                 break
             # The host tier is full or absent: the youngest gives way, until it is this one's turn to wait.
-            victim = batch.youngest_victim(state, (BE,))
+            victim = victim or batch.youngest_victim(state, (BE,))
             if victim is None:
                 break
             batch.preempt(victim)

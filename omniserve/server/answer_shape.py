@@ -70,6 +70,10 @@ class AnswerShape(abc.ABC):
         )
         return read() if len(body) <= MAX_INLINE_BODY else await asyncio.to_thread(read)
 
+    @abc.abstractmethod
+    def use_tier(self, tier: str) -> None:
+        """Name another tier than the one that was asked for; called before anything is written."""
+
     def first_events(self, usage: Usage) -> str:
         """Return the events before any output, when the prompts' tokens are known."""
         return ""

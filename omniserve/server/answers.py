@@ -51,6 +51,10 @@ class _CompletionsShape(AnswerShape):
         self._usage = usage
         return ""
 
+    def use_tier(self, tier: str) -> None:
+        self._common["service_tier"] = tier
+        self._chunk_head = json.dumps(self._common | {"object": self.chunk_object})[:-1]
+
     def events(self, deltas: Sequence[Delta]) -> str:
         head, dumps = self._chunk_head, json.dumps
         chunks = [chunk for delta in deltas for chunk in self._chunks(delta)]

@@ -99,6 +99,11 @@ def from_engine(error: Exception) -> ApiError:
             "predicted_ttft_ms": _milliseconds(error.predicted_ttft_s),
             "required_ttft_ms": _milliseconds(error.required_ttft_s),
         }
+        if error.required_s is not None:
+            details |= {
+                "predicted_ms": _milliseconds(error.predicted_s),
+                "required_ms": _milliseconds(error.required_s),
+            }
         return ApiError(
             str(error),
             status=429,

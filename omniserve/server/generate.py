@@ -102,6 +102,8 @@ async def generate(
     try:
         await or_disconnect(http.receive, outputs.start())
         caller.use_tokens(outputs.usage.num_prompt_tokens)
+        if outputs.used_tier is not None:
+            shape.use_tier(outputs.used_tier)
         headers = dict(shape.headers) | _headers(outputs)
         if detach is not None and (detached := await detach(outputs, shape, headers, end)) is not None:
             handed_over = True

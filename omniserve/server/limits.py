@@ -112,9 +112,13 @@ class Backlog:
                 f"{self._most}; send the request again later",
                 status=429,
                 code="queue_full",
-                retry_after_s=min(self._waited_s[service_class], _LONGEST_RETRY_S),
+                retry_after_s=self.retry_s(service_class),
             )
         self.num_waiting[service_class] += number
+
+    def retry_s(self, service_class: str) -> float:
+        """Return how long a client should wait: as long as requests of the class have waited lately, or a minute."""
+        return min(self._waited_s[service_class], _LONGEST_RETRY_S)
 
     def leave(self, service_class: str, waited_s: float) -> None:
         """Count one request that had its first token, or that ended before."""

@@ -96,6 +96,12 @@ class ServerMetrics:
         self._rejected = Counter(
             "omniserve_requests_rejected", "Requests refused because of load", by_class, registry=registry
         )
+        self._fallbacks = Counter(
+            "omniserve_requests_downgraded",
+            "Calls that admission control refused in this class and that were served as best effort instead",
+            by_class,
+            registry=registry,
+        )
         ttft_buckets = _with_bounds(_TTFT_BUCKETS_S, [slo.ttft_s for slo in objectives])
         tpot_buckets = _with_bounds(_TPOT_BUCKETS_S, [slo.tpot_s for slo in objectives])
         self._ttft = _histogram(registry, "ttft", "HTTP request to first token", ttft_buckets)
@@ -135,13 +141,15 @@ class ServerMetrics:
     def _begin_at_zero(self, service_class: str) -> None:
         """Have the series of a class from the start, when they are 0."""
         self._rejected.labels(service_class)
+        self._fallbacks.labels(service_class)
         for histogram in (self._ttft, self._predicted_ttft, self._ttft_error, self._tpot, self._e2e):
             histogram.labels(service_class)
-        for objective in ("ttft", "tpot"):
-            self._scaled.labels(service_class, objective)
+        for objective in ("ttft", "tpot", "deadline"):
+            if objective != "deadline":
+                self._scaled.labels(service_class, objective)
             for met in ("true", "false"):
                 self._slo.labels(service_class, objective, met)
-        for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT):
+        for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.TIMEOUT):
             self._requests.labels(service_class, reason)
 
     def show_backlog(self, num_waiting: Mapping[str, int]) -> None:
@@ -152,6 +160,10 @@ class ServerMetrics:
     def rejected(self, service_class: str) -> None:
         """Count a request that was refused because of load."""
         self._rejected.labels(service_class).inc()
+
+    def fell_back(self, service_class: str) -> None:
+        """Count a call of a class that is served as best effort instead of being refused."""
+        self._fallbacks.labels(service_class).inc()
 
     def scaled(self, service_class: str, slo: SLO, scaled: SLO) -> None:
         """Count the objectives of a request that were scaled."""
@@ -183,8 +195,13 @@ class ServerMetrics:
             self._tpot.labels(service_class).observe(tpot_s)
         if choice.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        self._e2e.labels(service_class).observe(times.last_token_s - times.arrival_s)
-        for objective, value_s, limit_s in (("ttft", ttft_s, slo.ttft_s), ("tpot", tpot_s, slo.tpot_s)):
+        whole_s = times.last_token_s - times.arrival_s
+        self._e2e.labels(service_class).observe(whole_s)
+        for objective, value_s, limit_s in (
+            ("ttft", ttft_s, slo.ttft_s),
+            ("tpot", tpot_s, slo.tpot_s),
+            ("deadline", whole_s, choice.request.deadline_s),
+        ):
             if value_s is not None and limit_s is not None:
                 self._slo.labels(service_class, objective, str(value_s <= limit_s).lower()).inc()
 

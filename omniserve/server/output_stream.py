@@ -7,11 +7,11 @@ import dataclasses
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from omniserve.core.errors import EngineStopped
+from omniserve.core.errors import EngineStopped, RequestRejected
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams
 from omniserve.server.choice import Choice, Delta, TextForm, merge
 from omniserve.server.engine_client import Accepted, Event
@@ -23,6 +23,21 @@ from omniserve.server.text import TextCodec
 
 # Deltas that wait for a reader one by one; what comes while so many do joins the last one of its choice.
 _MAX_UNREAD_DELTAS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fallback:
+    """The best-effort class of a call that admission refuses in its own, and what belongs to that class."""
+
+    service_class: str
+    tier: str
+    """The ``service_tier`` by which the answer names the class."""
+    place: Callable[[], Placement]
+    """Returns where the call's requests go then; raises ApiError if no engine takes requests."""
+    slo: SLO
+    """The class's objectives."""
+    interval_s: float
+    """As in ``Job``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +57,12 @@ class Job:
     """The call's own or its class's default."""
     brings_slo: bool = True
     """The objectives are the call's own, so admission does not scale them."""
+    deadline_s: float | None = None
+    """The deadline for each whole output, as in ``Request``."""
+    max_queue_s: float | None = None
+    """The longest time in the queue, as in ``Request``."""
+    fallback: Fallback | None = None
+    """The way to serve the call if admission refuses it; None: it is refused."""
     echoes: Sequence[str] | None = None
     """Text of each prompt, which its answers begin with; None: they do not."""
     prediction: Sequence[int] = ()
@@ -123,16 +144,42 @@ class OutputStream:
         """Time of the last read of text, by the event loop's clock."""
         self._timer: asyncio.TimerHandle | None = None
         """Wakes the reader when the job's interval is over."""
-        self._choices: dict[str, Choice] = {}
+        self._codec = codec
+        self.used_tier: str | None = None
+        """The tier that was used if that is not the one that was asked for, as admission refused the call in that."""
+        self._queued: set[str] = set()
+        """Requests that the backlog counts."""
+        try:
+            try:
+                self._begin()
+            except ApiError as refusal:
+                if job.fallback is None or refusal.status != 429:
+                    self._count_if_load(refusal)
+                    raise
+                self._fall_back(job.fallback)
+        except ApiError:
+            self._place.end()
+            raise
+
+    def _begin(self, suffix: str = "") -> None:
+        """Make the requests of the job, and have the backlog count them.
+
+        Raises:
+            ApiError: Too many requests of their class wait already.
+        """
+        job, self._choices = self.job, dict[str, Choice]()
         for i, prompt in enumerate(job.prompts):
             for sampling in job.samplings:
                 index = len(self._choices)
+                request_id = f"{job.call_id}-{index}{suffix}"
                 request = Request(
-                    request_id=f"{job.call_id}-{index}",
+                    request_id=request_id,
                     prompt_token_ids=prompt,
                     sampling=sampling,
                     service_class=job.service_class,
                     slo=job.slo if job.brings_slo else None,
+                    deadline_s=job.deadline_s,
+                    max_queue_s=job.max_queue_s,
                     speculation=job.speculation,
                     cache_salt=job.cache_salt,
                     session=job.session,
@@ -141,32 +188,62 @@ class OutputStream:
                     predicted_token_ids=job.prediction,
                 )
                 echo = None if job.echoes is None else job.echoes[i]
-                self._choices[f"{job.call_id}-{index}"] = Choice(
-                    index, request, codec, slo=job.slo, arrival_s=job.arrival_s, form=job.form, echo=echo
+                self._choices[request_id] = Choice(
+                    index, request, self._codec, slo=job.slo, arrival_s=job.arrival_s, form=job.form, echo=echo
                 )
         self._num_unaccepted = self._num_running = len(self._choices)
-        try:
-            backlog.enter(job.service_class, len(self._choices))
-        except ApiError as refusal:
-            self._count_if_load(refusal)
-            raise
-        self._queued = set(self._choices)  # counted there
+        self._backlog.enter(job.service_class, len(self._choices))
+        self._queued = set(self._choices)
+
+    def _fall_back(self, fallback: Fallback) -> None:
+        """Make the call a best-effort one without objectives, whose requests are not sent yet.
+
+        Raises:
+            ApiError: Too many requests of that class wait already, or no engine takes requests.
+        """
+        for request_id in self._choices:
+            self._leave_backlog(request_id)
+            self._place.client.abort(request_id)
+        self._place.end()
+        self._place = fallback.place()
+        self._metrics.fell_back(self.job.service_class)
+        self.job = dataclasses.replace(
+            self.job,
+            service_class=fallback.service_class,
+            slo=fallback.slo,
+            brings_slo=False,
+            deadline_s=None,
+            fallback=None,
+            interval_s=fallback.interval_s,
+        )
+        self.used_tier = fallback.tier
+        self.usage = Usage(num_prompt_tokens=self.usage.num_prompt_tokens)
+        self._unread.clear()
+        self._last_unread.clear()
+        self._num_unread_tokens = 0
+        self._begin("-flex")  # other ids: what is still on its way from the engine is about the first ones
 
     async def start(self) -> None:
         """Send the requests and wait until the engine has accepted them all.
 
+        If the call has a longest time in the queue, wait until they have begun, too.
+
         Raises:
-            ApiError: It refused one, or is gone.
+            ApiError: It refused one, or is gone, or one waited for too long.
         """
         try:
             self._submit()
         except EngineStopped as error:
-            raise engine_gone(str(error), retry_after_s=1.0) from None
-        while self._num_unaccepted:
-            if self.error is not None:
+            if not self._is_tried_elsewhere(error):
+                raise engine_gone(str(error), retry_after_s=1.0) from None
+        must_begin = self.job.max_queue_s is not None
+        while True:
+            if self.error is not None and (self._num_unaccepted or must_begin):
                 refusal = from_engine(self.error)
                 self._count_if_load(refusal)
                 raise refusal
+            if not self._num_unaccepted and not (must_begin and self._queued):
+                return
             await self._wait_for_news()
 
     @property
@@ -235,7 +312,11 @@ class OutputStream:
         if isinstance(item, Exception):
             if self._is_tried_elsewhere(item):
                 return
-            self._end(self._place.last_error(item))
+            error = self._place.last_error(item)
+            if isinstance(error, RequestRejected) and self.job.fallback is not None:
+                self._serve_otherwise(self.job.fallback)
+            else:
+                self._end(error)
         elif isinstance(item, Accepted):
             self._num_unaccepted -= 1
             choice = self._choices[request_id]
@@ -249,6 +330,17 @@ class OutputStream:
     def _submit(self) -> None:
         for choice in self._choices.values():
             self._place.client.submit(choice.request, self.job.arrival_s, self.put_nowait)
+
+    def _serve_otherwise(self, fallback: Fallback) -> None:
+        """Serve the call, which was refused, as its fallback says."""
+        try:
+            self._fall_back(fallback)
+            self._submit()
+        except ApiError as error:
+            self._end(error)
+        except EngineStopped as error:
+            if not self._is_tried_elsewhere(error):
+                self._end(error)
 
     def _is_tried_elsewhere(self, error: Exception) -> bool:
         """Send the requests to the next engine if one refused them or died, and no output has begun."""
@@ -378,6 +470,16 @@ class OutputStream:
         self._metrics.finished(choice)
         if choice.finish_reason == FinishReason.ERROR:
             self._end(ApiError(f"the engine could not go on with this request: {output.stop_reason}", status=500))
+        if choice.finish_reason == FinishReason.TIMEOUT:
+            self._end(
+                ApiError(
+                    f"the request has waited for {self.job.max_queue_s:g} s (slo.max_queue_s) and has not begun; send "
+                    "it again later",
+                    status=429,
+                    code="queue_timeout",
+                    retry_after_s=self._backlog.retry_s(self.job.service_class),
+                )
+            )
         if choice.finish_reason == FinishReason.ABORT:
             self._end(
                 ApiError(

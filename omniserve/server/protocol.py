@@ -193,7 +193,7 @@ class Prediction(StrictModel):
 
 
 class SloFields(StrictModel):
-    """The request's own latency objectives, in seconds.
+    """The request's own wishes for its latency, in seconds.
 
     No other server has them, so an unknown field is a misspelt one of these.
     """
@@ -202,6 +202,20 @@ class SloFields(StrictModel):
 
     ttft_s: float | None = Field(None, gt=0)
     tpot_s: float | None = Field(None, gt=0)
+    deadline_s: float | None = Field(None, gt=0)
+    """Time from arrival to the end of the answer."""
+    max_queue_s: float | None = Field(None, gt=0)
+    """Time from arrival after which a request that has not begun is refused."""
+    otherwise: Literal["reject", "flex"] = "reject"
+    """What becomes of a request that admission would refuse: with ``flex`` it is best effort, without objectives."""
+
+    @property
+    def objectives(self) -> SLO | None:
+        """The objectives that it has in the place of its class's; None: those of the class hold."""
+        is_of_others = not self.model_fields_set.isdisjoint(("deadline_s", "max_queue_s", "otherwise"))
+        if is_of_others and self.ttft_s is None and self.tpot_s is None:
+            return None
+        return SLO(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
 
 
 class GenerationRequest(StrictModel):
@@ -284,10 +298,6 @@ class GenerationRequest(StrictModel):
     def answered_tier(self) -> str:
         """The tier that the answer names: the one that was used, never ``auto``."""
         return "default" if self.service_tier == "auto" else self.service_tier
-
-    @property
-    def slo_or_none(self) -> SLO | None:
-        return None if self.slo is None else SLO(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s)
 
     @property
     def session_key(self) -> str | None:

@@ -24,8 +24,16 @@ from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.loras import LoRAModels
 from omniserve.server.messages import text_of
 from omniserve.server.metrics import ServerMetrics
-from omniserve.server.output_stream import Job, OutputStream
-from omniserve.server.protocol import MAX_PROMPTS, ChatRequest, CompletionRequest, GenerationRequest, class_of_tier
+from omniserve.server.output_stream import Fallback, Job, OutputStream
+from omniserve.server.priorities import tier_of_class
+from omniserve.server.protocol import (
+    MAX_PROMPTS,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    SloFields,
+    class_of_tier,
+)
 from omniserve.server.responses.store import ResponseStore
 from omniserve.server.sessions import session_name
 from omniserve.server.text import TextCodec, TooManyTokens
@@ -251,7 +259,8 @@ class Service:
         more_stops, more_stop_token_ids = self.defaults.stop, self.defaults.stop_token_ids
         if request.ignore_eos:
             more_stops, more_stop_token_ids = (), ()
-        own_slo = request.slo_or_none
+        wishes = request.slo or SloFields.model_validate({"otherwise": "reject"})
+        own_slo = None if request.slo is None else wishes.objectives
         slo = own_slo or spec.slo
         is_urgent = is_sensitive or slo.tpot_s is not None or not request.stream
         lora, salt = self.lora_of(request.model), self._salt(request.cache_salt or "", caller or "")
@@ -274,6 +283,9 @@ class Service:
                 service_class=spec.name,
                 slo=slo,
                 brings_slo=own_slo is not None,
+                deadline_s=wishes.deadline_s,
+                max_queue_s=wishes.max_queue_s,
+                fallback=self._fallback(request, spec, call) if wishes.otherwise == "flex" else None,
                 echoes=echoes,
                 prediction=prediction,
                 speculation=request.speculation,
@@ -293,6 +305,20 @@ class Service:
         self._running.add(outputs)
         self._idle.clear()
         return outputs
+
+    def _fallback(self, request: GenerationRequest, spec: ClassSpec, call: Call) -> Fallback:
+        """Return what a request is served as that admission refuses in its class."""
+        if spec.kind is not ServiceClass.BE:
+            spec = class_of_tier("flex", self.info.classes)
+        is_urgent = spec.slo.tpot_s is not None or not request.stream
+        otherwise = dataclasses.replace(call, kind=ServiceClass.BE, service_class=spec.name, ttft_s=spec.slo.ttft_s)
+        return Fallback(
+            service_class=spec.name,
+            tier=tier_of_class(spec, self.info.classes),
+            place=functools.partial(self.engine.place, otherwise),
+            slo=spec.slo,
+            interval_s=0.0 if is_urgent else self.limits.best_effort_stream_interval_s,
+        )
 
     async def _grammar(self, request: GenerationRequest, chat: Chat | None) -> str | None:
         constraint = request.constraint

@@ -66,6 +66,7 @@ class Machine:
     def add(
         self, name: str, *, prompt: int = 4, output: int = 100, ttft: float | None = None, tpot: float | None = None,
         waited: float = 0.0, scores_prompt: bool = False, salt: str | None = None, by_default: bool = False,
+        deadline: float | None = None, max_queue: float | None = None,
     ) -> float | None:  # fmt: skip
         """Add a request. With a prefix cache it shares its prompt with those of the same ``salt``; None: with none.
 
@@ -78,6 +79,8 @@ class Machine:
             sampling=SamplingParams(max_tokens=output, prompt_logprobs=0 if scores_prompt else None),
             service_class=class_of(name),
             slo=None if by_default else slo,
+            deadline_s=deadline,
+            max_queue_s=max_queue,
         )
         return self.scheduler.add(name, request, slo, self.now_s, arrival_s=self.now_s - waited)
 

@@ -284,6 +284,9 @@ class Admission(Checker):
 
     def on_reject(self, request: Request, slo: SLO, error: RequestRejected) -> None:
         assert self.history.scheduler in WITH_ADMISSION, "it has no admission control"
+        if error.required_s is not None:
+            assert error.required_s == request.deadline_s and error.predicted_s is not None
+            return
         assert self.history.kinds[request.service_class] is ServiceClass.LS and slo.ttft_s is not None
         assert error.predicted_ttft_s is not None
         assert error.predicted_ttft_s > (1 - LARGEST_MARGIN) * slo.ttft_s

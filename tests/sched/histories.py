@@ -69,6 +69,7 @@ class History:
         self.scheduler, self.seed, self.options = scheduler, seed, options
         self.defers = scheduler == preemptible.DEFERRING
         self.rng = random.Random(seed)
+        self._deadlines = random.Random(f"{seed} deadlines")
         self._ends = random.Random(-1 - seed)  # of its own: a request that ends early changes nothing else
         guesses = random.Random(f"{seed} guesses")
         self.kv = _make_kv(kv, self.rng, options)
@@ -206,6 +207,8 @@ class History:
             request = self._with_stop_tokens(request)
         if self.options.has_drafts:
             request = _with_prediction(request, guesses)
+        if self.seed % 3 == 0:
+            request = _with_deadline(request, self._deadlines)
         num_fronts = 8 if self.options.is_host_short else 3
         return _with_front(request, num_fronts, guesses) if self.options.has_prefixes else request
 
@@ -319,6 +322,11 @@ def _draw_request(rng: random.Random, classes: Sequence[str]) -> Request:
         prompt_token_ids=[rng.randrange(1000) for _ in range(rng.randint(1, 30))],
         sampling=SamplingParams(max_tokens=rng.randint(1, 30), ignore_eos=True), service_class=rng.choice(classes),
     )  # fmt: skip
+
+
+def _with_deadline(request: Request, rng: random.Random) -> Request:
+    """Let a third of the requests have a deadline for the whole output: tight, feasible, or far away."""
+    return dataclasses.replace(request, deadline_s=rng.choice([None, None, None, None, 0.2, 2.0, 100.0]))
 
 
 def _with_front(request: Request, num_fronts: int, rng: random.Random) -> Request:

@@ -133,6 +133,30 @@ def test_who_is_refused_for_load_is_admitted_when_told() -> None:
     bench.add("ls-late", prompt=60, ttft=DEFAULT_TTFT_S, by_default=True)
 
 
+def test_what_is_refused_and_runs_as_best_effort_makes_no_admitted_request_late() -> None:
+    """``slo.otherwise: "flex"``: a server adds what was refused as best effort."""
+    without, beside = (_admitted_and_late(serves_refused=serves) for serves in (False, True))
+    assert without == beside and 20 < len(without[0]) < 100
+
+
+def _admitted_and_late(*, serves_refused: bool) -> tuple[set[str], set[str]]:
+    bench, rng = Clock(classes=CLASSES, max_num_batched_tokens=128, device_blocks=2000), random.Random(3)
+    due_s: dict[str, float] = {}
+    for number in range(120):
+        prompt, output = rng.choice([20, 60, 100]), rng.randint(1, 10)
+        try:
+            bench.add(f"ls{number}", prompt=prompt, output=output, ttft=DEFAULT_TTFT_S, by_default=True)
+        except RequestRejected:
+            if serves_refused:
+                bench.add(f"be{number}", prompt=prompt, output=output)
+        else:
+            due_s[f"ls{number}"] = bench.now_s + DEFAULT_TTFT_S
+        for _ in range(rng.choice([0, 0, 0, 1])):
+            bench.step()
+    bench.run_until(lambda: not bench.scheduler.has_unfinished, most=5000)
+    return set(due_s), {name for name, at_s in due_s.items() if bench.first_s[name] > at_s}
+
+
 def test_a_coarse_profile_refuses_nothing_that_it_was_never_compared_with() -> None:
     machine = PhasedMachine(is_coarse=True, profile_error=10.0)
     for number, prompt in enumerate((4, 20, 60, 150, LONG) * 2):  # at once, on the first start

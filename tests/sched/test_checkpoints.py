@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -44,7 +45,7 @@ class CheckpointBench:
             request=request,
             slo=SLO(),
             kind=ServiceClass.BE,
-            priority_key=(1, number),
+            priority_key=(1, math.inf, number),
             arrival_s=0.0,
             token_ids=list(request.prompt_token_ids),
             phase=Phase.DEVICE,

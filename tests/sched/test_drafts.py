@@ -4,6 +4,7 @@ step."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -167,7 +168,7 @@ def test_nothing_waits_for_drafts_that_a_step_has_just_declined() -> None:
 def decoding(name: str, num_tokens: int = 5, *, max_tokens: int = 40, guess: tuple[int, ...] = ()) -> RequestState:
     request = Request(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=max_tokens))
     state = RequestState(
-        request_id=name, request=request, slo=SLO(), kind=ServiceClass.LS, priority_key=(0, 0), arrival_s=0.0,
+        request_id=name, request=request, slo=SLO(), kind=ServiceClass.LS, priority_key=(0, math.inf, 0), arrival_s=0.0,
         token_ids=[1, 2, 3],
     )  # fmt: skip
     state.token_ids += [1] * (num_tokens - 3)

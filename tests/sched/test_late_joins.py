@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from omniserve.core.request import SLO, Request, ServiceClass
 from omniserve.core.work import AttentionResult
 from omniserve.sched.away_tokens import AssumedJoin
@@ -31,7 +33,8 @@ def make_residents(num_slots: int, *, num_layers: int, late_layers: int) -> Host
 def resident(residents: HostResidents, name: str) -> RequestState:
     request = Request(prompt_token_ids=[1, 2], service_class="BE")
     state = RequestState(
-        request_id=name, request=request, slo=SLO(), kind=ServiceClass.BE, priority_key=(1, ord(name)), arrival_s=0.0,
+        request_id=name, request=request, slo=SLO(), kind=ServiceClass.BE, priority_key=(1, math.inf, ord(name)),
+        arrival_s=0.0,
         token_ids=[1, 2, 3], num_computed_tokens=2, phase=Phase.HOST,
     )  # fmt: skip
     residents.take_slot(state)

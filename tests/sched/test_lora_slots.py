@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterable
 
@@ -30,7 +31,7 @@ class Table:
         number = next(self._numbers)
         state = RequestState(
             request_id=f"{name}{number}", request=Request(prompt_token_ids=[1]), slo=SLO(), kind=kind,
-            priority_key=(int(kind is ServiceClass.BE), number), arrival_s=0.0, token_ids=[1],
+            priority_key=(int(kind is ServiceClass.BE), math.inf, number), arrival_s=0.0, token_ids=[1],
             lora=LoRA(name=name, folder="", digest=name) if name else None,
         )  # fmt: skip
         self.states.append(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 from omniserve.core.request import SLO, Request, ServiceClass
@@ -18,7 +19,7 @@ def waiting(*blocks: int, number: int, rank: int = 1, salt: str = "", cached: bo
     prompt = [token for block in blocks for token in (block,) * _BLOCK] + [97, number]
     return RequestState(
         request_id=str(number), request=Request(prompt_token_ids=prompt, service_class="BE"), slo=SLO(),
-        kind=ServiceClass.BE, priority_key=(rank, number), arrival_s=0.0, token_ids=list(prompt),
+        kind=ServiceClass.BE, priority_key=(rank, math.inf, number), arrival_s=0.0, token_ids=list(prompt),
         prefix=PrefixUse(PrefixKeys(_BLOCK, salt=salt)) if cached else None,
     )  # fmt: skip
 

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # A prompt that begins with one of these causes the fault.
 REJECT, REJECT_WITHOUT_HINT, REFUSE, RAISE_IN_STEP, DIE, BAD_OUTPUT = 390, 391, 392, 393, 394, 395
 # Refused while the engine has another request.
-REJECT_IF_BUSY = 385
+REJECT_IF_BUSY = 384
 # While a prompt that begins with this one runs, steps take SLOW_STEP_S.
 SLOW = 396
 # Its TTFT is predicted as the age that it has when it reaches the engine.
@@ -43,6 +43,8 @@ AGE = 397
 ANNOUNCED = 398
 # It never has a token.
 SILENT = 389
+# Admission refuses it in latency-sensitive classes.
+REJECT_LS = 385
 # Its class's TTFT is scaled to this many seconds.
 SCALE, SCALED_TTFT_S = 386, 12.5
 # The step never ends; or waits for a device that hangs.
@@ -160,7 +162,8 @@ class FakeEngine:
 
     def add(self, request: Request, *, arrival_s: float | None = None, grammar: Any = None) -> str:
         first = self._cause(request)
-        if first == REJECT or (first == REJECT_IF_BUSY and self._running):
+        is_ls = self.config.class_named(request.service_class).kind == "LS"
+        if first == REJECT or (first == REJECT_LS and is_ls) or (first == REJECT_IF_BUSY and self._running):
             raise RequestRejected(
                 "too many requests for their objectives", retry_after_s=2.5, predicted_ttft_s=3.25, required_ttft_s=0.5
             )
@@ -207,8 +210,18 @@ class FakeEngine:
         time.sleep(SLOW_STEP_S if slow else 0.001)
         self._announced |= {arrival.request.request_id for arrival in self.preemption.arrivals()}
         self._num_steps += 1
+        late = [
+            (request_id, entry)
+            for request_id, entry in self._running.items()
+            if entry.request.max_queue_s is not None
+            and self._cause(entry.request) == SILENT
+            and time.monotonic() >= entry.arrival_s + entry.request.max_queue_s
+        ]
+        for request_id, _ in late:
+            del self._running[request_id]
+        ended = [self._output(request_id, entry, finish_reason=FinishReason.TIMEOUT) for request_id, entry in late]
         speaking = [item for item in self._running.items() if self._cause(item[1].request) != SILENT]
-        return [self._run(request_id, entry) for request_id, entry in speaking]
+        return ended + [self._run(request_id, entry) for request_id, entry in speaking]
 
     def _run(self, request_id: str, entry: _Running) -> RequestOutput:
         """Return a step's output, of several tokens if the request has drafts."""

@@ -1,20 +1,21 @@
-"""What gateways and their clients send: vLLM's ``priority``, llm-d's objectives as headers."""
+"""What gateways and their clients send: ``priority``, objectives as headers, deadlines, a way out of a refusal."""
 
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from fake_engine import SECONDS_PER_TOKEN
+from fake_engine import REJECT, REJECT_LS, SECONDS_PER_TOKEN, SILENT
 
 from omniserve.core.config import DEFAULT_CLASSES
-from omniserve.core.request import ClassSpec, ServiceClass
+from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields
 from omniserve.server.header_fields import SLO_HEADERS, HeaderFields
 from omniserve.server.priorities import prioritised_tier, tier_of_class
-from omniserve.server.protocol import CompletionRequest, class_of_tier, parse
+from omniserve.server.protocol import CompletionRequest, SloFields, class_of_tier, parse
 
 CLASSES = (
     ClassSpec(name="gold", kind="LS"),
@@ -124,3 +125,96 @@ def test_a_header_gives_a_request_its_objective(server):
         ]
     assert answers[0].headers["x-omniserve-predicted-ttft-ms"] == str(2 * SECONDS_PER_TOKEN * 1e3)
     assert answers[1].status_code == 400 and answers[1].json()["error"]["param"] == "x-llm-d-slo-ttft-ms"
+
+
+# -- deadlines and what becomes of a refusal --
+
+
+@pytest.mark.parametrize(
+    ("slo", "objectives"),
+    [
+        ({}, SLO()),
+        ({"ttft_s": 1}, SLO(ttft_s=1)),
+        ({"deadline_s": 5}, None),
+        ({"deadline_s": 5, "tpot_s": 2}, SLO(tpot_s=2)),
+        ({"otherwise": "flex"}, None),
+        ({"max_queue_s": 5}, None),
+    ],
+)
+def test_a_deadline_alone_leaves_the_objectives_of_the_class(slo, objectives):
+    assert SloFields.model_validate(slo).objectives == objectives
+
+
+@pytest.mark.parametrize("slo", [{"deadline_s": 0}, {"max_queue_s": -1}, {"otherwise": "wait"}, {"deadline": 3}])
+def test_wishes_that_are_wrong_are_refused_by_their_name(server, slo):
+    with server.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": "a", "slo": slo})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == f"slo.{next(iter(slo))}"
+
+
+@pytest.mark.parametrize(("deadline_s", "met"), [(60, "true"), (1e-9, "false")])
+def test_metrics_tell_which_deadlines_were_met(server, deadline_s, met):
+    name = f'omniserve_slo_total{{met="{met}",objective="deadline",service_class="BE"}}'
+    before = server.metric(name)
+    body = {"prompt": [5, 6], "max_tokens": 3, "service_tier": "flex", "slo": {"deadline_s": deadline_s}}
+    with server.http() as http:
+        assert http.post("/v1/completions", json=body).status_code == 200
+    assert server.metric(name) == before + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [[REJECT_LS, 7], [[5, 6], [REJECT_LS, 7], [8]]])
+def test_a_refused_request_runs_as_best_effort_if_it_says_so(server, prompt, stream):
+    counter = 'omniserve_requests_downgraded_total{service_class="LS"}'
+    refused, before = 'omniserve_requests_rejected_total{service_class="LS"}', server.metric(counter)
+    num_refused = server.metric(refused)
+    body = {"prompt": prompt, "max_tokens": 2, "stream": stream, "return_token_ids": True}
+    with server.http() as http:
+        assert http.post("/v1/completions", json=body).status_code == 429
+        answer = http.post("/v1/completions", json=body | {"slo": {"otherwise": "flex", "ttft_s": 0.1}})
+    assert answer.status_code == 200, answer.text
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    answers = chunks if stream else [answer.json()]
+    assert {each["service_tier"] for each in answers} == {"flex"}
+    said: dict[int, list[int]] = {}
+    for choice in (choice for each in answers for choice in each["choices"]):
+        said.setdefault(choice["index"], []).extend(choice["token_ids"])
+    prompts = prompt if isinstance(prompt[0], list) else [prompt]
+    assert said == {index: (each * 2)[:2] for index, each in enumerate(prompts)}
+    assert "x-omniserve-predicted-ttft-ms" not in answer.headers
+    assert (server.metric(counter), server.metric(refused)) == (before + 1, num_refused + 1)
+    server.wait_until_free()
+
+
+def test_what_is_refused_as_best_effort_too_is_refused(server):
+    with server.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": [REJECT], "slo": {"otherwise": "flex"}})
+    assert answer.status_code == 429
+
+
+def test_a_full_queue_is_a_reason_to_be_best_effort_too(start_server):
+    server = start_server("--limit", "max_queued_requests=1").wait_until_ready()
+    body = {"prompt": [SILENT], "max_tokens": 1, "slo": {"max_queue_s": 30}}
+    with server.http() as http, ThreadPoolExecutor() as threads:
+        waiting = threads.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        server.wait_for_metric('omniserve_requests_queued{service_class="LS"}', 1)
+        answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "slo": {"otherwise": "flex"}})
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 429
+        server.close()
+        waiting.exception()
+    assert answer.status_code == 200 and answer.json()["service_tier"] == "flex"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_waits_for_too_long_is_told_to_come_again(server, stream):
+    name = 'omniserve_requests_total{finish_reason="timeout",service_class="LS"}'
+    before = server.metric(name)
+    slo = {"max_queue_s": 0.05}
+    with server.http() as http:
+        begun = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "stream": stream, "slo": slo})
+        answer = http.post("/v1/completions", json={"prompt": [SILENT], "stream": stream, "slo": slo})
+    assert begun.status_code == 200
+    assert answer.status_code == 429 and answer.json()["error"]["code"] == "queue_timeout"
+    assert int(answer.headers["retry-after"]) >= 1
+    assert server.metric(name) == before + 1
+    server.wait_until_free()

@@ -33,7 +33,7 @@ def look(metrics: ServerMetrics, clock_s: float = 0.0, **stats) -> Reading:
 def finish(metrics: ServerMetrics, ttft_s: float, tpot_s: float) -> None:
     """Let an LS request of 11 tokens end."""
     times = Times(arrival_s=0.0, first_token_s=ttft_s, last_token_s=ttft_s + 10 * tpot_s, num_tokens=11)
-    request = SimpleNamespace(service_class="LS")
+    request = SimpleNamespace(service_class="LS", deadline_s=None)
     metrics.finished(
         SimpleNamespace(
             request=request, slo=LS_SLO, times=times, finish_reason=FinishReason.STOP, predicted_ttft_s=ttft_s - 0.06

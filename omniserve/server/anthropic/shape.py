@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from omniserve.core.logs import request_id
-from omniserve.core.request import FinishReason, ServiceClass
+from omniserve.core.request import ClassSpec, FinishReason, ServiceClass
 from omniserve.server.answer_shape import MAX_INLINE_BODY, AnswerShape
 from omniserve.server.anthropic.chat import MessagesRequest, read_request, signature_of
 from omniserve.server.anthropic.errors import REQUEST_ID_HEADER, error_body
@@ -41,7 +41,8 @@ class MessagesShape(AnswerShape):
             "role": "assistant",
             "model": request.model or service.model_name,
         }
-        self._service_tier = _service_tier(service, request)
+        self._classes = service.info.classes
+        self.use_tier(request.service_tier)
         self._omits_thinking = request.omits_thinking
         self._max_tokens = request.output_limit
         self._stop_sequences = request.stop
@@ -55,6 +56,9 @@ class MessagesShape(AnswerShape):
         """The thinking in events so far."""
         self._finish_reason: str | None = None
         self._stop_string: str | None = None
+
+    def use_tier(self, tier: str) -> None:
+        self._service_tier = _service_tier(tier, self._classes)
 
     @classmethod
     async def read(
@@ -188,11 +192,11 @@ def _tool_use(call: ParsedCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.call_id, "name": call.name}
 
 
-def _service_tier(service: Service, request: GenerationRequest) -> str:
+def _service_tier(tier: str, classes: Sequence[ClassSpec]) -> str:
     """Return which of Anthropic's tiers the used one is like."""
-    if class_of_tier(request.service_tier, service.info.classes).kind is ServiceClass.BE:
+    if class_of_tier(tier, classes).kind is ServiceClass.BE:
         return "batch"
-    return "priority" if request.service_tier in _PRIORITY_TIERS else "standard"
+    return "priority" if tier in _PRIORITY_TIERS else "standard"
 
 
 def _event(kind: str, **fields: Any) -> str:

@@ -291,7 +291,7 @@ def _classed(service: Service, request: GenerationRequest, escalated: bool) -> G
         )
     if escalated:
         # Without objectives: admission control shall not refuse it.
-        return request.model_copy(update={"service_tier": ESCALATED_TIER, "slo": SloFields(ttft_s=None, tpot_s=None)})
+        return request.model_copy(update={"service_tier": ESCALATED_TIER, "slo": SloFields.model_validate({})})
     if request.priority:
         tier = prioritised_tier(tier, request.priority, classes, kind=ServiceClass.BE)
     return request.model_copy(update={"service_tier": tier})

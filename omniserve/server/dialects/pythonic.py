@@ -16,7 +16,7 @@ from typing import Any
 
 from omniserve.sampling.grammar import json_value
 from omniserve.sampling.json_schema import UnsupportedSchema
-from omniserve.server.dialects.base import CallForm, Group, RawCall, Schemas
+from omniserve.server.dialects.base import CallForm, Finder, Group, RawCall, Schemas
 from omniserve.server.dialects.grammar_text import SpecialTokens
 from omniserve.server.dialects.json_calls import BracketFinder
 from omniserve.server.dialects.json_text import dumps, value_of
@@ -38,7 +38,7 @@ class Pythonic(CallForm):
     def is_of(template: str) -> bool:
         return "func_name1(" in template
 
-    def finder(self, begin: str) -> BracketFinder:
+    def finder(self, begin: str) -> Finder:
         return BracketFinder(1, "\"'")
 
     def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:

@@ -67,6 +67,9 @@ class ResponseShape(AnswerShape):
         self._codec = service.codec
         self._num_events = 0
 
+    def use_tier(self, tier: str) -> None:
+        self._head["service_tier"] = tier
+
     @classmethod
     async def read(
         cls, service: Service, body: bytes, *, caller: str | None = None, headers: HeaderFields = NO_HEADERS
