@@ -73,6 +73,10 @@ class SchedulerStats:
     """Counter: guesses that were computed and are not in an output."""
     rejected: Mapping[str, int] = field(default_factory=dict)
     """Counter: requests refused by admission control, by class."""
+    running_loras: tuple[str, ...] = ()
+    """Gauge: names of the adapters of requests that hold KV."""
+    waiting_loras: tuple[str, ...] = ()
+    """Gauge: names of the adapters of requests that wait."""
 
     def loaded_from(self, source: str) -> dict[str, int]:
         """Return the tokens whose KV has come from a source, by class; zeros if there is no such source."""
@@ -178,6 +182,10 @@ class EngineStats:
     """Hosts on the network, by address."""
     prefill_engines: Mapping[str, PrefillEngineStats] = field(default_factory=dict)
     """Prefill engines, by address."""
+    block_size: int = 0
+    """Tokens of a KV block."""
+    max_loras: int = 0
+    """LoRA adapters that can be in memory at a time; 0: requests can name none."""
     steps: int = 0
     step_seconds: float = 0.0
     """Counter: time spent in steps."""

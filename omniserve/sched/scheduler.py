@@ -400,9 +400,12 @@ class Scheduler:
         for feature in self.requests.features.on:
             counters |= feature.stats()
         waiting, running = dict.fromkeys(self._classes, 0), dict.fromkeys(self._classes, 0)
+        loras: dict[bool, set[str]] = {True: set(), False: set()}
         for state in self.requests.states.values():
             has_kv = state.phase not in (Phase.WAITING, Phase.LOADING)
             (running if has_kv else waiting)[state.service_class] += 1
+            if state.lora is not None:
+                loras[has_kv].add(state.lora.name)
         blocks = {tier: dict.fromkeys(self._classes, 0) for tier in Tier}
         for state in (*self.requests.states.values(), *self.requests.ended()):
             for tier, held in blocks.items():
@@ -422,6 +425,8 @@ class Scheduler:
             loaded_tokens=self.requests.loads.num_tokens(),
             **counters,
             rejected=dict(self._rejected),
+            running_loras=tuple(sorted(loras[True])),
+            waiting_loras=tuple(sorted(loras[False])),
         )
 
     def check_integrity(self) -> None:

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from omniserve.core.request import SLO, FinishReason
 from omniserve.core.stats import EngineStats
 from omniserve.server.errors import ApiError
+from omniserve.server.vllm_metrics import Served, VllmMetrics
 
 if TYPE_CHECKING:
     from omniserve.routing.books import EngineBooks
@@ -84,10 +85,13 @@ _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 class ServerMetrics:
     """The metrics of one server, in a registry of its own.
 
-    Histograms have a bucket that ends at each objective, so that quantiles are on the right side of it.
+    Histograms have a bucket that ends at each objective, so that quantiles are on the right side of it. With ``served``
+    there are series under vLLM's names, too.
     """
 
-    def __init__(self, class_names: Sequence[str], objectives: Sequence[SLO] = ()) -> None:
+    def __init__(
+        self, class_names: Sequence[str], objectives: Sequence[SLO] = (), served: Served | None = None
+    ) -> None:
         registry = self._registry = CollectorRegistry()
         by_class = ["service_class"]
         self._requests = Counter(
@@ -137,6 +141,17 @@ class ServerMetrics:
             self._begin_at_zero(service_class)
         self._engine = _EngineCollector()
         registry.register(self._engine)
+        self._as_vllm: VllmMetrics | None = None
+        if served is not None:
+            histograms = {
+                "time_to_first_token_seconds": self._ttft,
+                "inter_token_latency_seconds": itl,
+                "time_per_output_token_seconds": itl,  # its name before 0.11
+                "request_time_per_output_token_seconds": self._tpot,
+                "e2e_request_latency_seconds": self._e2e,
+            }
+            self._as_vllm = VllmMetrics(served, self._requests, histograms)
+            registry.register(self._as_vllm)
 
     def _begin_at_zero(self, service_class: str) -> None:
         """Have the series of a class from the start, when they are 0."""
@@ -212,13 +227,18 @@ class ServerMetrics:
             stats: The engine's own; None while there is no engine: its series are absent then.
             engine: The engine, or engines, that they are of.
         """
-        self._engine.stats, self._engine.fleet = stats, engine
+        self._take(stats, engine)
         return generate_latest(self._registry)
 
     def collect(self, stats: EngineStats | None, engine: Fleet | None = None) -> list[Metric]:
         """Return what ``render`` shows, as objects; the arguments are the same."""
-        self._engine.stats, self._engine.fleet = stats, engine
+        self._take(stats, engine)
         return list(self._registry.collect())
+
+    def _take(self, stats: EngineStats | None, engine: Fleet | None) -> None:
+        self._engine.stats, self._engine.fleet = stats, engine
+        if self._as_vllm is not None:
+            self._as_vllm.stats = stats
 
 
 class _EngineCollector(Collector):

@@ -37,6 +37,7 @@ from omniserve.server.protocol import (
 from omniserve.server.responses.store import ResponseStore
 from omniserve.server.sessions import session_name
 from omniserve.server.text import TextCodec, TooManyTokens
+from omniserve.server.vllm_metrics import Served
 
 # As many tokens as /v1/completions of OpenAI gives when the request does not say.
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -89,7 +90,12 @@ class Service:
         self.loras = loras or LoRAModels(model_names)
         engine.on_restart = self.loras.restore
         self.defaults = defaults or GenerationDefaults()
-        self.metrics = ServerMetrics([spec.name for spec in info.classes], [spec.slo for spec in info.classes])
+        sensitive = [spec.name for spec in info.classes if spec.kind == ServiceClass.LS]
+        self.metrics = ServerMetrics(
+            [spec.name for spec in info.classes],
+            [spec.slo for spec in info.classes],
+            Served(model_name=model_names[0], latency_sensitive=sensitive),
+        )
         self.limits = limits
         self.responses: ResponseStore | None = None
         """Stored responses; None: the server keeps none."""
@@ -260,7 +266,7 @@ class Service:
         if request.ignore_eos:
             more_stops, more_stop_token_ids = (), ()
         wishes = request.slo or SloFields.model_validate({"otherwise": "reject"})
-        own_slo = None if request.slo is None else wishes.objectives
+        own_slo = wishes.objectives
         slo = own_slo or spec.slo
         is_urgent = is_sensitive or slo.tpot_s is not None or not request.stream
         lora, salt = self.lora_of(request.model), self._salt(request.cache_salt or "", caller or "")

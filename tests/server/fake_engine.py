@@ -343,6 +343,8 @@ class FakeEngine:
             kv=KVUsage(device_used=len(self._running), device_total=100, host_used=3, host_total=200),
             host=HostTierStats(failures=15, kv_bytes_read=19, busy_seconds=20.5),
             latency=LatencyStats(error=0.125, drift=1.25),
+            block_size=self.config.block_size,
+            max_loras=self.config.lora.max_loras,
             steps=self._num_steps,
             steps_by_threads={1: 21, 2: 22},
             piggyback_rows=11,

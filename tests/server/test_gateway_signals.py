@@ -8,14 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from fake_engine import REJECT, REJECT_LS, SECONDS_PER_TOKEN, SILENT
+from prometheus_client.parser import text_string_to_metric_families
 
 from omniserve.core.config import DEFAULT_CLASSES
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
+from omniserve.core.stats import EngineStats, KVUsage, SchedulerStats
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields
 from omniserve.server.header_fields import SLO_HEADERS, HeaderFields
+from omniserve.server.metrics import ServerMetrics
 from omniserve.server.priorities import prioritised_tier, tier_of_class
 from omniserve.server.protocol import CompletionRequest, SloFields, class_of_tier, parse
+from omniserve.server.vllm_metrics import Served
 
 CLASSES = (
     ClassSpec(name="gold", kind="LS"),
@@ -218,3 +222,61 @@ def test_a_request_that_waits_for_too_long_is_told_to_come_again(server, stream)
     assert int(answer.headers["retry-after"]) >= 1
     assert server.metric(name) == before + 1
     server.wait_until_free()
+
+
+# -- what gateways read --
+
+
+def test_metrics_have_vllms_names_too(server):
+    labels = 'model_name="fake"'
+    with server.http() as http:
+        for tier in ("default", "flex"):
+            assert http.post("/v1/completions", json={"prompt": [5], "max_tokens": 3, "service_tier": tier}).is_success
+        text = http.get("/metrics").text
+    server.wait_until_free()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    kinds = {name.removeprefix("vllm:"): family.type for name, family in families.items() if name.startswith("vllm:")}
+    assert kinds == {
+        **dict.fromkeys(("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"), "gauge"),
+        **dict.fromkeys(("gpu_cache_usage_perc", "cache_config_info"), "gauge"),
+        **dict.fromkeys(("prefix_cache_queries", "prefix_cache_hits", "gpu_prefix_cache_queries"), "counter"),
+        **dict.fromkeys(("gpu_prefix_cache_hits", "num_preemptions", "prompt_tokens"), "counter"),
+        **dict.fromkeys(("generation_tokens", "request_success"), "counter"),
+        **dict.fromkeys(("time_to_first_token_seconds", "inter_token_latency_seconds"), "histogram"),
+        **dict.fromkeys(("time_per_output_token_seconds", "request_time_per_output_token_seconds"), "histogram"),
+        "e2e_request_latency_seconds": "histogram",
+    }
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert server.metric(f"vllm:{name}{{{labels}}}") == 0
+    for ours, theirs in (
+        ("ttft", "time_to_first_token"),
+        ("e2e", "e2e_request_latency"),
+        ("itl", "inter_token_latency"),
+    ):
+        count = server.metric(f'omniserve_{ours}_seconds_count{{service_class="LS"}}')
+        assert server.metric(f"vllm:{theirs}_seconds_count{{{labels}}}") == count > 0
+    info = families["vllm:cache_config_info"].samples[0]
+    assert (info.value, info.labels) == (1, {"block_size": "16", "model_name": "fake", "num_gpu_blocks": "100"})
+
+
+def test_gauges_for_gateways_are_of_latency_sensitive_requests():
+    """Best-effort work gives way: a server that is full of it is not full for a gateway."""
+    by_class = {"LS": 3, "BE": 60}
+    scheduler = SchedulerStats(
+        waiting=by_class, running=by_class, device_blocks_by_class=by_class, output_tokens=by_class,
+        running_loras=("a", "b"), waiting_loras=("c",),
+    )  # fmt: skip
+    served = Served(model_name="m", latency_sensitive=["LS"])
+    metrics = ServerMetrics(["LS", "BE"], served=served)
+    stats = EngineStats(scheduler=scheduler, kv=KVUsage(device_total=100), block_size=16, max_loras=4)
+    text = metrics.render(stats).decode()
+    for line in (
+        'vllm:num_requests_running{model_name="m"} 3.0',
+        'vllm:num_requests_waiting{model_name="m"} 3.0',
+        'vllm:kv_cache_usage_perc{model_name="m"} 0.03',
+        'vllm:generation_tokens_total{model_name="m"} 63.0',
+    ):
+        assert line in text.splitlines()
+    loras = 'max_lora="4",model_name="m",running_lora_adapters="a,b",waiting_lora_adapters="c"'
+    assert f"vllm:lora_requests_info{{{loras}}}" in text
+    assert "vllm:num_requests" not in metrics.render(None).decode(), "without an engine nothing is said of it"
