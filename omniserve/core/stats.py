@@ -182,6 +182,9 @@ class EngineStats:
     """Hosts on the network, by address."""
     prefill_engines: Mapping[str, PrefillEngineStats] = field(default_factory=dict)
     """Prefill engines, by address."""
+    admittable_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Gauge: requests a second that admission would let in now beside those that are there, by latency-sensitive class
+    with a TTFT objective; empty if none is refused for load."""
     block_size: int = 0
     """Tokens of a KV block."""
     max_loras: int = 0

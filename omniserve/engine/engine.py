@@ -333,6 +333,7 @@ class Engine:
             disk=dataclasses.replace(disk, blocks_used=disk_used, blocks_total=disk_total),
             cpu_hosts=self.hosts.stats() if self.hosts is not None else {},
             prefill_engines=self.prefill_engines.stats() if self.prefill_engines is not None else {},
+            admittable_per_s=self.scheduler.admittable_per_s(self._clock()),
             block_size=self.config.block_size,
             max_loras=self.config.lora.max_loras,
             steps=self._log.num_steps,

@@ -99,7 +99,7 @@ class Admission:
         self, forecast: Forecast, *, refuses: bool, has_margin: bool = True, headrooms: Headrooms = USUAL_HEADROOMS
     ) -> None:
         self._forecast, self._headrooms = forecast, headrooms
-        self._refuses = refuses
+        self.refuses = refuses
         self._margin = AdmissionMargin()
         self._has_margin = has_margin
         self._probes = SizeProbes()
@@ -108,6 +108,11 @@ class Admission:
     def margin(self) -> float:
         """The share of a TTFT that is left, in [0, 1)."""
         return self._margin.share if self._has_margin else 0.0
+
+    def least_s(self, required_s: float, now_s: float) -> float:
+        """Return how long a first token may be predicted to take at most, of a request with this TTFT objective."""
+        self._margin.at(now_s)
+        return (1 - self.margin) * required_s
 
     def scale(self, state: RequestState, prediction: TTFTPrediction) -> None:
         """Scale what a request cannot keep of its class's objectives to what it takes alone."""
@@ -146,11 +151,10 @@ class Admission:
             RequestRejected: It would come too late for its objective, because of other LS requests, or because its
                 prompt alone takes longer than the objective that it brought.
         """
-        self._margin.at(now_s)
         required_s = state.slo.ttft_s
-        if not self._refuses or required_s is None:
+        if not self.refuses or required_s is None:
             return
-        least_s = (1 - self.margin) * required_s
+        least_s = self.least_s(required_s, now_s)
         if (
             elsewhere_s is not None
             and waited_s + elsewhere_s <= (1 - max(self._headrooms.ttft, self.margin)) * required_s

@@ -48,7 +48,7 @@ class LatencyControl(Protocol):
         """
 
     def soonest_s(self, states: Sequence[RequestState], now_s: float, begin_s: float) -> list[float]:
-        """Return the TTFT that each of these LS requests would have, in seconds, if it came now, behind all others.
+        """Return the TTFT that each of these LS requests of a class would have, in seconds, behind all others.
 
         That is with BE work giving way, and with nothing of its prompt cached. The states are of no other use.
         """
@@ -62,6 +62,9 @@ class LatencyControl(Protocol):
     @property
     def margin(self) -> float:
         """The share of a TTFT that admission leaves, in [0, 1)."""
+
+    def admittable_per_s(self, now_s: float, begin_s: float) -> dict[str, float]:
+        """Return how many more requests a second would be admitted now, by LS class; without those not known."""
 
     @property
     def deadlines(self) -> Deadlines | None:
@@ -353,6 +356,10 @@ class CoServingPolicy(Policy):
                 control.deadlines.note_end(state)
         elif control is not None:
             control.on_end(state)
+
+    def admittable_per_s(self, now_s: float) -> dict[str, float]:
+        control = self.step.control
+        return control.admittable_per_s(now_s, self.begin_s(now_s)) if control is not None else {}
 
     def to_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> frozenset[str]:
         """Let rows of lower classes leave the running step for a request that is late otherwise (omniserve 6)."""

@@ -134,6 +134,10 @@ class PaperControl:
             seconds.append(begin_s - now_s + step.seconds())
         return seconds
 
+    def admittable_per_s(self, now_s: float, begin_s: float) -> dict[str, float]:
+        """Return nothing: one step with all LS work says nothing of requests one after another."""
+        return {}
+
     def all_ls_work(self) -> StepCost:
         """Return one step with all LS decodes, and all that is left of LS prompts."""
         step = self._forecast.step()

@@ -83,7 +83,7 @@ class Policy:
         return None
 
     def soonest_s(self, states: Sequence[RequestState], now_s: float) -> list[float] | None:
-        """Return the TTFT that each of these LS requests would have, in seconds, if it came now; None: not predicted.
+        """Return the TTFT that each of these LS requests of a class would have, in seconds; None: not predicted.
 
         Each is judged alone, behind all others that there are, with nothing of its prompt cached.
         """
@@ -100,6 +100,10 @@ class Policy:
 
     def on_host_events(self, events: Sequence[HostEvent]) -> None:
         """Take note of host attention and KV moves that have finished, and are booked."""
+
+    def admittable_per_s(self, now_s: float) -> dict[str, float]:
+        """Return how many more requests a second would be admitted now, by LS class; without those not known."""
+        return {}
 
     def to_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> frozenset[str]:
         """Return the preemptible requests whose rows must leave the running step for an LS request that has just come.

@@ -5,11 +5,13 @@ Paper: omniserve 3.3.3 (admission), 3.3.4 (bounds); ``ttft.py`` predicts.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
 
 from omniserve.sched.admission import Admission
+from omniserve.sched.admittable import UNKNOWN_MAX_TOKENS, UNKNOWN_PROMPT_TOKENS, admittable_per_s, made_up
 from omniserve.sched.batch import Batch
 from omniserve.sched.deadlines import Deadlines
 from omniserve.sched.options import CoServingOptions
@@ -79,28 +81,58 @@ class QueueingControl:
         return self._admission.margin
 
     def soonest_s(self, states: Sequence[RequestState], now_s: float, begin_s: float) -> list[float]:
-        """Return the TTFT that each of these requests would have if it came now and BE work gave way entirely."""
-        device = self._view.device[LS]
-        loading = [other for other in self._view.loading if other.kind is LS]
-        ahead = [other for other in (*device, *self._view.waiting[LS], *loading) if not other.decodes]
-        queue = self._queue([other for other in device if other.decodes], ahead)
-        busy_s = begin_s - now_s
-        return [
-            busy_s
-            + self._estimator.predict(
-                state, queue, now_s, has_best_effort=False, host_works=self._host.is_busy
-            ).soonest_s
+        """Return the TTFT that each of these requests of a class would have if BE work gave way entirely."""
+        queue, host_works = self._queue_before(states[0]), self._host.is_busy
+        predictions = (
+            self._estimator.predict(state, queue, now_s, has_best_effort=False, host_works=host_works)
             for state in states
-        ]
+        )
+        return [begin_s - now_s + prediction.soonest_s for prediction in predictions]
 
-    def _predict(self, state: RequestState, now_s: float) -> TTFTPrediction:
+    def admittable_per_s(self, now_s: float, begin_s: float) -> dict[str, float]:
+        """Return how many more requests a second admission would let in now, by LS class with a TTFT objective.
+
+        They are like the mean of those that came lately; see ``admittable.py``.
+        """
+        if not self._admission.refuses:
+            return {}
+        rates: dict[str, float] = {}
+        lengths = self._estimator.usual_lengths or (UNKNOWN_PROMPT_TOKENS, UNKNOWN_MAX_TOKENS)
+        has_best_effort = bool(self._view.waiting[BE] or self._view.device[BE])
+        is_idle = not any(state.kind is LS for state in self._view.states.values())
+        for rank, spec in enumerate(self._view.limits.config.classes):
+            if spec.kind is not LS or spec.slo.ttft_s is None:
+                continue
+            state = made_up(spec, rank, lengths, now_s)
+            queue = self._queue_before(state)
+
+            def first_token_s(count: int, state: RequestState = state, queue: LSQueue = queue) -> float:
+                prompts = [*queue.prompts, *[state] * (count - 1)]
+                prediction = self._estimator.predict(
+                    state,
+                    dataclasses.replace(queue, prompts=prompts),
+                    now_s,
+                    has_best_effort=has_best_effort,
+                    host_works=self._host.is_busy,
+                )
+                return begin_s - now_s + prediction.soonest_s
+
+            within_s = self._admission.least_s(spec.slo.ttft_s, now_s)
+            rates[spec.name] = admittable_per_s(first_token_s, within_s, is_idle=is_idle)
+        return rates
+
+    def _queue_before(self, state: RequestState) -> LSQueue:
         device, waiting = self._view.device, self._view.waiting
         loading = (other for other in self._view.loading if other.kind is LS)
         in_line = (other for other in itertools.chain(device[LS], waiting[LS], loading) if other is not state)
         ahead = [s for s in in_line if not s.decodes and s.prefill_key < state.prefill_key]
+        return self._queue([other for other in device[LS] if other.decodes], ahead)
+
+    def _predict(self, state: RequestState, now_s: float) -> TTFTPrediction:
+        device, waiting = self._view.device, self._view.waiting
         return self._estimator.predict(
             state,
-            self._queue([other for other in device[LS] if other.decodes], ahead),
+            self._queue_before(state),
             now_s,
             has_best_effort=bool(waiting[BE] or device[BE]),
             host_works=self._host.is_busy,

@@ -13,7 +13,6 @@ import heapq
 import itertools
 import logging
 import math
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -23,10 +22,11 @@ from omniserve.core.errors import RequestRejected
 from omniserve.core.load import PROMPT_SIZES, EngineLoad
 from omniserve.core.lora import LoRA
 from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, StepOutput, StepPlan
-from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams, ServiceClass, TokenLogprob
+from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
 from omniserve.core.stats import SchedulerStats
 from omniserve.core.work import HostEvent
 from omniserve.kv.base import KVManager, Tier
+from omniserve.sched.admittable import made_up
 from omniserve.sched.batch import Batch
 from omniserve.sched.features.base import PLAIN_SETTINGS, FeatureSettings, Row
 from omniserve.sched.host_booking import HostBooking
@@ -87,8 +87,6 @@ class Scheduler:
         self._output_tokens: Counter[str] = Counter()
         self._prompt_tokens: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter(dict.fromkeys(self._classes, 0))
-        self._prompts: dict[str, list[RequestState]] = {}
-        """By LS class: requests that are not there, whose TTFT is forecast."""
 
     # -- arrivals and ends ---------------------------------------------------------------------------------------
 
@@ -147,11 +145,9 @@ class Scheduler:
         forecasts: dict[str, Sequence[float]] = {}
         for name, (rank, kind) in self._classes.items():
             if kind is LS:
-                if name not in self._prompts:
-                    self._prompts[name] = [_last_prompt(name, rank, size) for size in PROMPT_SIZES]
-                for prompt in self._prompts[name]:
-                    prompt.arrival_s = now_s
-                if (seconds := self.policy.soonest_s(self._prompts[name], now_s)) is not None:
+                spec = self._limits.config.class_named(name)
+                prompts = [made_up(spec, rank, (size, 1), now_s) for size in PROMPT_SIZES]
+                if (seconds := self.policy.soonest_s(prompts, now_s)) is not None:
                     forecasts[name] = seconds
         best_effort = [name for name, (_, kind) in self._classes.items() if kind is BE]
         done = sum(self._prompt_tokens[name] + self._output_tokens[name] for name in best_effort)
@@ -429,6 +425,11 @@ class Scheduler:
             waiting_loras=tuple(sorted(loras[False])),
         )
 
+    def admittable_per_s(self, now_s: float) -> dict[str, float]:
+        """Return how many more requests a second would be admitted now, by LS class; without those not known."""
+        self._tell_time(now_s)
+        return self.policy.admittable_per_s(now_s)
+
     def check_integrity(self) -> None:
         """Verify the invariants of the requests, of their tokens and of the KV manager; for tests and debugging.
 
@@ -439,19 +440,3 @@ class Scheduler:
         for state in self.requests.states.values():
             pending = state.token_ids.count(PENDING_TOKEN)
             assert pending == state.num_pending_tokens <= len(self._in_flight), (state.request_id, pending)
-
-
-def _last_prompt(service_class: str, rank: int, num_tokens: int) -> RequestState:
-    """Return an LS request of a class, behind all others of it."""
-    request = Request(
-        prompt_token_ids=[0] * num_tokens, sampling=SamplingParams(max_tokens=1), service_class=service_class
-    )
-    return RequestState(
-        request_id="",
-        request=request,
-        slo=SLO(),
-        kind=LS,
-        priority_key=(rank, math.inf, sys.maxsize),
-        arrival_s=0.0,
-        token_ids=list(request.prompt_token_ids),
-    )

@@ -155,10 +155,11 @@ class TTFTPrediction:
 
 
 class _Arrival(NamedTuple):
-    """An LS request that came: when, how long its prompt is, and its objective."""
+    """An LS request that came: when, how long its prompt and its output may be, and its objective."""
 
     arrival_s: float
     num_prompt_tokens: int
+    max_tokens: int
     ttft_s: float | None
 
 
@@ -183,9 +184,18 @@ class TTFTEstimator:
 
     def note(self, state: RequestState) -> None:
         """Remember what an LS request was like that has come."""
-        self._recent.append(_Arrival(state.arrival_s, state.num_prompt_tokens, state.slo.ttft_s))
+        lengths = state.num_prompt_tokens, state.request.sampling.max_tokens
+        self._recent.append(_Arrival(state.arrival_s, *lengths, state.slo.ttft_s))
         while len(self._recent) > _FEW_RECENT and self._recent[0].arrival_s < state.arrival_s - _RECENT_S:
             self._recent.popleft()
+
+    @property
+    def usual_lengths(self) -> tuple[int, int] | None:
+        """The means of prompts and of ``max_tokens`` of LS requests lately; None: there were none."""
+        if not self._recent:
+            return None
+        prompts, outputs = (sum(lengths) for lengths in zip(*(each[1:3] for each in self._recent), strict=True))
+        return max(1, round(prompts / len(self._recent))), max(1, round(outputs / len(self._recent)))
 
     def note_end(self, state: RequestState) -> None:
         """Remember how long an LS request's output was."""

@@ -265,6 +265,8 @@ class _EngineCollector(Collector):
         held = {(tier, name): n for tier, counts in by_tier_and_class.items() for name, n in counts.items()}
         yield _gauge("requests_waiting", "Requests not scheduled yet, or preempted", sched.waiting, by_class)
         yield _gauge("requests_running", "Requests that hold KV on a tier", sched.running, by_class)
+        help_text = "Requests like those of late that admission would let in a second now, beside those that are there"
+        yield _gauge("admittable_requests_per_second", help_text, s.admittable_per_s, by_class)
         yield _gauge("kv_blocks_used", "KV blocks in use", blocks_used, by_tier)
         yield _gauge("kv_blocks", "KV blocks in all", blocks, by_tier)
         yield _gauge("kv_blocks_held", "KV blocks that requests hold", held, [*by_tier, *by_class])

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from omniserve.core.errors import RequestRejected
-from omniserve.core.request import ClassSpec
+from omniserve.core.request import SLO, ClassSpec
 from omniserve.sched.admission import FIRST_MARGIN, SLO_SCALE, AdmissionMargin, scaled_slo
 from tests.quick import slow_except
 from tests.sched.benches import Clock
@@ -302,3 +302,61 @@ def test_every_policy_with_admission_serves_long_prompts_and_refuses_for_load_on
     bench.run_until(lambda: "ls-long" in bench.finished)
     with pytest.raises(RequestRejected, match="alone take"):
         bench.add("ls-own", prompt=LONG, ttft=DEFAULT_TTFT_S)
+
+
+# -- how many more would be admitted --
+
+
+def test_admittable_requests_fall_under_load_and_are_none_where_the_next_is_refused() -> None:
+    bench = Clock(classes=CLASSES, max_num_batched_tokens=128, device_blocks=2000)
+    bench.add("ls", prompt=60, output=20, ttft=DEFAULT_TTFT_S, by_default=True)
+    bench.run_until(lambda: "ls" in bench.finished)
+
+    def rate() -> float:
+        return bench.scheduler.admittable_per_s(bench.now_s)["LS"]
+
+    at_first = rate()
+    rates, admitted = [at_first], 0
+    with pytest.raises(RequestRejected):
+        while True:
+            bench.add(f"ls{admitted}", prompt=60, output=20, ttft=DEFAULT_TTFT_S, by_default=True)
+            admitted += 1
+            rates.append(rate())
+    assert rates == sorted(rates, reverse=True) and rates[-1] == 0 < rates[-2]
+    # What was said at first is how many came at once, over the time that admission lets their first tokens take.
+    assert at_first == pytest.approx(admitted / ((1 - FIRST_MARGIN) * DEFAULT_TTFT_S), rel=0.01)
+    bench.run_until(lambda: not bench.scheduler.has_unfinished)
+    assert rate() == pytest.approx(at_first, rel=0.2)
+
+
+def test_admittable_requests_are_told_of_each_class_with_an_objective_and_by_who_refuses_alone() -> None:
+    classes = (
+        ClassSpec(name="GOLD", kind="LS", slo=SLO(ttft_s=0.2)),
+        CLASSES[0],
+        ClassSpec(name="FREE", kind="LS"),
+        CLASSES[1],
+    )
+    bench = Clock(classes=classes, max_num_batched_tokens=128, device_blocks=2000)
+    for number in range(4):
+        bench.add(f"ls{number}", prompt=60, output=20, ttft=DEFAULT_TTFT_S, by_default=True)
+    rates = bench.scheduler.admittable_per_s(0.0)
+    assert list(rates) == ["GOLD", "LS"] and rates["GOLD"] > 0, "those of a lower class do not hold it up"
+    for settings in ({"admission": False}, {"policy": "sarathi"}, {"policy": "omniserve-paper"}):
+        assert Clock(classes=classes, **settings).scheduler.admittable_per_s(0.0) == {}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_admittable_requests_are_none_just_where_the_next_is_refused(seed: int) -> None:
+    bench, rng, refused = Clock(classes=CLASSES, max_num_batched_tokens=128, device_blocks=2000), random.Random(seed), 0
+    for number in range(100):
+        can = bench.scheduler.admittable_per_s(bench.now_s)["LS"] > 0
+        try:
+            bench.add(f"ls{number}", prompt=60, output=20, ttft=DEFAULT_TTFT_S, by_default=True)
+        except RequestRejected:
+            refused += 1
+            assert not can
+        else:
+            assert can
+        for _ in range(rng.choice([0, 0, 0, 1, 4])):
+            bench.step()
+    assert 5 < refused < 95

@@ -268,13 +268,16 @@ def test_gauges_for_gateways_are_of_latency_sensitive_requests():
     )  # fmt: skip
     served = Served(model_name="m", latency_sensitive=["LS"])
     metrics = ServerMetrics(["LS", "BE"], served=served)
-    stats = EngineStats(scheduler=scheduler, kv=KVUsage(device_total=100), block_size=16, max_loras=4)
+    stats = EngineStats(
+        scheduler=scheduler, kv=KVUsage(device_total=100), block_size=16, max_loras=4, admittable_per_s={"LS": 2.5}
+    )
     text = metrics.render(stats).decode()
     for line in (
         'vllm:num_requests_running{model_name="m"} 3.0',
         'vllm:num_requests_waiting{model_name="m"} 3.0',
         'vllm:kv_cache_usage_perc{model_name="m"} 0.03',
         'vllm:generation_tokens_total{model_name="m"} 63.0',
+        'omniserve_admittable_requests_per_second{service_class="LS"} 2.5',
     ):
         assert line in text.splitlines()
     loras = 'max_lora="4",model_name="m",running_lora_adapters="a,b",waiting_lora_adapters="c"'
