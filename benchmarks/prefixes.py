@@ -230,18 +230,19 @@ def serve_chats(
 
 @PREFIXES.case(
     agents=12, system=(256, "tokens of each agent's system prompt"), turn=(128, "new tokens of a turn"), turns=16,
-    output=32, edits=(0.4, "share of turns that go on from an earlier one"), others=(1.0, "random prompts a turn"),
+    burst=(4, "turns of an agent without another in between"), output=32,
+    edits=(0.4, "share of turns that go on from an earlier one"), others=(1.0, "random prompts a turn"),
     other=(256, "tokens of such a prompt"), room=[0.5, 0.75, 1.0], block_size=16, repeats=1, seed=1,
     tiny={"agents": 2, "system": 32, "turn": 16, "turns": 3, "output": 2, "other": 32, "room": [1.0]},
 )  # fmt: skip
 def sessions(args: argparse.Namespace) -> Trials:
     """Agents whose histories have branches, in too little memory, with and without names of sessions.
 
-    The agents take turns at random. A turn is the history so far and new tokens; a share of them (``--edits``) first
-    goes back to the end of an earlier turn, as a retry or an edited history does. Random prompts without a session come
-    in between. Requests run one after another, with the real scheduler and its cache and without a model, so nothing
-    here depends on time. The device has memory for ``--room`` times what the last histories of all agents take.
-    ``hit_rate`` is the share of the turns' tokens that the cache had, but for each agent's first turn; ``named``:
+    An agent, drawn at random, takes some turns (``--burst`` on average), then another one. A turn is the history so far
+    and new tokens; a share of them (``--edits``) first goes back to the end of an earlier turn, as a retry or an edited
+    history does. Random prompts without a session come in between. Requests run one after another, with the real
+    scheduler and its cache and without a model, so nothing here depends on time. The device has memory for ``--room``
+    times what the last histories of all agents take. ``hit_rate`` is the share of the turns' tokens that the cache had, but for each agent's first turn; ``named``:
     requests have the name of their agent as session.
     """
     turns = agents_turns(args)
@@ -257,8 +258,15 @@ def agents_turns(args: argparse.Namespace) -> list[tuple[str, list[int]]]:
     """Draw the prompts of agents, in the order in which they come, and random ones, with "" as agent."""
     rng = random.Random(args.seed)
     histories = {f"agent {n}": [tokens(rng, args.system)] for n in range(args.agents)}
-    order = [name for name in histories for _ in range(args.turns)]
-    rng.shuffle(order)
+    left = dict.fromkeys(histories, args.turns)
+    order: list[str] = []
+    while left:
+        name = rng.choice([*left])
+        count = min(left[name], rng.randint(1, 2 * args.burst - 1))
+        order += [name] * count
+        left[name] -= count
+        if not left[name]:
+            del left[name]
     drawn: list[tuple[str, list[int]]] = []
     for name in order:
         history = histories[name]

@@ -1,8 +1,8 @@
 """Load a server through its API, and tell how long answers took.
 
 ``omniserve bench serve`` sends random prompts to a server, OmniServe or another one with OpenAI's API, and reports
-times to the first token and per token. With ``--best-effort N`` so many best-effort requests (``service_tier: flex``) are
-always unfinished beside them. The flags are those of ``vllm bench serve``, as far as they are here.
+times to the first token and per token. With ``--best-effort N`` so many best-effort requests (``service_tier: flex``)
+are always unfinished beside them. The flags are those of ``vllm bench serve``, as far as they are here.
 """
 
 from __future__ import annotations

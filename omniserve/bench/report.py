@@ -45,7 +45,8 @@ def figures(
 ) -> dict[str, Any]:
     """Return all figures, under the names that ``vllm bench serve`` saves them with.
 
-    ``background_`` is the work beside. Times are in ms. Tokens of the background count as far as they had come when the timed requests ended.
+    ``background_`` is the work beside. Times are in ms. Tokens of the background count as far as they had come when the
+    timed requests ended.
     """
     done = [seen for seen in outcome.requests if seen.is_complete]
     seconds = outcome.seconds

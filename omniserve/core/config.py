@@ -62,7 +62,7 @@ class ExecutionConfig:
     """Share of the device's blocks, in [0, 1), in which the prefix cache keeps what LS requests have had there last,
     before all else, as long as LS requests find something there. BE requests that come to the device leave it these
     blocks, under policies that reserve memory for LS."""
-    session_share: float = 0.5
+    session_share: float = 0.75
     """Share of the device's blocks, in [0, 1), in which the prefix cache keeps what the newest requests of sessions
     begin with (``Request.session``), longer than prefixes outside of sessions. Prefixes of LS requests are kept before
     these, as ``ls_prefix_share`` says."""

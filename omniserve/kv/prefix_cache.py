@@ -201,7 +201,7 @@ class CachingPool(BlockPool):
         too_many_marked = len(marked) + len(both) > self.num_protected
         too_many_newest = len(newest) + len(both) > self.most_newest
         queues = [self._idle, *([marked] if too_many_marked else ()), *([newest] if too_many_newest else ())]
-        if too_many_marked and too_many_newest and not (marked or newest):
+        if too_many_marked and too_many_newest:
             queues.append(both)
         heads = [next(iter(queue.items())) for queue in queues if queue]
         if heads:

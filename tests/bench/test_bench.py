@@ -129,7 +129,8 @@ def test_a_server_that_is_not_there_is_told(capsys):
     "flags",
     [
         ["--goodput", "itl:5"], ["--percentile-metrics", "ttft,x"], ["--metric-percentiles", "101"],
-        ["--num-prompts", "0"], ["--request-rate", "0"], ["--random-range-ratio", "1"], ["--random-vocab", "3"], ["--base-ulr", "x"],
+        ["--num-prompts", "0"], ["--request-rate", "0"], ["--random-range-ratio", "1"], ["--random-vocab", "3"],
+        ["--base-ulr", "x"],
     ],
 )  # fmt: skip
 def test_a_wrong_flag_is_one_line(url, flags, capsys):

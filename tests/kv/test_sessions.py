@@ -312,7 +312,7 @@ class Model:
         chosen = kinds["plain"][:1]
         chosen += kinds["marked"][:1] if marked_over else []
         chosen += kinds["newest"][:1] if newest_over else []
-        if marked_over and newest_over and not kinds["marked"] and not kinds["newest"]:
+        if marked_over and newest_over:
             chosen += kinds["both"][:1]
         if chosen:
             return min(chosen, key=lambda key: (idle[key].since, -idle[key].depth))
