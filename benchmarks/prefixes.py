@@ -242,8 +242,8 @@ def sessions(args: argparse.Namespace) -> Trials:
     and new tokens; a share of them (``--edits``) first goes back to the end of an earlier turn, as a retry or an edited
     history does. Random prompts without a session come in between. Requests run one after another, with the real
     scheduler and its cache and without a model, so nothing here depends on time. The device has memory for ``--room``
-    times what the last histories of all agents take. ``hit_rate`` is the share of the turns' tokens that the cache had, but for each agent's first turn; ``named``:
-    requests have the name of their agent as session.
+    times what the last histories of all agents take. ``hit_rate`` is the share of the turns' tokens that the cache had,
+    but for each agent's first turn; ``named``: requests have the name of their agent as session.
     """
     turns = agents_turns(args)
     last = {name: len(prompt) for name, prompt in turns if name}
