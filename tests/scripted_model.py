@@ -24,8 +24,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 import omniserve
 
 OTHERWISE = "These words follow whatever has no key, and then they end. "
-# As Hermes' and Qwen's templates: tools in front, calls and their answers between tags. The last key of the chat comes
-# once more at its end, wherever a client put it (into a part, beside an instruction, into the result of a tool).
+# As Hermes' and Qwen's templates: tools in front, calls and their answers between tags, as is thinking. The last key of
+# the chat comes once more at its end, wherever a client put it (into a part, beside an instruction, into the result of
+# tool).
 CHAT_TEMPLATE = """\
 {% set last = namespace(key='') %}\
 {% if tools %}<|system|>
@@ -34,7 +35,11 @@ CHAT_TEMPLATE = """\
 {% endif %}\
 {% for message in messages %}\
 <|{{ 'user' if message.role == 'tool' else 'system' if message.role == 'developer' else message.role }}|>
-{{ message.content or '' }}\
+{% if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+
+{% endif %}{{ message.content or '' }}\
 {% for call in message.tool_calls or [] %}
 <tool_call>
 {"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}

@@ -193,7 +193,7 @@ class ChatShape(_CompletionsShape):
         return {} if token_ids is None or deltas[0].index else {"prompt_token_ids": token_ids}
 
     def whole(self, delta: Delta) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None, "annotations": []}
         if delta.reasoning:
             message |= {"content": delta.text or None, **_reasoning(delta.reasoning)}
         if delta.tool_calls:

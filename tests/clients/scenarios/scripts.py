@@ -38,6 +38,8 @@ def _cut(cut: int, /, **values: object) -> list[str]:
 
 PLAIN = "Rome is the capital of Italy, and has been one since 1871."
 AFTER = "It is sunny in Rome; take a hat."
+THOUGHT = "They ask about Rome. I know enough to answer."
+ANSWER = "Rome has about three million people."
 CITY = {"name": "Rome", "people": 2800000}
 SCRIPTS: dict[str, str | list[str]] = {
     "plain": PLAIN,
@@ -53,4 +55,11 @@ SCRIPTS: dict[str, str | list[str]] = {
     "cities": call("Place", name="Oslo", people=720000) + "\n" + call("Place", **CITY),
     "shell": call("exec_command", cmd="echo §after§"),
     "final": forced_call("final_result", 5, **CITY),
+    "final answer": forced_call("final_answer", 7, answer="Take a hat."),
+    "asked": ['{"city": "Ro', 'me", "people": 28000', "00}"],
+    "fields": "[[ ## city ## ]]\nRome\n\n[[ ## people ## ]]\n2800000\n\n[[ ## completed ## ]]",
+    "think": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}",
+    "think call": "<think>\nI have to look outside.\n</think>\n\n" + call("weather", city="Rome", days=3),
+    "think json": ["<think>\nA city, then.", "\n</think>\n\n", *forced_json(6, **CITY)],
+    "think forced": ["<think>\nI have to", " ask.\n</think>\n", *forced_call("look_up", 1, city="Oslo", days=58)],
 }

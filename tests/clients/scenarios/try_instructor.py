@@ -81,6 +81,15 @@ def second_try():
 
 
 @check
+def reasoning():
+    client = instructor.from_openai(raw, mode=instructor.Mode.JSON_SCHEMA)
+    city, answer = client.create_with_completion(
+        model=MODEL, messages=user("§think json§"), response_model=City, max_retries=0
+    )
+    assert city.model_dump() == CITY and answer.choices[0].message.reasoning_content == "A city, then."
+
+
+@check
 def flex():
     client = instructor.from_openai(raw, mode=instructor.Mode.JSON_SCHEMA)
     with best_effort():

@@ -7,7 +7,7 @@ from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
-from scripts import AFTER, CITY, PLAIN
+from scripts import AFTER, ANSWER, CITY, PLAIN
 from trial import BASE_URL, MODEL, TOO_LONG, best_effort, check, main, raised
 
 SERVER = {"model": MODEL, "base_url": BASE_URL, "api_key": "none", "max_retries": 0}
@@ -83,6 +83,15 @@ def tools():
 def structured():
     for method, key in (("json_schema", "json"), ("function_calling", "city"), ("json_mode", "json")):
         assert model.with_structured_output(City, method=method).invoke(f"§{key}§") == City(**CITY), method
+
+
+@check
+def reasoning():
+    answer = model.invoke("§think§")
+    assert answer.content == ANSWER and answer.usage_metadata["output_token_details"]["reasoning"] > 0
+    assert "".join(chunk.content for chunk in model.stream("§think§")) == ANSWER
+    assert model.with_structured_output(City, method="json_schema").invoke("§think json§") == City(**CITY)
+    assert model.bind_tools([weather]).invoke("§think call§").tool_calls[0]["args"] == {"city": "Rome", "days": 3}
 
 
 @check

@@ -10,7 +10,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it fetches a list of
 
 import litellm
 from pydantic import BaseModel
-from scripts import AFTER, CITY, PLAIN
+from scripts import AFTER, ANSWER, CITY, PLAIN, THOUGHT
 from trial import BASE_URL, MODEL, TOO_LONG, best_effort, check, main, raised
 
 SERVER = {"model": f"openai/{MODEL}", "api_base": BASE_URL, "api_key": "none", "num_retries": 0}
@@ -83,6 +83,21 @@ def responses():
     assert litellm.responses(**SERVER, input="§plain§").output_text == PLAIN
     events = list(litellm.responses(**SERVER, input="§plain§", stream=True))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == PLAIN
+
+
+@check
+def reasoning():
+    message = litellm.completion(**SERVER, messages=user("§think§")).choices[0].message
+    assert (message.content, message.reasoning_content) == (ANSWER, THOUGHT)
+    chunks = litellm.completion(**SERVER, messages=user("§think§"), stream=True)
+    whole = litellm.stream_chunk_builder(list(chunks)).choices[0].message
+    assert (whole.content, whole.reasoning_content) == (ANSWER, THOUGHT)
+    answer = litellm.completion(**SERVER, messages=[*user("§think§"), whole, *user("§after§")])
+    assert answer.choices[0].message.content == AFTER
+    answer = litellm.completion(**SERVER, messages=user("§think json§"), response_format=City)
+    assert json.loads(answer.choices[0].message.content) == CITY
+    answer = litellm.completion(**SERVER, messages=user("§think call§"), tools=[WEATHER])
+    assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments) == {"city": "Rome", "days": 3}
 
 
 @check

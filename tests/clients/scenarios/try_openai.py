@@ -8,7 +8,7 @@ import json
 
 import openai
 from pydantic import BaseModel
-from scripts import AFTER, CITY, PLAIN
+from scripts import AFTER, ANSWER, CITY, PLAIN, THOUGHT
 from trial import BASE_URL, MODEL, TOO_LONG, best_effort, check, main, raised
 
 client = openai.OpenAI(base_url=BASE_URL, api_key="none", max_retries=0)
@@ -109,6 +109,46 @@ def structured():
     assert client.chat.completions.create(model=MODEL, messages=[*user("x"), answer.choices[0].message,
         {"role": "tool", "tool_call_id": answer.choices[0].message.tool_calls[0].id, "content": "§after§"}],
     ).choices[0].message.content == AFTER  # fmt: skip
+
+
+@check
+def reasoning():
+    answer = client.chat.completions.create(model=MODEL, messages=user("§think§"))
+    message = answer.choices[0].message
+    assert (message.content, message.reasoning_content, message.reasoning) == (ANSWER, THOUGHT, THOUGHT)
+    assert 0 < answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
+    deltas = [
+        chunk.choices[0].delta
+        for chunk in client.chat.completions.create(model=MODEL, messages=user("§think§"), stream=True)
+    ]
+    for name in ("reasoning_content", "reasoning"):
+        assert "".join(getattr(delta, name, None) or "" for delta in deltas) == THOUGHT
+    assert "".join(delta.content or "" for delta in deltas) == ANSWER
+    again = client.chat.completions.create(model=MODEL, messages=[*user("§think§"), message, *user("§after§")])
+    assert again.choices[0].message.content == AFTER
+
+
+@check
+def reasoning_before_tools_and_structure():
+    answer = client.chat.completions.parse(model=MODEL, messages=user("§think json§"), response_format=City)
+    message = answer.choices[0].message
+    assert message.parsed == City(**CITY) and message.reasoning_content == "A city, then."
+    with client.chat.completions.stream(model=MODEL, messages=user("§think json§"), response_format=City) as events:
+        kinds = {event.type for event in events}
+        assert events.get_final_completion().choices[0].message.parsed == City(**CITY) and "content.delta" in kinds
+    whole = client.chat.completions.create(model=MODEL, messages=user("§think call§"), tools=[WEATHER])
+    with client.chat.completions.stream(model=MODEL, messages=user("§think call§"), tools=[WEATHER]) as events:
+        streamed = events.get_final_completion()
+    for message in (whole.choices[0].message, streamed.choices[0].message):
+        assert [json.loads(call.function.arguments) for call in message.tool_calls] == [{"city": "Rome", "days": 3}]
+        assert message.reasoning_content == "I have to look outside." and not message.content
+    look_up = WEATHER | {"function": WEATHER["function"] | {"name": "look_up"}}
+    answer = client.chat.completions.create(
+        model=MODEL, messages=user("§think forced§"), tools=[look_up], tool_choice="required"
+    )
+    message = answer.choices[0].message
+    assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Oslo", "days": 58}
+    assert message.reasoning_content == "I have to ask." and answer.choices[0].finish_reason == "tool_calls"
 
 
 @check

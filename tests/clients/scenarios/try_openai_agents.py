@@ -16,7 +16,7 @@ from agents import (
     set_tracing_disabled,
 )
 from pydantic import BaseModel
-from scripts import AFTER, CITY, PLAIN
+from scripts import AFTER, ANSWER, CITY, PLAIN, THOUGHT
 from trial import BASE_URL, MODEL, TOO_LONG, best_effort, check, main
 
 set_tracing_disabled(True)
@@ -86,6 +86,24 @@ async def handoffs():
 @check
 async def structured():
     assert (await Runner.run(agent(output_type=City), "§json§")).final_output == City(**CITY)
+
+
+@function_tool
+def weather(city: str, days: int) -> str:
+    """Tell the weather."""
+    return f"sunny in {city} §after§"
+
+
+@check
+async def reasoning():
+    result = await Runner.run(agent(), "§think§")
+    told = [item.raw_item.summary[0].text for item in result.new_items if item.type == "reasoning_item"]
+    assert result.final_output == ANSWER and told == [THOUGHT]
+    result = Runner.run_streamed(agent(), "§think§")
+    kinds = [event.data.type async for event in result.stream_events() if event.type == "raw_response_event"]
+    assert result.final_output == ANSWER and any("reasoning" in kind for kind in kinds), set(kinds)
+    assert (await Runner.run(agent(tools=[weather]), "§think call§")).final_output == AFTER
+    assert (await Runner.run(agent(output_type=City), "§think json§")).final_output == City(**CITY)
 
 
 @check

@@ -7,9 +7,10 @@ import asyncio
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, PromptedOutput
 from pydantic_ai.exceptions import ModelHTTPError
+from pydantic_ai.messages import ThinkingPart
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIChatModelSettings, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from scripts import AFTER, CITY, PLAIN
+from scripts import AFTER, ANSWER, CITY, PLAIN, THOUGHT
 from trial import BASE_URL, MODEL, TOO_LONG, best_effort, check, main, raised
 
 model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=BASE_URL, api_key="none"))
@@ -69,6 +70,23 @@ async def tools():
 async def structured():
     for output_type, key in ((City, "final"), (NativeOutput(City), "json"), (PromptedOutput(City), "json")):
         assert (await Agent(model, output_type=output_type).run(f"§{key}§")).output == City(**CITY), output_type
+
+
+def thoughts(result):
+    return [part.content for message in result.all_messages() for part in message.parts
+            if isinstance(part, ThinkingPart)]  # fmt: skip
+
+
+@check
+async def reasoning():
+    result = await Agent(model).run("§think§")
+    assert result.output == ANSWER and thoughts(result) == [THOUGHT]
+    again = await Agent(model).run("§after§", message_history=result.all_messages())
+    assert again.output == AFTER
+    async with Agent(model).run_stream("§think§") as streamed:
+        assert await streamed.get_output() == ANSWER and thoughts(streamed) == [THOUGHT]
+    assert (await agent_with_weather().run("§think call§")).output == AFTER
+    assert (await Agent(model, output_type=NativeOutput(City)).run("§think json§")).output == City(**CITY)
 
 
 @check
