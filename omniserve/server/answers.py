@@ -1,4 +1,7 @@
-"""The answers of /v1/completions and /v1/chat/completions: OpenAI's objects, made of the text of choices."""
+"""The answers of /v1/completions and /v1/chat/completions: OpenAI's objects, made of the text of choices.
+
+``CallShape`` is what all endpoints have that the engine works for.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,16 @@ import abc
 import json
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from omniserve.core.request import TokenLogprob
 from omniserve.server.answer_shape import AnswerShape, finite
-from omniserve.server.anthropic.shape import MessagesShape
 from omniserve.server.choice import Delta
 from omniserve.server.dialects.base import ParsedCall
 from omniserve.server.errors import ApiError
 from omniserve.server.output_stream import Usage
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from omniserve.server.responses.shape import ResponseShape
 from omniserve.server.service import Service
 
 _DONE = "data: [DONE]\n\n"
@@ -221,14 +222,6 @@ class ChatShape(_CompletionsShape):
             "logprob": finite(logprob),
             "bytes": list(self._codec.token_bytes(token_id)),
         }
-
-
-ENDPOINTS: Mapping[str, type[AnswerShape]] = {
-    "/v1/completions": CompletionShape,
-    "/v1/chat/completions": ChatShape,
-    "/v1/responses": ResponseShape,
-    "/v1/messages": MessagesShape,
-}
 
 
 def _token_id_text(token_id: int) -> str:

@@ -27,6 +27,7 @@ from omniserve.server import generate, loras, openapi, sessions
 from omniserve.server.anthropic import routes as anthropic
 from omniserve.server.anthropic.errors import error_response, speaks_anthropic
 from omniserve.server.connections import HeadAsGet, RequestLog, UnderPath
+from omniserve.server.embeddings import routes as embedding_routes
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.fields import StrictModel, ignored_header, read_fields, validate
 from omniserve.server.keys import KeyRing
@@ -67,6 +68,7 @@ def create_app(
         generate.router(service),
         responses.router(service),
         anthropic.router(service),
+        embedding_routes.router(service),
         _tokenizer(service),
         _state(service),
         adapters,

@@ -14,6 +14,11 @@ TRACED_PATHS = {
     "/v1/chat/completions": "chat",
     "/v1/messages": "chat",
     "/v1/responses": "chat",
+    "/v1/embeddings": "embeddings",
+    "/v1/score": "score",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/rerank": "rerank",
 }
 """Path -> what OpenTelemetry calls the operation."""
 

@@ -49,6 +49,8 @@ class Delta:
     """Number of tokens since the last delta that are reasoning, with the mark that ends it: the first of them."""
     stop_string: str | None = None
     """The stop string that ended the choice, if one did; in the last delta only."""
+    embedding: Sequence[float] = ()
+    """The pooled hidden states of the prompt, in the last delta, if they were asked for."""
 
 
 def merge(deltas: Sequence[Delta]) -> Delta:
@@ -68,6 +70,7 @@ def merge(deltas: Sequence[Delta]) -> Delta:
         deltas[0].prompt_token_ids,
         sum(delta.num_reasoning_tokens for delta in deltas),
         deltas[-1].stop_string,
+        deltas[-1].embedding,
     )
 
 
@@ -259,6 +262,7 @@ class Choice:
             prompt_token_ids,
             num_thought,
             stop_string,
+            output.embedding,
         )
 
     def _text_tokens(self, output: RequestOutput) -> Sequence[int]:

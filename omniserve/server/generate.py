@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from omniserve.server.answer_shape import AnswerShape
+from omniserve.server.answer_shape import AnswerShape, CallShape
 from omniserve.server.answers import ChatShape, CompletionShape
 from omniserve.server.anthropic import openapi
 from omniserve.server.anthropic.fields import MessagesBody
@@ -61,7 +61,7 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -> tuple[OutputStream, AnswerShape]:
+async def _begin(service: Service, http: Request, endpoint: type[CallShape]) -> tuple[OutputStream, CallShape]:
     """Return a call's outputs and the shape of its answer; the request itself, with its texts, is not kept."""
     arrival_s = time.monotonic()
     service.check_open()
@@ -72,7 +72,8 @@ async def _begin(service: Service, http: Request, endpoint: type[AnswerShape]) -
         service.check_model(request.model)
         call_id = new_call_id(endpoint.id_prefix)
         shape = endpoint(service, request, call_id)
-        outputs = http.state.outputs = await service.begin(request, call_id, arrival_s, caller=caller.name)
+        outputs = await endpoint.outputs(service, request, call_id, arrival_s, caller.name)
+        http.state.outputs = outputs
         return outputs, shape
 
 
@@ -80,9 +81,9 @@ Detach = Callable[[OutputStream, AnswerShape, Mapping[str, str], Callable[[], No
 
 
 async def generate(
-    service: Service, http: Request, endpoint: type[AnswerShape], detach: Detach | None = None
+    service: Service, http: Request, endpoint: type[CallShape], detach: Detach | None = None
 ) -> Response:
-    """Answer a request of an endpoint that generates.
+    """Answer a request of an endpoint.
 
     Args:
         service: The service that is asked.
@@ -105,10 +106,13 @@ async def generate(
         if outputs.used_tier is not None:
             shape.use_tier(outputs.used_tier)
         headers = dict(shape.headers) | _headers(outputs)
-        if detach is not None and (detached := await detach(outputs, shape, headers, end)) is not None:
-            handed_over = True
-            return detached
-        if shape.is_streamed:
+        if detach is not None:
+            assert isinstance(shape, AnswerShape), "only what generates goes on without its connection"
+            detached = await detach(outputs, shape, headers, end)
+            if detached is not None:
+                handed_over = True
+                return detached
+        if isinstance(shape, AnswerShape) and shape.is_streamed:
             handed_over = True
             return EventStream(
                 outputs,
@@ -119,8 +123,10 @@ async def generate(
                 on_close=end,
             )
         deltas = await or_disconnect(http.receive, outputs.collect())
-        await shape.settle(deltas, outputs.usage)
-        return Response(shape.answer(deltas, outputs.usage), headers=headers, media_type="application/json")
+        if isinstance(shape, AnswerShape):
+            await shape.settle(deltas, outputs.usage)
+        answer = await shape.written(deltas, outputs.usage)
+        return Response(answer, headers=headers, media_type="application/json")
     except ClientGone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     finally:

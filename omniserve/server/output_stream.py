@@ -32,8 +32,6 @@ class Fallback:
     service_class: str
     tier: str
     """The ``service_tier`` by which the answer names the class."""
-    place: Callable[[], Placement]
-    """Returns where the call's requests go then; raises ApiError if no engine takes requests."""
     slo: SLO
     """The class's objectives."""
     interval_s: float
@@ -125,14 +123,14 @@ class OutputStream:
     """
 
     def __init__(
-        self, job: Job, *, place: Placement, codec: TextCodec, metrics: ServerMetrics, backlog: Backlog
+        self, job: Job, *, place: Callable[[Job], Placement], codec: TextCodec, metrics: ServerMetrics, backlog: Backlog
     ) -> None:
         self.job = job
         """The work that was asked for."""
         self.usage = Usage(num_prompt_tokens=sum(map(len, job.prompts)))
         self.error: Exception | None = None
         """The error that ended the call before all choices had finished, if one did."""
-        self._place = place
+        self._find_place, self._place = place, place(job)
         self._metrics = metrics
         self._backlog = backlog
         self._unread: list[list[Delta]] = []
@@ -205,7 +203,6 @@ class OutputStream:
             self._leave_backlog(request_id)
             self._place.client.abort(request_id)
         self._place.end()
-        self._place = fallback.place()
         self._metrics.fell_back(self.job.service_class)
         self.job = dataclasses.replace(
             self.job,
@@ -216,6 +213,7 @@ class OutputStream:
             fallback=None,
             interval_s=fallback.interval_s,
         )
+        self._place = self._find_place(self.job)
         self.used_tier = fallback.tier
         self.usage = Usage(num_prompt_tokens=self.usage.num_prompt_tokens)
         self._unread.clear()

@@ -93,7 +93,7 @@ def _stop_strings(value: Any) -> Any:
     return stop
 
 
-def _prompts(value: Any) -> Any:
+def prompts_of(value: Any) -> Any:
     """Return a list of prompts, each a string or a list of token ids."""
     if isinstance(value, str):
         return [value]
@@ -218,13 +218,59 @@ class SloFields(StrictModel):
         return SLO(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
 
 
-class GenerationRequest(StrictModel):
-    """Fields that both endpoints have."""
+class CallRequest(StrictModel):
+    """Fields of every request that the engine works on."""
 
     prompt_field: ClassVar[str] = "prompt"
     """Name of the field that has the prompts, as clients know it."""
 
     model: str | None = None
+    service_tier: str = "auto"
+    """Names a class of requests (see ``class_of_tier``)."""
+    slo: SloFields | None = None
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
+    """Number of classes below that of ``service_tier``; see ``prioritised_tier``."""
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    """The prefix cache keeps requests of different salts apart."""
+    prompt_cache_key: str | None = None
+    """OpenAI's name of a session, of which the prefix cache keeps the newest branch longest."""
+    session_id: str | None = None
+    """Another name of it, for requests without ``prompt_cache_key``."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """How long the session may be unused; None and ``in_memory``: as long as the server says."""
+    user: str | None = None
+    """Without effect."""
+
+    @property
+    def answered_tier(self) -> str:
+        """The tier that the answer names: the one that was used, never ``auto``."""
+        return "default" if self.service_tier == "auto" else self.service_tier
+
+    @property
+    def wishes(self) -> SloFields:
+        """What it wishes for its latency."""
+        return self.slo or SloFields.model_validate({"otherwise": "reject"})
+
+    @property
+    def session_key(self) -> str | None:
+        """The name of the session that the request belongs to; None or empty: it names none."""
+        return self.prompt_cache_key or self.session_id
+
+    @property
+    def session_ttl_s(self) -> float | None:
+        """Seconds for which the session may be unused; None: as long as the server says."""
+        return 86_400.0 if self.prompt_cache_retention == "24h" else None
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        # Without a session there is nothing whose blocks could be kept.
+        is_dropped = self.session_ttl_s is not None and not self.session_key
+        return (*super().ignored_fields, *(["prompt_cache_retention"] if is_dropped else ()))
+
+
+class GenerationRequest(CallRequest):
+    """Fields that completions and chats have."""
+
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -254,8 +300,6 @@ class GenerationRequest(StrictModel):
     ] = Field([])
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
-    service_tier: str = "auto"
-    """Names a class of requests (see ``class_of_tier``)."""
 
     # Not OpenAI's, but what other open servers take through extra_body.
     top_k: int = Field(0, ge=-1, le=2**31 - 1)
@@ -274,46 +318,13 @@ class GenerationRequest(StrictModel):
     """Answers have the token ids of prompts and outputs."""
     return_tokens_as_token_ids: bool = False
     """Log-probabilities name a token ``token_id:5`` instead of its text."""
-    slo: SloFields | None = None
-    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
-    """Number of classes below that of ``service_tier``; see ``prioritised_tier``."""
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    """The prefix cache keeps requests of different salts apart."""
-    prompt_cache_key: str | None = None
-    """OpenAI's name of a session, of which the prefix cache keeps the newest branch longest."""
-    session_id: str | None = None
-    """Another name of it, for requests without ``prompt_cache_key``."""
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """How long the session may be unused; None and ``in_memory``: as long as the server says."""
     speculation: bool | None = None
     """Guess the next tokens from the text, and check several at once; the output is the same. None: as the class has
     it, but yes if there is a prediction."""
 
     # Accepted and without effect on the answer.
-    user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
-
-    @property
-    def answered_tier(self) -> str:
-        """The tier that the answer names: the one that was used, never ``auto``."""
-        return "default" if self.service_tier == "auto" else self.service_tier
-
-    @property
-    def session_key(self) -> str | None:
-        """The name of the session that the request belongs to; None or empty: it names none."""
-        return self.prompt_cache_key or self.session_id
-
-    @property
-    def session_ttl_s(self) -> float | None:
-        """Seconds for which the session may be unused; None: as long as the server says."""
-        return 86_400.0 if self.prompt_cache_retention == "24h" else None
-
-    @property
-    def ignored_fields(self) -> tuple[str, ...]:
-        # Without a session there is nothing whose blocks could be kept.
-        is_dropped = self.session_ttl_s is not None and not self.session_key
-        return (*super().ignored_fields, *(["prompt_cache_retention"] if is_dropped else ()))
 
     @property
     def include_usage(self) -> bool:
@@ -365,7 +376,7 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[
         list[Any],
         BeforeValidator(
-            _prompts,
+            prompts_of,
             json_schema_input_type=_Text
             | _TokenIds
             | Annotated[list[_Text] | list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
@@ -524,7 +535,7 @@ class ChatRequest(TemplateFields, GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=CallRequest)
 _NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -548,7 +559,8 @@ def parse(
     headers.add_to(fields)
     said = {name: value for name, value in fields.items() if value is not None}
     request = validate(kind, {**defaults, **said}, unknown)
-    check_combinations(request)
+    if isinstance(request, GenerationRequest):
+        check_combinations(request)
     return request
 
 

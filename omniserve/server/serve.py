@@ -25,6 +25,7 @@ from omniserve.server.batches.routes import BatchServing
 from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
+from omniserve.server.embeddings.model_files import find_pooling
 from omniserve.server.engine_process import EngineLike, EngineMaker
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields
@@ -99,6 +100,7 @@ async def start_service(engine: Fleet, options: ServerOptions) -> Service:
         defaults = await asyncio.to_thread(find_generation_defaults, options.generation_config, options.tokenizer)
     except (OSError, ValueError) as error:
         raise EngineStopped(f"--generation-config {options.generation_config}: {error}") from None
+    pooling = await asyncio.to_thread(find_pooling, options.tokenizer)
     loras = LoRAModels(options.model_names, options.lora_dirs)
     try:
         for name, folder in options.loras.items():
@@ -117,6 +119,7 @@ async def start_service(engine: Fleet, options: ServerOptions) -> Service:
         unknown_fields=UnknownFields(refuse=options.unknown_fields == "refuse"),
         defaults=defaults,
         loras=loras,
+        pooling=pooling,
         drops_billing_header=options.drop_billing_header,
     )
 

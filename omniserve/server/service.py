@@ -8,17 +8,19 @@ import functools
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from omniserve.core.request import ClassSpec, SamplingParams, ServiceClass
+from omniserve.core.request import SLO, ClassSpec, SamplingParams, ServiceClass
 from omniserve.routing.books import Call
 from omniserve.server.choice import TextForm
 from omniserve.server.constraints import GrammarWriter
 from omniserve.server.dialects.base import Dialect, Opening
 from omniserve.server.dialects.tagged import TaggedDialect
+from omniserve.server.embeddings.model_files import PoolingOfModel
 from omniserve.server.engine_messages import EngineInfo
 from omniserve.server.errors import ApiError, ContextExceeded, shutting_down
 from omniserve.server.fields import UnknownFields
-from omniserve.server.fleet import Fleet
+from omniserve.server.fleet import Fleet, Placement
 from omniserve.server.generation_defaults import GenerationDefaults
 from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.loras import LoRAModels
@@ -28,10 +30,10 @@ from omniserve.server.output_stream import Fallback, Job, OutputStream
 from omniserve.server.priorities import tier_of_class
 from omniserve.server.protocol import (
     MAX_PROMPTS,
+    CallRequest,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    SloFields,
     class_of_tier,
 )
 from omniserve.server.responses.store import ResponseStore
@@ -82,6 +84,7 @@ class Service:
         defaults: GenerationDefaults | None = None,
         loras: LoRAModels | None = None,
         drops_billing_header: bool = False,
+        pooling: PoolingOfModel | None = None,
     ) -> None:
         self.engine = engine
         self.info = info
@@ -90,6 +93,7 @@ class Service:
         self.loras = loras or LoRAModels(model_names)
         engine.on_restart = self.loras.restore
         self.defaults = defaults or GenerationDefaults()
+        self.pooling = pooling or PoolingOfModel()
         sensitive = [spec.name for spec in info.classes if spec.kind == ServiceClass.LS]
         self.metrics = ServerMetrics(
             [spec.name for spec in info.classes],
@@ -106,6 +110,7 @@ class Service:
         self.bodies = BodyReader(int(limits.max_body_mib * MIB), limits.stall_timeout_s)
         self._backlog = Backlog([spec.name for spec in info.classes], limits.max_queued_requests)
         self.metrics.show_backlog(self._backlog.num_waiting)
+        self._kinds = {spec.name: ServiceClass(spec.kind) for spec in info.classes}
         self._running: set[OutputStream] = set()
         self._draining = False
         self._idle = asyncio.Event()
@@ -261,69 +266,84 @@ class Service:
         echoes = await self._echoes(request, prompts, is_sensitive) if request.echoes else None
         predicted = request.prediction.text if request.prediction is not None else ""
         prediction = await self._encoded_prediction(predicted, is_sensitive) if predicted else ()
-        self.check_open()  # again: encoding a long prompt takes a while
         more_stops, more_stop_token_ids = self.defaults.stop, self.defaults.stop_token_ids
         if request.ignore_eos:
             more_stops, more_stop_token_ids = (), ()
-        wishes = request.slo or SloFields.model_validate({"otherwise": "reject"})
-        own_slo = wishes.objectives
-        slo = own_slo or spec.slo
-        is_urgent = is_sensitive or slo.tpot_s is not None or not request.stream
-        lora, salt = self.lora_of(request.model), self._salt(request.cache_salt or "", caller or "")
-        call = Call(
-            kind=ServiceClass(spec.kind),
-            service_class=spec.name,
-            prompts=prompts,
-            num_samples=request.num_samples,
-            max_tokens=max_tokens,
-            ttft_s=slo.ttft_s,
-            salt=f"{lora} {salt}",
-        )
-        outputs = OutputStream(
+        return self.open(
             Job(
                 call_id=call_id,
                 arrival_s=arrival_s,
                 prompts=prompts,
                 samplings=_samplings(request, max_tokens, grammar, more_stop_token_ids),
                 form=self._form(request, chat, more_stops),
-                service_class=spec.name,
-                slo=slo,
-                brings_slo=own_slo is not None,
-                deadline_s=wishes.deadline_s,
-                max_queue_s=wishes.max_queue_s,
-                fallback=self._fallback(request, spec, call) if wishes.otherwise == "flex" else None,
                 echoes=echoes,
                 prediction=prediction,
                 speculation=request.speculation,
-                lora=lora,
-                cache_salt=salt,
-                session=session_name(request.session_key, caller),
-                session_ttl_s=request.session_ttl_s,
                 num_kept=request.n,
                 max_unread_tokens=self.limits.max_unread_tokens if request.stream else None,
-                interval_s=0.0 if is_urgent else self.limits.best_effort_stream_interval_s,
-            ),
-            place=self.engine.place(call),
-            codec=self.codec,
-            metrics=self.metrics,
-            backlog=self._backlog,
+                **self.terms_of(request, spec, caller, is_streamed=request.stream),
+            )
         )
+
+    def open(self, job: Job) -> OutputStream:
+        """Return a job's outputs, not started; hand them to ``end`` at last.
+
+        Raises:
+            ApiError: Too many of its class wait already, or no new calls are taken.
+        """
+        self.check_open()
+        outputs = OutputStream(job, place=self._place, codec=self.codec, metrics=self.metrics, backlog=self._backlog)
         self._running.add(outputs)
         self._idle.clear()
         return outputs
 
-    def _fallback(self, request: GenerationRequest, spec: ClassSpec, call: Call) -> Fallback:
+    def _place(self, job: Job) -> Placement:
+        """Return which engine a job's requests go to."""
+        sampling = job.samplings[0]
+        return self.engine.place(
+            Call(
+                kind=self._kinds[job.service_class],
+                service_class=job.service_class,
+                prompts=job.prompts,
+                num_samples=len(job.samplings),
+                max_tokens=sampling.max_tokens,
+                ttft_s=job.slo.ttft_s,
+                salt=f"{job.lora} {job.cache_salt}",
+            )
+        )
+
+    def terms_of(
+        self, request: CallRequest, spec: ClassSpec, caller: str | None, *, is_streamed: bool = False
+    ) -> dict[str, Any]:
+        """Return the fields of a ``Job`` that follow from a request's class, its wishes for latency, and its caller."""
+        wishes = request.wishes
+        return {
+            "service_class": spec.name,
+            "slo": wishes.objectives or spec.slo,
+            "brings_slo": wishes.objectives is not None,
+            "deadline_s": wishes.deadline_s,
+            "max_queue_s": wishes.max_queue_s,
+            "fallback": self._fallback(spec, is_streamed=is_streamed) if wishes.otherwise == "flex" else None,
+            "lora": self.lora_of(request.model),
+            "cache_salt": self._salt(request.cache_salt or "", caller or ""),
+            "session": session_name(request.session_key, caller),
+            "session_ttl_s": request.session_ttl_s,
+            "interval_s": self._interval_s(spec, wishes.objectives or spec.slo, is_streamed=is_streamed),
+        }
+
+    def _interval_s(self, spec: ClassSpec, slo: SLO, *, is_streamed: bool) -> float:
+        is_urgent = spec.kind is ServiceClass.LS or slo.tpot_s is not None or not is_streamed
+        return 0.0 if is_urgent else self.limits.best_effort_stream_interval_s
+
+    def _fallback(self, spec: ClassSpec, *, is_streamed: bool) -> Fallback:
         """Return what a request is served as that admission refuses in its class."""
         if spec.kind is not ServiceClass.BE:
             spec = class_of_tier("flex", self.info.classes)
-        is_urgent = spec.slo.tpot_s is not None or not request.stream
-        otherwise = dataclasses.replace(call, kind=ServiceClass.BE, service_class=spec.name, ttft_s=spec.slo.ttft_s)
         return Fallback(
             service_class=spec.name,
             tier=tier_of_class(spec, self.info.classes),
-            place=functools.partial(self.engine.place, otherwise),
             slo=spec.slo,
-            interval_s=0.0 if is_urgent else self.limits.best_effort_stream_interval_s,
+            interval_s=self._interval_s(spec, spec.slo, is_streamed=is_streamed),
         )
 
     async def _grammar(self, request: GenerationRequest, chat: Chat | None) -> str | None:

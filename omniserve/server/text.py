@@ -151,7 +151,13 @@ class TextCodec:
         return ids
 
     async def encode_all(
-        self, texts: Sequence[str], *, add_special_tokens: bool, is_urgent: bool = False, most: int | None = None
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        is_urgent: bool = False,
+        most: int | None = None,
+        cut_to: int | None = None,
     ) -> list[list[int]]:
         """Return the token ids of texts.
 
@@ -160,6 +166,7 @@ class TextCodec:
             add_special_tokens: The tokenizer puts those of the model around each text.
             is_urgent: Goes before all texts that are not.
             most: Most tokens of a text.
+            cut_to: Longer texts lose their ends, so that they have so many tokens, special ones included.
 
         Raises:
             TooManyTokens: A text has more than ``most``. If that is certain before it is encoded, it is not.
@@ -168,8 +175,8 @@ class TextCodec:
             self._check_bound(texts[0], most)
         size = sum(map(len, texts))
         if size <= _MAX_INLINE:
-            return self._encode_all(texts, add_special_tokens, most)
-        return await self._lane(size, is_urgent).run(self._encode_all, texts, add_special_tokens, most)
+            return self._encode_all(texts, add_special_tokens, most, cut_to)
+        return await self._lane(size, is_urgent).run(self._encode_all, texts, add_special_tokens, most, cut_to)
 
     async def encode_chat(
         self,
@@ -286,8 +293,27 @@ class TextCodec:
         if most is not None and self._bound.exceeds(text, most):
             raise TooManyTokens(most + 1, is_exact=False)
 
-    def _encode_all(self, texts: Sequence[str], add_special_tokens: bool, most: int | None) -> list[list[int]]:
-        return [self._encode(text, add_special_tokens, most) for text in texts]
+    def _encode_all(
+        self, texts: Sequence[str], add_special_tokens: bool, most: int | None, cut_to: int | None
+    ) -> list[list[int]]:
+        found = [self._encode(text, add_special_tokens, most) for text in texts]
+        if cut_to is None:
+            return found
+        return [
+            ids if len(ids) <= cut_to else self._cut(text, add_special_tokens, cut_to)
+            for text, ids in zip(texts, found, strict=True)
+        ]
+
+    def _cut(self, text: str, add_special_tokens: bool, cut_to: int) -> list[int]:
+        """Return the first tokens of a text that has more than ``cut_to``, with the special ones around them."""
+        if self._backend is None:
+            ids: list[int] = self._tokenizer(
+                text, add_special_tokens=add_special_tokens, truncation=True, max_length=cut_to, verbose=False
+            ).input_ids
+            return ids
+        (found,) = self._backend.encode_batch([text], add_special_tokens=False)
+        found.truncate(max(cut_to - self._backend.num_special_tokens_to_add(False) * add_special_tokens, 0))
+        return list(self._backend.post_process(found, None, add_special_tokens).ids)
 
     def _encode(self, text: str, add_special_tokens: bool, most: int | None) -> list[int]:
         self._check_bound(text, most)

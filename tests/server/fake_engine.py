@@ -7,6 +7,7 @@ import logging
 import os
 import time
 import types
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,12 @@ SECONDS_PER_TOKEN = 0.25
 
 
 die = os._exit
+
+
+def embedding_of(prompt: Sequence[int], pooling: str) -> tuple[float, ...]:
+    """Return a made-up embedding: how many tokens have each remainder; of the last tokens, or their mean."""
+    counts = [float(sum(token % 8 == i for token in prompt)) for i in range(8)]
+    return tuple(count / len(prompt) for count in counts) if pooling == "mean" else (*counts[:7], float(prompt[-1]))
 
 
 @dataclass
@@ -257,7 +264,11 @@ class FakeEngine:
             prompt_logprobs = tuple(self._logprob(token, sampling.prompt_logprobs, -0.25) for token in prompt[1:])
         if sampling.max_tokens == 0:
             del self._running[request_id]
-            return self._output(request_id, entry, prompt_logprobs=prompt_logprobs, finish_reason=FinishReason.LENGTH)
+            embedding = embedding_of(prompt, sampling.pooling) if sampling.pooling is not None else ()
+            return self._output(
+                request_id, entry, prompt_logprobs=prompt_logprobs, embedding=embedding,
+                finish_reason=FinishReason.LENGTH,
+            )  # fmt: skip
         shift = (sampling.seed or 0) + entry.shift
         token = (prompt[len(entry.output) % len(prompt)] + shift) % self.spec.vocab_size
         token = next((biased for biased, bias in sampling.logit_bias if bias == 100), token)

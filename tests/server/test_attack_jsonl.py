@@ -10,7 +10,7 @@ from batch_inputs import line, results, submit, wait_for
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from omniserve.server.answers import ENDPOINTS
+from omniserve.server.batches.endpoints import ENDPOINTS
 from omniserve.server.batches.lines import body_of, check_file
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields, other_encoding, without_marks

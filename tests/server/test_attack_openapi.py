@@ -44,6 +44,7 @@ OPERATIONS = [
     "DELETE /v1/responses/{response_id}", "POST /v1/responses/{response_id}/cancel",
     "GET /v1/responses/{response_id}/input_items",
     "POST /v1/messages", "POST /v1/messages/count_tokens",
+    "POST /v1/embeddings", "POST /v1/score", "POST /rerank", "POST /v1/rerank", "POST /v2/rerank",
     "GET /v1/models/{name}", "GET /health", "GET /health/live", "GET /health/ready", "GET /metrics",
     "POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "DELETE /v1/files/{file_id}",
     "GET /v1/files/{file_id}/content", "POST /v1/batches", "GET /v1/batches", "GET /v1/batches/{batch_id}",
@@ -55,6 +56,7 @@ TAKERS = [
     "POST /v1/responses", "POST /v1/responses/input_tokens", "GET /v1/responses/{response_id}",
     "GET /v1/responses/{response_id}/input_items", "GET /v1/files", "POST /v1/batches", "GET /v1/batches",
     "POST /v1/messages", "POST /v1/messages/count_tokens",
+    "POST /v1/embeddings", "POST /v1/score", "POST /v1/rerank",
 ]  # fmt: skip
 
 

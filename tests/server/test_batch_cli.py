@@ -229,7 +229,7 @@ def test_wait_ends_where_there_was_never_an_answer_or_none_for_long_or_a_clear_o
             at.batches.wait("b", lambda batch: None)
 
 
-@pytest.mark.parametrize("content", [b"", b"no JSON", b"{}", b'{"url": "/v1/embeddings"}'])
+@pytest.mark.parametrize("content", [b"", b"no JSON", b"{}", b'{"url": "/v1/moderations"}'])
 def test_file_that_does_not_say_what_it_is_for(tmp_path, capsys, content):
     path = tmp_path / "in.jsonl"
     path.write_bytes(content)

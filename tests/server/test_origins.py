@@ -231,7 +231,7 @@ def test_heads_are_those_of_what_get_answers(server):
         ("POST", "/openai/v1/chat/completions", 404, "did you mean /v1/chat/completions?"),
         ("GET", "/v1/metrics", 404, "this is not under /v1: did you mean /metrics?"),
         ("POST", "/v1/tokenize", 404, "did you mean /tokenize?"),
-        ("POST", "/v1/embeddings", 404, "not found; see /openapi.json"),
+        ("POST", "/v1/moderations", 404, "not found; see /openapi.json"),
         ("GET", "/favicon.ico", 404, "the API is under /v1, see /openapi.json"),
         ("GET", "/v1/chat/completions", 405, "method not allowed; it takes POST"),
     ],

@@ -11,13 +11,13 @@ from http import HTTPStatus
 from typing import Any, BinaryIO, NamedTuple
 
 from omniserve.core.request import ServiceClass
-from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.database import SUSPECT_STOPS
+from omniserve.server.batches.endpoints import ENDPOINTS
 from omniserve.server.batches.store import new_id
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields, other_encoding, read_json, without_marks, without_nulls
 from omniserve.server.priorities import prioritised_tier
-from omniserve.server.protocol import GenerationRequest, SloFields, class_of_tier
+from omniserve.server.protocol import GenerationRequest, R, SloFields, class_of_tier
 from omniserve.server.service import Service, new_call_id
 
 MAX_LINE_BYTES = 32 << 20
@@ -238,11 +238,11 @@ async def run_line(service: Service, line: PendingLine, raw: bytes, *, escalated
         request = _classed(service, request, escalated)
         service.check_open()
         service.check_model(request.model)
-        outputs = await service.begin(request, call_id, time.monotonic(), caller=line.caller)
+        outputs = await endpoint.outputs(service, request, call_id, time.monotonic(), line.caller)
         try:
             await outputs.start()
             shape = endpoint(service, request, call_id)
-            answer = shape.answer(await outputs.collect(), outputs.usage)
+            answer = await shape.written(await outputs.collect(), outputs.usage)
         finally:
             service.end(outputs)
     except ApiError as error:
@@ -276,9 +276,9 @@ def not_run_text(custom_id: str, outcome: str) -> str:
     return _text(custom_id, "null", {"code": f"batch_{outcome}", "message": f"the batch {why}; send it again"})
 
 
-def _classed(service: Service, request: GenerationRequest, escalated: bool) -> GenerationRequest:
+def _classed(service: Service, request: R, escalated: bool) -> R:
     """Return the request as one of the class that it is to run in."""
-    if request.stream:
+    if isinstance(request, GenerationRequest) and request.stream:
         raise ApiError("a line of a batch cannot be streamed; remove stream", param="stream")
     tier = "flex" if request.service_tier in ("auto", "default") else request.service_tier
     classes = service.info.classes

@@ -21,8 +21,8 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import Message
 
 from omniserve.server import openapi
-from omniserve.server.answers import ENDPOINTS
 from omniserve.server.batches.database import BATCHES, FILES, TIMED_STATUSES, Database, Row, StorageError
+from omniserve.server.batches.endpoints import ENDPOINTS
 from omniserve.server.batches.files import BatchSettings, read_parts, storage_errors
 from omniserve.server.batches.lines import ESCALATED_TIER, NO_TEXT
 from omniserve.server.batches.runner import BatchRunner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 from scripts import AFTER, ANSWER, CITY, PLAIN
 from trial import BASE_URL, MODEL, TOO_LONG, best_effort, check, main, raised
@@ -99,6 +99,14 @@ def flex():
     with best_effort(2):
         ChatOpenAI(**SERVER, service_tier="flex").invoke("§plain§")
         ChatOpenAI(**SERVER, default_headers={"x-omniserve-service-tier": "flex"}).invoke("§plain§")
+
+
+@check
+def embeddings():
+    # Else it sends token ids of OpenAI's tokenizer.
+    embedder = OpenAIEmbeddings(**SERVER, check_embedding_ctx_length=False)
+    one, other = embedder.embed_documents(["a", "b and c"])
+    assert embedder.embed_query("a") == one != other and abs(sum(x * x for x in one) - 1) < 1e-4
 
 
 @check

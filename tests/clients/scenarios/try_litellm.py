@@ -108,6 +108,17 @@ def flex():
 
 
 @check
+def embeddings():
+    answer = litellm.embedding(**SERVER, input=["a", "b and c"])
+    assert abs(sum(x * x for x in answer.data[1]["embedding"]) - 1) < 1e-4 and answer.usage.total_tokens > 2
+    with best_effort():
+        litellm.embedding(**SERVER, input=["a"], extra_headers={"x-omniserve-service-tier": "flex"})
+    server = SERVER | {"model": f"hosted_vllm/{MODEL}"}
+    ranked = litellm.rerank(**server, query="b and c", documents=["a", "b and c"], top_n=1)
+    assert [result["index"] for result in ranked.results] == [1]
+
+
+@check
 def errors():
     raised(litellm.ContextWindowExceededError, "16384", litellm.completion, **SERVER, messages=user(TOO_LONG))
     raised(litellm.NotFoundError, "other", litellm.completion, **(SERVER | {"model": "openai/other"}),

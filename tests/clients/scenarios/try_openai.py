@@ -185,6 +185,22 @@ def models():
 
 
 @check
+def embeddings():
+    texts = ["a", "b and c"]
+    answer = client.embeddings.create(model=MODEL, input=texts)  # the client asks for base64
+    as_floats = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
+    assert [entry.embedding for entry in answer.data] == [entry.embedding for entry in as_floats.data]
+    assert abs(sum(x * x for x in answer.data[0].embedding) - 1) < 1e-4
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens > 2
+    raw = client.embeddings.with_raw_response.create(model=MODEL, input="a")
+    assert isinstance(json.loads(raw.text)["data"][0]["embedding"], str)
+    assert raw.parse().data[0].embedding == answer.data[0].embedding
+    with best_effort():
+        client.embeddings.create(model=MODEL, input="a", extra_body={"service_tier": "flex"})
+    raised(openai.BadRequestError, "context_length_exceeded", client.embeddings.create, model=MODEL, input=TOO_LONG)
+
+
+@check
 async def batches():
     async with openai.AsyncOpenAI(base_url=BASE_URL, api_key="none", max_retries=0) as some:
         line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",

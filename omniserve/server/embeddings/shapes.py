@@ -1,0 +1,232 @@
+"""The calls for embeddings, scores and ranks: which texts the engine reads, and the answers that are made of them.
+
+A text is a request of the engine without output, whose hidden states are pooled there (``sampling.pooler``). The score
+of two texts is the cosine of their embeddings; a text that is in several pairs is read once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from omniserve.core.request import SamplingParams, ServiceClass
+from omniserve.server.answer_shape import CallShape
+from omniserve.server.choice import Delta, TextForm
+from omniserve.server.embeddings.protocol import EmbeddingRequest, RerankRequest, ScoreRequest, TextsRequest
+from omniserve.server.embeddings.vectors import Vectors, in_base64, matrix_of
+from omniserve.server.errors import ApiError
+from omniserve.server.output_stream import Job, OutputStream, Usage
+from omniserve.server.protocol import class_of_tier
+from omniserve.server.service import Service
+from omniserve.server.text import TooManyTokens
+
+_encode = msgspec.json.encode
+# Answers with more numbers are written beside the event loop: a million take tens of milliseconds.
+_MAX_INLINE = 1 << 14
+# A text that is to be cut may have so many times the tokens that the model takes, or so many if that is more.
+_MOST_CONTEXTS = 4
+_MOST_TOKENS = 1 << 17
+
+
+class TextsShape(CallShape):
+    """A call about texts: an engine request for each, one embedding from each."""
+
+    text_field: ClassVar[str]
+    """The field that has the texts, for errors."""
+
+    def __init__(self, service: Service, request: TextsRequest, call_id: str) -> None:
+        super().__init__(service, request, call_id)
+        self._common = {
+            "id": call_id,
+            "created": int(time.time()),
+            "model": request.model or service.model_name,
+            "service_tier": request.answered_tier,
+        }
+
+    def use_tier(self, tier: str) -> None:
+        self._common["service_tier"] = tier
+
+    @classmethod
+    async def outputs(
+        cls, service: Service, request: Any, call_id: str, arrival_s: float, caller: str | None
+    ) -> OutputStream:
+        if service.pooling.why_not is not None:
+            raise ApiError(
+                f"this model has no embeddings here: {service.pooling.why_not}", code="unsupported_parameter"
+            )
+        cls.check(service, request)
+        spec = class_of_tier(request.service_tier, service.info.classes)
+        prompts = await cls._prompts(service, request, is_urgent=spec.kind is ServiceClass.LS)
+        return service.open(
+            Job(
+                call_id=call_id,
+                arrival_s=arrival_s,
+                prompts=prompts,
+                samplings=[SamplingParams(max_tokens=0, pooling=service.pooling.pooling)],
+                form=TextForm(at_once=True),
+                **service.terms_of(request, spec, caller),
+            )
+        )
+
+    @classmethod
+    def check(cls, service: Service, request: Any) -> None:
+        """Refuse what the model cannot do.
+
+        Raises:
+            ApiError: It cannot.
+        """
+
+    @classmethod
+    def texts(cls, request: Any) -> Sequence[str] | Sequence[list[int]]:
+        """Return the texts that are read, or their token ids, in the order of the embeddings."""
+        raise NotImplementedError
+
+    @classmethod
+    async def _prompts(cls, service: Service, request: Any, *, is_urgent: bool) -> list[list[int]]:
+        """Return the token ids of each text.
+
+        Raises:
+            ApiError: One is empty or too long, or has ids that the model does not know.
+        """
+        texts, most = cls.texts(request), service.info.limits.max_tokens
+        wanted = request.truncate_prompt_tokens
+        if wanted is not None and wanted > most:
+            raise ApiError(
+                f"truncate_prompt_tokens is {wanted}, but this model takes {most} tokens; lower it",
+                param="truncate_prompt_tokens",
+            )
+        cut_to = most if wanted == -1 else wanted
+        if isinstance(texts[0], str):
+            bound = most if cut_to is None else max(_MOST_CONTEXTS * most, _MOST_TOKENS)
+            try:
+                prompts = await service.codec.encode_all(
+                    texts,  # type: ignore[arg-type]  # all are texts if the first one is
+                    add_special_tokens=getattr(request, "add_special_tokens", True),
+                    is_urgent=is_urgent,
+                    most=bound,
+                    cut_to=cut_to,
+                )
+            except TooManyTokens as error:
+                number = f"{'' if error.is_exact else 'at least '}{error.num_tokens}"
+                raise cls._too_long(bound, number, may_be_cut=cut_to is None) from None
+        else:
+            prompts = [ids if cut_to is None else ids[:cut_to] for ids in texts]  # type: ignore[misc]
+        for i, prompt in enumerate(prompts):
+            if i % 64 == 63:
+                await asyncio.sleep(0)  # millions of ids must not hold up others
+            if not prompt:
+                raise ApiError("a text is empty; give it at least one token", param=cls.text_field)
+            if len(prompt) > most:
+                raise cls._too_long(most, str(len(prompt)), may_be_cut=True)
+            service.check_token_ids(prompt, "the token id {} is unknown:", param=cls.text_field)
+        return prompts
+
+    @classmethod
+    def _too_long(cls, most: int, number: str, *, may_be_cut: bool) -> ApiError:
+        advice = "shorten it, or set truncate_prompt_tokens to -1" if may_be_cut else "shorten it"
+        # OpenAI's words come first: some clients know the error by them, and not by its code.
+        message = f"this model's maximum context length is {most} tokens; a text has {number} tokens; {advice}"
+        return ApiError(message, param=cls.text_field, code="context_length_exceeded")
+
+    async def written(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
+        if sum(len(delta.embedding) for delta in deltas) <= _MAX_INLINE:
+            return self.answer(deltas, usage)
+        return await asyncio.to_thread(self.answer, deltas, usage)
+
+
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the usage of a call without output has."""
+    return {name: value for name, value in usage.items() if not name.startswith("completion")}
+
+
+class EmbeddingShape(TextsShape):
+    """Lists of embeddings."""
+
+    request_kind = EmbeddingRequest
+    id_prefix = "embd"
+    text_field = "input"
+
+    def __init__(self, service: Service, request: EmbeddingRequest, call_id: str) -> None:
+        super().__init__(service, request, call_id)
+        self._dimensions, self._normalize = request.dimensions, request.normalize
+        self._in_base64 = request.encoding_format == "base64"
+
+    @classmethod
+    def check(cls, service: Service, request: EmbeddingRequest) -> None:
+        service.pooling.check_dimensions(request.dimensions)
+
+    @classmethod
+    def texts(cls, request: EmbeddingRequest) -> list[Any]:
+        return request.input
+
+    def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
+        vectors_ND = matrix_of(
+            [delta.embedding for delta in deltas], dimensions=self._dimensions, normalize=self._normalize
+        )
+        # One by one: each call keeps other threads from running.
+        data = [
+            _encode({
+                "object": "embedding",
+                "index": index,
+                "embedding": in_base64(vector_D) if self._in_base64 else vector_D.tolist(),
+            })
+            for index, vector_D in enumerate(vectors_ND)
+        ]  # fmt: skip
+        head = _encode({"object": "list", **self._common, "usage": _usage(usage.as_dict())})
+        return head[:-1] + b',"data":[' + b",".join(data) + b"]}"
+
+
+class PairsShape(TextsShape):
+    """A call about pairs of texts."""
+
+    def __init__(self, service: Service, request: Any, call_id: str) -> None:
+        super().__init__(service, request, call_id)
+        place = {text: index for index, text in enumerate(self.texts(request))}
+        self._pairs = [(place[first], place[second]) for first, second in request.pairs]
+
+    @classmethod
+    def texts(cls, request: Any) -> list[str]:
+        return list(dict.fromkeys(text for pair in request.pairs for text in pair))
+
+    def scores(self, deltas: Sequence[Delta]) -> list[float]:
+        """Return the score of each pair, the cosine of the two embeddings."""
+        vectors_ND: Vectors = matrix_of([delta.embedding for delta in deltas])
+        return [float(vectors_ND[first] @ vectors_ND[second]) for first, second in self._pairs]
+
+
+class ScoreShape(PairsShape):
+    """Lists of scores, as vLLM answers."""
+
+    request_kind = ScoreRequest
+    id_prefix = "score"
+    text_field = "text_1"
+
+    def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
+        data = [{"object": "score", "index": index, "score": score} for index, score in enumerate(self.scores(deltas))]
+        return _encode({"object": "list", **self._common, "data": data, "usage": _usage(usage.as_dict())})
+
+
+class RerankShape(PairsShape):
+    """Documents by their scores, best first, as Jina, Cohere and vLLM answer."""
+
+    request_kind = RerankRequest
+    id_prefix = "rerank"
+    text_field = "documents"
+
+    def __init__(self, service: Service, request: RerankRequest, call_id: str) -> None:
+        super().__init__(service, request, call_id)
+        self._top_n = request.top_n or len(request.documents)
+        self._documents = request.documents if request.return_documents else None
+
+    def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
+        scores = self.scores(deltas)
+        ranked = sorted(range(len(scores)), key=lambda index: -scores[index])[: self._top_n]
+        results: list[dict[str, Any]] = [{"index": index, "relevance_score": scores[index]} for index in ranked]
+        for result in results if self._documents is not None else ():
+            assert self._documents is not None
+            result["document"] = {"text": self._documents[result["index"]]}
+        return _encode({**self._common, "results": results, "usage": _usage(usage.as_dict())})
