@@ -67,6 +67,11 @@ class CallShape(abc.ABC):
         return read() if len(body) <= MAX_INLINE_BODY else await asyncio.to_thread(read)
 
     @classmethod
+    def check_model(cls, service: Service, name: str | None) -> None:
+        """Raise ApiError if there is no such model for the endpoint."""
+        service.check_model(name)
+
+    @classmethod
     @abc.abstractmethod
     async def outputs(
         cls, service: Service, request: Any, call_id: str, arrival_s: float, caller: str | None

@@ -195,7 +195,8 @@ def _state(service: Service) -> APIRouter:
     """Return /v1/models, /health and /metrics; the port opens when the engine is ready for the first time."""
     routes = APIRouter()
     base = {"object": "model", "created": int(time.time()), "owned_by": "omniserve"}
-    models_by_name = {name: {"id": name, **base} for name in service.model_names}
+    second = () if service.second is None else (service.second.name,)
+    models_by_name = {name: {"id": name, **base} for name in (*service.model_names, *second)}
 
     @routes.get("/v1/models", responses=answers(openapi.ModelList))
     async def models(http: Request) -> Response:
@@ -206,8 +207,10 @@ def _state(service: Service) -> APIRouter:
 
     @routes.get("/v1/models/{name:path}", responses=answers(openapi.Model, 404))
     async def one_model(name: str, http: Request) -> Response:
-        lora = service.lora_of(name)
-        card = models_by_name.get(name) or next(c for c in service.loras.cards() if c["id"] == lora)
+        card = models_by_name.get(name)
+        if card is None:
+            lora = service.lora_of(name)
+            card = next(each for each in service.loras.cards() if each["id"] == lora)
         if speaks_anthropic(http.scope):
             card = anthropic.model(card, service.info.limits.max_tokens)
         return JSONResponse(card)

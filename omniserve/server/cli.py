@@ -79,6 +79,9 @@ class ServerOptions:
     generation_config: str = "auto"
     """The source of temperature, top_p, top_k, min_p, repetition_penalty and length for requests that do not give them:
     auto (the model's generation_config.json), none (OpenAI's defaults), or the path of another such file."""
+    embedding_model: str | None = None
+    """Folder or hub id of a second model, which reads texts on the CPU for /v1/embeddings, /v1/score and /v1/rerank: an
+    encoder such as BERT, or a cross-encoder (default: the served model reads them)."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 8000
@@ -144,6 +147,7 @@ _FIELDS = (
     "generation_config",
     "replicas",
     "router",
+    "embedding_model",
     "host",
     "port",
     "root_path",

@@ -69,7 +69,7 @@ async def _begin(service: Service, http: Request, endpoint: type[CallShape]) -> 
         caller = caller_of(http)
         request = await endpoint.read(service, body, caller=caller.name, headers=HeaderFields.of(http.headers))
         request = caller.limited(request, service.info.classes)
-        service.check_model(request.model)
+        endpoint.check_model(service, request.model)
         call_id = new_call_id(endpoint.id_prefix)
         shape = endpoint(service, request, call_id)
         outputs = await endpoint.outputs(service, request, call_id, arrival_s, caller.name)

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import uvicorn
@@ -26,6 +26,7 @@ from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.embeddings.model_files import find_pooling
+from omniserve.server.embeddings.texts_model import start_second
 from omniserve.server.engine_process import EngineLike, EngineMaker
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields
@@ -63,7 +64,7 @@ def run(options: ServerOptions, make_engine: EngineFactory) -> int:
 
 
 async def start_service(engine: Fleet, options: ServerOptions) -> Service:
-    """Start the engine; return its service.
+    """Start the engine, and then that of the second model, if there is one; return its service.
 
     Raises:
         EngineStopped: Engine or tokenizer could not be loaded; the message says why.
@@ -108,6 +109,11 @@ async def start_service(engine: Fleet, options: ServerOptions) -> Service:
     except ApiError as error:
         raise EngineStopped(f"--lora-modules: {error.message}") from None
     logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
+    second = None
+    if options.embedding_model is not None:
+        second = await start_second(
+            options.embedding_model, classes=info.classes, make_fleet=lambda maker: _fleet(options, [maker])
+        )
     keys = options.keys.keys if options.keys is not None else ()
     return Service(
         engine=engine,
@@ -120,6 +126,7 @@ async def start_service(engine: Fleet, options: ServerOptions) -> Service:
         defaults=defaults,
         loras=loras,
         pooling=pooling,
+        second=second,
         drops_billing_header=options.drop_billing_header,
     )
 
@@ -136,6 +143,10 @@ def fleet_of(options: ServerOptions, make_engine: EngineFactory) -> Fleet:
     """Return the engines of a server, not started."""
     count = options.replicas
     makers = [make_engine] if count == 1 else [make_engine.for_replica(number, count) for number in range(count)]
+    return _fleet(options, makers)
+
+
+def _fleet(options: ServerOptions, makers: Sequence[EngineMaker]) -> Fleet:
     return Fleet(
         makers,
         ROUTERS[options.router](),
@@ -190,7 +201,14 @@ class _Main:
                 return 1
             finally:
                 starting.cancel()
-                await self._engine.close()
+                await asyncio.gather(self._engine.close(), self._close_second(starting))
+
+    @staticmethod
+    async def _close_second(starting: asyncio.Task[Service]) -> None:
+        """End the process of the second model, if it was started."""
+        (service,) = await asyncio.gather(starting, return_exceptions=True)
+        if isinstance(service, Service) and service.second is not None:
+            await service.second.engine.close()
 
     async def _serve(self, service: Service, listener: socket.socket) -> int:
         dashboard = Dashboard()

@@ -17,6 +17,7 @@ from omniserve.server.constraints import GrammarWriter
 from omniserve.server.dialects.base import Dialect, Opening
 from omniserve.server.dialects.tagged import TaggedDialect
 from omniserve.server.embeddings.model_files import PoolingOfModel
+from omniserve.server.embeddings.texts_model import TextsModel, no_such_use
 from omniserve.server.engine_messages import EngineInfo
 from omniserve.server.errors import ApiError, ContextExceeded, shutting_down
 from omniserve.server.fields import UnknownFields
@@ -85,6 +86,7 @@ class Service:
         loras: LoRAModels | None = None,
         drops_billing_header: bool = False,
         pooling: PoolingOfModel | None = None,
+        second: TextsModel | None = None,
     ) -> None:
         self.engine = engine
         self.info = info
@@ -94,6 +96,8 @@ class Service:
         engine.on_restart = self.loras.restore
         self.defaults = defaults or GenerationDefaults()
         self.pooling = pooling or PoolingOfModel()
+        self.second = second
+        """The second model, which reads texts; None: there is none."""
         sensitive = [spec.name for spec in info.classes if spec.kind == ServiceClass.LS]
         self.metrics = ServerMetrics(
             [spec.name for spec in info.classes],
@@ -158,12 +162,37 @@ class Service:
             return None
         if (lora := self.loras.named_by(name)) is not None:
             return lora
+        if self.second is not None and name == self.second.name:
+            raise no_such_use(name, "is for embeddings, scores and ranks; it writes no text")
         known = ", ".join(repr(each) for each in (*self.model_names, *(card["id"] for card in self.loras.cards())))
         raise ApiError(
             f"the model {name!r} is not served here; this server has {known}",
             status=404,
             param="model",
             code="model_not_found",
+        )
+
+    def texts_model(self, name: str | None, *, pairs: bool) -> TextsModel:
+        """Return what reads texts for a call that names a model: without a name the second model, if it can.
+
+        Args:
+            name: The model's name.
+            pairs: The call is about pairs of texts.
+
+        Raises:
+            ApiError: There is no such model, or it does not do that.
+        """
+        second = self.second
+        if second is not None and name in (None, second.name):
+            if pairs or not second.pooling.scores_pairs:
+                return second
+            if name is not None:
+                raise no_such_use(name, "scores pairs of texts (/v1/score, /v1/rerank); it has no embeddings")
+        lora = self.lora_of(name)
+        if self.pooling.why_not is not None:
+            raise no_such_use(name or self.model_name, f"has no embeddings here: {self.pooling.why_not}")
+        return TextsModel(
+            name=self.model_name, engine=self.engine, info=self.info, codec=self.codec, pooling=self.pooling, lora=lora
         )
 
     def check_token_ids(self, token_ids: Collection[int], complaint: str, *, param: str) -> None:
@@ -281,26 +310,38 @@ class Service:
                 speculation=request.speculation,
                 num_kept=request.n,
                 max_unread_tokens=self.limits.max_unread_tokens if request.stream else None,
-                **self.terms_of(request, spec, caller, is_streamed=request.stream),
+                **self.terms_of(request, spec, caller, lora=self.lora_of(request.model), is_streamed=request.stream),
             )
         )
 
-    def open(self, job: Job) -> OutputStream:
+    def open(self, job: Job, reader: TextsModel | None = None) -> OutputStream:
         """Return a job's outputs, not started; hand them to ``end`` at last.
+
+        Args:
+            job: The work.
+            reader: The model that does it; None: the served one.
 
         Raises:
             ApiError: Too many of its class wait already, or no new calls are taken.
         """
         self.check_open()
-        outputs = OutputStream(job, place=self._place, codec=self.codec, metrics=self.metrics, backlog=self._backlog)
+        if reader is not None:
+            reader.check_open()
+        outputs = OutputStream(
+            job,
+            place=self._place if reader is None else functools.partial(self._place, engine=reader.engine),
+            codec=self.codec if reader is None else reader.codec,
+            metrics=self.metrics,
+            backlog=self._backlog,
+        )
         self._running.add(outputs)
         self._idle.clear()
         return outputs
 
-    def _place(self, job: Job) -> Placement:
+    def _place(self, job: Job, engine: Fleet | None = None) -> Placement:
         """Return which engine a job's requests go to."""
         sampling = job.samplings[0]
-        return self.engine.place(
+        return (engine or self.engine).place(
             Call(
                 kind=self._kinds[job.service_class],
                 service_class=job.service_class,
@@ -313,7 +354,13 @@ class Service:
         )
 
     def terms_of(
-        self, request: CallRequest, spec: ClassSpec, caller: str | None, *, is_streamed: bool = False
+        self,
+        request: CallRequest,
+        spec: ClassSpec,
+        caller: str | None,
+        *,
+        lora: str | None = None,
+        is_streamed: bool = False,
     ) -> dict[str, Any]:
         """Return the fields of a ``Job`` that follow from a request's class, its wishes for latency, and its caller."""
         wishes = request.wishes
@@ -324,7 +371,7 @@ class Service:
             "deadline_s": wishes.deadline_s,
             "max_queue_s": wishes.max_queue_s,
             "fallback": self._fallback(spec, is_streamed=is_streamed) if wishes.otherwise == "flex" else None,
-            "lora": self.lora_of(request.model),
+            "lora": lora,
             "cache_salt": self._salt(request.cache_salt or "", caller or ""),
             "session": session_name(request.session_key, caller),
             "session_ttl_s": request.session_ttl_s,

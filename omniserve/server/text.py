@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from omniserve.sampling.detokenizer import Detokenizer, special_token_ids
 from omniserve.server import dialects
@@ -30,6 +30,10 @@ _MAX_SHORT = 1 << 16
 _READS_TOOLS = re.compile(r"""(?<![.'"\w])tools(?!['"\w])""")
 # Seconds that a template may take for a chat. Most take under a millisecond.
 _TEMPLATE_LIMIT_S = 10.0
+
+
+Encodable: TypeAlias = str | tuple[str, str]
+"""A text, or two that the tokenizer puts together."""
 
 
 class TooManyTokens(Exception):
@@ -83,6 +87,7 @@ class TextCodec:
             self._short_lane, self._long_lane = Lane("text-ls"), Lane("long-text-ls")
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
         self.token_bytes = lru_cache(maxsize=65536)(self._token_bytes)
+        self._cutter = lru_cache(maxsize=4)(self._make_cutter)
         sources = _template_sources(tokenizer, chat_template)
         templates = {source: ChatTemplate(tokenizer, source) for source in sources.values()}
         self._templates = {name: templates[source] for name, source in sources.items()}
@@ -152,7 +157,7 @@ class TextCodec:
 
     async def encode_all(
         self,
-        texts: Sequence[str],
+        texts: Sequence[Encodable],
         *,
         add_special_tokens: bool,
         is_urgent: bool = False,
@@ -162,7 +167,7 @@ class TextCodec:
         """Return the token ids of texts.
 
         Args:
-            texts: Any number.
+            texts: Any number, or pairs of texts, which the tokenizer puts together.
             add_special_tokens: The tokenizer puts those of the model around each text.
             is_urgent: Goes before all texts that are not.
             most: Most tokens of a text.
@@ -173,7 +178,7 @@ class TextCodec:
         """
         if len(texts) == 1:  # at once, whatever waits; of many texts, each takes less time than to look at all
             self._check_bound(texts[0], most)
-        size = sum(map(len, texts))
+        size = sum(len(text) if isinstance(text, str) else len(text[0]) + len(text[1]) for text in texts)
         if size <= _MAX_INLINE:
             return self._encode_all(texts, add_special_tokens, most, cut_to)
         return await self._lane(size, is_urgent).run(self._encode_all, texts, add_special_tokens, most, cut_to)
@@ -289,12 +294,13 @@ class TextCodec:
             return self._best_effort_lane
         return self._short_lane if size <= _MAX_SHORT else self._long_lane
 
-    def _check_bound(self, text: str, most: int | None) -> None:
-        if most is not None and self._bound.exceeds(text, most):
+    def _check_bound(self, text: Encodable, most: int | None) -> None:
+        parts = (text,) if isinstance(text, str) else text
+        if most is not None and any(self._bound.exceeds(part, most) for part in parts):
             raise TooManyTokens(most + 1, is_exact=False)
 
     def _encode_all(
-        self, texts: Sequence[str], add_special_tokens: bool, most: int | None, cut_to: int | None
+        self, texts: Sequence[Encodable], add_special_tokens: bool, most: int | None, cut_to: int | None
     ) -> list[list[int]]:
         found = [self._encode(text, add_special_tokens, most) for text in texts]
         if cut_to is None:
@@ -304,22 +310,33 @@ class TextCodec:
             for text, ids in zip(texts, found, strict=True)
         ]
 
-    def _cut(self, text: str, add_special_tokens: bool, cut_to: int) -> list[int]:
+    def _cut(self, text: Encodable, add_special_tokens: bool, cut_to: int) -> list[int]:
         """Return the first tokens of a text that has more than ``cut_to``, with the special ones around them."""
         if self._backend is None:
+            parts = (text,) if isinstance(text, str) else text
             ids: list[int] = self._tokenizer(
-                text, add_special_tokens=add_special_tokens, truncation=True, max_length=cut_to, verbose=False
+                *parts, add_special_tokens=add_special_tokens, truncation=True, max_length=cut_to, verbose=False
             ).input_ids
             return ids
+        if isinstance(text, tuple):
+            (of_pair,) = self._cutter(cut_to).encode_batch([text], add_special_tokens=add_special_tokens)
+            return list(of_pair.ids)
         (found,) = self._backend.encode_batch([text], add_special_tokens=False)
         found.truncate(max(cut_to - self._backend.num_special_tokens_to_add(False) * add_special_tokens, 0))
         return list(self._backend.post_process(found, None, add_special_tokens).ids)
 
-    def _encode(self, text: str, add_special_tokens: bool, most: int | None) -> list[int]:
+    def _make_cutter(self, cut_to: int) -> Any:
+        """Return a tokenizer that cuts the longer text of a pair first; other threads use the one that does not cut."""
+        cutter = type(self._backend).from_str(self._backend.to_str())
+        cutter.enable_truncation(cut_to, strategy="longest_first")
+        return cutter
+
+    def _encode(self, text: Encodable, add_special_tokens: bool, most: int | None) -> list[int]:
         self._check_bound(text, most)
         found: Any
         if self._backend is None:
-            found = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
+            parts = (text,) if isinstance(text, str) else text
+            found = self._tokenizer(*parts, add_special_tokens=add_special_tokens, verbose=False).input_ids
         else:
             # The call for a batch lets other threads run, that for a text does not. Fast: without places in the text.
             (found,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)

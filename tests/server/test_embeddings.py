@@ -199,7 +199,7 @@ POOLINGS = [
 def test_pooling_is_what_sentence_transformers_files_say(tmp_path_factory, pooling, config, want):
     found = find_pooling(folder_with(tmp_path_factory, pooling, **config))
     if isinstance(want, Pooling):
-        assert (found.pooling, found.why_not, found.width) == (want, None, 8)
+        assert (found.how, found.why_not, found.width) == (want, None, 8)
         assert found.is_matryoshka == ("is_matryoshka" in config)
     else:
         assert want in found.why_not

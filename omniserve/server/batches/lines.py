@@ -237,7 +237,7 @@ async def run_line(service: Service, line: PendingLine, raw: bytes, *, escalated
         request = await endpoint.read(service, body_of(raw), caller=line.caller)
         request = _classed(service, request, escalated)
         service.check_open()
-        service.check_model(request.model)
+        endpoint.check_model(service, request.model)
         outputs = await endpoint.outputs(service, request, call_id, time.monotonic(), line.caller)
         try:
             await outputs.start()

@@ -10,9 +10,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 from omniserve.server.batches.database import Row, StorageError
+from omniserve.server.batches.endpoints import ENDPOINTS
 from omniserve.server.batches.line_worker import LineWorker, OneThread
 from omniserve.server.batches.lines import check_file, not_run_text
 from omniserve.server.batches.locks import make_lock
@@ -182,9 +184,8 @@ class BatchRunner:
         input_file = self._store.file(batch["input_file_id"])
         max_lines = self._service.limits.batch_max_lines
         with self._store.files.path(input_file["id"], input_file["num_bytes"]).open("rb") as file:
-            found = check_file(
-                file, batch["endpoint"], self._service.check_model, max_lines, self._service.unknown_fields
-            )
+            check_model = partial(ENDPOINTS[batch["endpoint"]].check_model, self._service)
+            found = check_file(file, batch["endpoint"], check_model, max_lines, self._service.unknown_fields)
         if found.faults:
             owner.fail_batch(batch["id"], found.faults)
         else:

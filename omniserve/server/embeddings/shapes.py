@@ -17,6 +17,7 @@ from omniserve.core.request import SamplingParams, ServiceClass
 from omniserve.server.answer_shape import CallShape
 from omniserve.server.choice import Delta, TextForm
 from omniserve.server.embeddings.protocol import EmbeddingRequest, RerankRequest, ScoreRequest, TextsRequest
+from omniserve.server.embeddings.texts_model import TextsModel
 from omniserve.server.embeddings.vectors import Vectors, in_base64, matrix_of
 from omniserve.server.errors import ApiError
 from omniserve.server.output_stream import Job, OutputStream, Usage
@@ -38,12 +39,16 @@ class TextsShape(CallShape):
     text_field: ClassVar[str]
     """The field that has the texts, for errors."""
 
+    reads_pairs: ClassVar[bool] = False
+    """The call is about pairs of texts, which a cross-encoder reads as one."""
+
     def __init__(self, service: Service, request: TextsRequest, call_id: str) -> None:
         super().__init__(service, request, call_id)
+        self.reader = service.texts_model(request.model, pairs=self.reads_pairs)
         self._common = {
             "id": call_id,
             "created": int(time.time()),
-            "model": request.model or service.model_name,
+            "model": request.model or self.reader.name,
             "service_tier": request.answered_tier,
         }
 
@@ -51,29 +56,31 @@ class TextsShape(CallShape):
         self._common["service_tier"] = tier
 
     @classmethod
+    def check_model(cls, service: Service, name: str | None) -> None:
+        service.texts_model(name, pairs=cls.reads_pairs)
+
+    @classmethod
     async def outputs(
         cls, service: Service, request: Any, call_id: str, arrival_s: float, caller: str | None
     ) -> OutputStream:
-        if service.pooling.why_not is not None:
-            raise ApiError(
-                f"this model has no embeddings here: {service.pooling.why_not}", code="unsupported_parameter"
-            )
-        cls.check(service, request)
+        reader = service.texts_model(request.model, pairs=cls.reads_pairs)
+        cls.check(reader, request)
         spec = class_of_tier(request.service_tier, service.info.classes)
-        prompts = await cls._prompts(service, request, is_urgent=spec.kind is ServiceClass.LS)
+        prompts = await cls._prompts(reader, request, is_urgent=spec.kind is ServiceClass.LS)
         return service.open(
             Job(
                 call_id=call_id,
                 arrival_s=arrival_s,
                 prompts=prompts,
-                samplings=[SamplingParams(max_tokens=0, pooling=service.pooling.pooling)],
+                samplings=[SamplingParams(max_tokens=0, pooling=reader.pooling_here)],
                 form=TextForm(at_once=True),
-                **service.terms_of(request, spec, caller),
-            )
+                **service.terms_of(request, spec, caller, lora=reader.lora),
+            ),
+            reader,
         )
 
     @classmethod
-    def check(cls, service: Service, request: Any) -> None:
+    def check(cls, reader: TextsModel, request: Any) -> None:
         """Refuse what the model cannot do.
 
         Raises:
@@ -86,13 +93,16 @@ class TextsShape(CallShape):
         raise NotImplementedError
 
     @classmethod
-    async def _prompts(cls, service: Service, request: Any, *, is_urgent: bool) -> list[list[int]]:
+    async def _prompts(cls, reader: TextsModel, request: Any, *, is_urgent: bool) -> list[list[int]]:
         """Return the token ids of each text.
 
         Raises:
             ApiError: One is empty or too long, or has ids that the model does not know.
         """
-        texts, most = cls.texts(request), service.info.limits.max_tokens
+        most = reader.info.limits.max_tokens
+        texts: Sequence[Any] = request.pairs if reader.pooling.scores_pairs else cls.texts(request)
+        if not all(all(text) if isinstance(text, tuple) else text for text in texts):
+            raise ApiError("a text is empty; give it at least one token", param=cls.text_field)
         wanted = request.truncate_prompt_tokens
         if wanted is not None and wanted > most:
             raise ApiError(
@@ -100,11 +110,11 @@ class TextsShape(CallShape):
                 param="truncate_prompt_tokens",
             )
         cut_to = most if wanted == -1 else wanted
-        if isinstance(texts[0], str):
+        if isinstance(texts[0], (str, tuple)):
             bound = most if cut_to is None else max(_MOST_CONTEXTS * most, _MOST_TOKENS)
             try:
-                prompts = await service.codec.encode_all(
-                    texts,  # type: ignore[arg-type]  # all are texts if the first one is
+                prompts = await reader.codec.encode_all(
+                    texts,
                     add_special_tokens=getattr(request, "add_special_tokens", True),
                     is_urgent=is_urgent,
                     most=bound,
@@ -112,9 +122,9 @@ class TextsShape(CallShape):
                 )
             except TooManyTokens as error:
                 number = f"{'' if error.is_exact else 'at least '}{error.num_tokens}"
-                raise cls._too_long(bound, number, may_be_cut=cut_to is None) from None
+                raise cls._too_long(most, number, may_be_cut=cut_to is None) from None
         else:
-            prompts = [ids if cut_to is None else ids[:cut_to] for ids in texts]  # type: ignore[misc]
+            prompts = [ids if cut_to is None else ids[:cut_to] for ids in texts]
         for i, prompt in enumerate(prompts):
             if i % 64 == 63:
                 await asyncio.sleep(0)  # millions of ids must not hold up others
@@ -122,7 +132,11 @@ class TextsShape(CallShape):
                 raise ApiError("a text is empty; give it at least one token", param=cls.text_field)
             if len(prompt) > most:
                 raise cls._too_long(most, str(len(prompt)), may_be_cut=True)
-            service.check_token_ids(prompt, "the token id {} is unknown:", param=cls.text_field)
+            if (unknown := reader.info.limits.unknown_token(prompt)) is not None:
+                known = f"this model's ids are 0 to {reader.info.limits.vocab_size - 1}"
+                raise ApiError(f"the token id {unknown} is unknown: {known}", param=cls.text_field)
+            if reader.pooling.scores_pairs and prompt.count(reader.pooling.separator) != reader.num_separators:
+                raise ApiError("a text has the token that separates texts; remove it", param=cls.text_field)
         return prompts
 
     @classmethod
@@ -156,8 +170,8 @@ class EmbeddingShape(TextsShape):
         self._in_base64 = request.encoding_format == "base64"
 
     @classmethod
-    def check(cls, service: Service, request: EmbeddingRequest) -> None:
-        service.pooling.check_dimensions(request.dimensions)
+    def check(cls, reader: TextsModel, request: EmbeddingRequest) -> None:
+        reader.pooling.check_dimensions(request.dimensions)
 
     @classmethod
     def texts(cls, request: EmbeddingRequest) -> list[Any]:
@@ -183,6 +197,8 @@ class EmbeddingShape(TextsShape):
 class PairsShape(TextsShape):
     """A call about pairs of texts."""
 
+    reads_pairs = True
+
     def __init__(self, service: Service, request: Any, call_id: str) -> None:
         super().__init__(service, request, call_id)
         place = {text: index for index, text in enumerate(self.texts(request))}
@@ -193,7 +209,9 @@ class PairsShape(TextsShape):
         return list(dict.fromkeys(text for pair in request.pairs for text in pair))
 
     def scores(self, deltas: Sequence[Delta]) -> list[float]:
-        """Return the score of each pair, the cosine of the two embeddings."""
+        """Return the score of each pair: the cosine of the two embeddings, or what a cross-encoder says of it."""
+        if self.reader.pooling.scores_pairs:
+            return [self.reader.score_of(delta.embedding) for delta in deltas]
         vectors_ND: Vectors = matrix_of([delta.embedding for delta in deltas])
         return [float(vectors_ND[first] @ vectors_ND[second]) for first, second in self._pairs]
 
