@@ -36,6 +36,8 @@ class TraceRequest:
     """A number for each full piece of ``Load.hash_tokens`` of the prompt, from its begin on: two requests begin with
     the same text as far as their first numbers agree. Pieces without a number are like no other. The traces
     of Mooncake (Qin et al., FAST 2025) have this form."""
+    deadline_s: float | None = None
+    """Seconds from arrival within which the whole output is wanted, as in ``Request``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

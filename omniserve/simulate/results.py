@@ -26,6 +26,15 @@ class RequestResult:
     rejected: bool = False
     num_cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache had; told when it has finished."""
+    deadline_s: float | None = None
+    """Seconds from arrival within which the whole output was wanted."""
+
+    @property
+    def met_deadline(self) -> bool:
+        """True if there was a deadline and the whole output came by then."""
+        if self.deadline_s is None or self.finished_s is None or self.num_output_tokens < self.output_tokens:
+            return False
+        return self.finished_s - self.arrival_s <= self.deadline_s
 
     @property
     def ttft_s(self) -> float | None:
@@ -76,6 +85,10 @@ class ClassResult:
     included; 0 without prompts."""
     prefilled_share: float = 0.0
     """Share of the prompt tokens whose KV came from prefill engines."""
+    num_deadlines: int = 0
+    """Admitted requests with a deadline for the whole output."""
+    num_deadlines_met: int = 0
+    """Number of these whose output was complete by their deadline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,4 +185,6 @@ def summarise(
         prompt_tokens_per_s=prompt_tokens / duration_s,
         cached_share=min(1.0, cached_tokens / prompt_tokens) if prompt_tokens else 0.0,
         prefilled_share=min(1.0, prefilled_tokens / prompt_tokens) if prompt_tokens else 0.0,
+        num_deadlines=sum(r.deadline_s is not None and not r.rejected for r in group),
+        num_deadlines_met=sum(r.met_deadline for r in group),
     )

@@ -196,6 +196,7 @@ class _Run:
                 prompt_token_ids=self._prompt(row),
                 sampling=SamplingParams(max_tokens=row.output_tokens, ignore_eos=True),
                 service_class=name,
+                deadline_s=row.deadline_s,
                 speculation=None if self._config.drafts_right else False,
             )
             arrivals.append((row, f"{name}-{number}", request))
@@ -277,7 +278,7 @@ class _Run:
     def _add(self, arrival_s: float, request_id: str, request: Request) -> None:
         name = request.service_class
         result = self._results[request_id] = RequestResult(
-            name, arrival_s, len(request.prompt_token_ids), request.sampling.max_tokens
+            name, arrival_s, len(request.prompt_token_ids), request.sampling.max_tokens, deadline_s=request.deadline_s
         )
         try:
             self._engines.add(request_id, request, arrival_s=arrival_s)
