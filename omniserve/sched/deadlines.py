@@ -253,20 +253,24 @@ class Deadlines:
         step_s = decodes.seconds()
         return _Pace(step_s, (decodes.seconds_with(longest // 2, chunk, samples=1) - step_s) / chunk, chunk)
 
-    def _decodes(self, states: Sequence[RequestState]) -> StepCost:
-        """Return a step in which each of some requests has a token at the end of its output."""
-        cost, shape = self._forecast.step(host_works=self._host.is_busy), self._forecast.shape
+    def _decodes(self, states: Sequence[RequestState], *, at_best: bool = False) -> StepCost:
+        """Return a step in which each of some requests has a token at the end of its output.
+
+        ``at_best``: on an idle machine without what has slowed steps lately.
+        """
+        cost = self._forecast.step(host_works=self._host.is_busy and not at_best, at_best=at_best)
+        shape = self._forecast.shape
         contexts = [state.num_tokens + self._outputs_left(state) for state in states]
         keys = sum(shape.keys_seen(context, 1) for context in contexts)
         cost.add_decodes(len(contexts), sum(contexts), keys, samples=len(contexts))
         return cost
 
     def _alone_s(self, state: RequestState) -> float:
-        """Return the seconds that a request would take if no other were there."""
+        """Return the seconds that a request would take if no other were there, and nothing slowed the machine."""
         budget = self._view.limits.config.max_num_batched_tokens
         prompt = [Prefill.of(state, state.num_ready_tokens)]
-        prefill_s, _ = prefill_time(self._forecast.step(), prompt, math.inf, math.inf, budget)
-        return prefill_s + (self._outputs_left(state) - 1) * self._decodes([state]).seconds()
+        prefill_s, _ = prefill_time(self._forecast.step(at_best=True), prompt, math.inf, math.inf, budget)
+        return prefill_s + (self._outputs_left(state) - 1) * self._decodes([state], at_best=True).seconds()
 
     def _ls(self) -> list[RequestState]:
         queues = self._view.device[LS].everyone(), self._view.waiting[LS].everyone()
