@@ -20,7 +20,7 @@ _MAX_LENGTH = 16384  # Codex's first prompt has some 9,000
 # Not compiled, and no objective to speak of: a trial shows what the server understands, on a machine of any speed.
 _FLAGS = (
     "--device cpu --dtype float32 --execution compile=false --ls-ttft-slo 1000 --ls-tpot-slo 1000 "
-    "--limit profile_time_limit_s=2"
+    "--limit profile_time_limit_s=2 --reasoning-parser qwen3"
 ).split()
 
 

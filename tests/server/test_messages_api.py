@@ -126,13 +126,14 @@ over_streams = pytest.mark.parametrize("stream", [False, True])
 @over_streams
 def test_a_message_is_answered(server, stream):
     message = say(server, "hello", stream=stream)
-    assert message["content"] == [{"type": "text", "text": "hello"}]
+    assert message["content"] == [{"type": "text", "text": "hello", "citations": None}]
     assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "fake")
     assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
     num_prompt = len(TOKENIZER("<|user|>hello<|end|><|assistant|>").input_ids)
     assert message["usage"] == {
         "input_tokens": num_prompt, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0,
-        "output_tokens": num_prompt, "service_tier": "standard",
+        "output_tokens": num_prompt, "output_tokens_details": {"thinking_tokens": 0}, "service_tier": "standard",
+        "server_tool_use": None, "cache_creation": None, "inference_geo": None,
     }  # fmt: skip
 
 
@@ -141,7 +142,7 @@ def test_stop_reasons(server, stream):
     assert say(server, "hello", stream=stream, max_tokens=2)["stop_reason"] == "max_tokens"
     message = say(server, "hello you", stream=stream, stop_sequences=["", "yo", "lo"])
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "lo")
-    assert message["content"] == [{"type": "text", "text": "hel"}]
+    assert message["content"] == [{"type": "text", "text": "hel", "citations": None}]
     message = say(server, "hello", stream=stream, stop_token_ids=None, max_tokens=64_000)
     assert message["stop_reason"] == "model_context_window_exceeded"
     assert message["usage"]["input_tokens"] + message["usage"]["output_tokens"] == 512
@@ -379,7 +380,7 @@ def test_lines_of_batches_may_be_messages(server):
     wait_until(lambda: get()["status"] == "completed")
     output = server.session.get(f"/v1/files/{get()['output_file_id']}/content").json()
     message = output["response"]["body"]
-    assert message["content"] == [{"type": "text", "text": "hello"}]
+    assert message["content"] == [{"type": "text", "text": "hello", "citations": None}]
     assert message["usage"]["service_tier"] == "batch"
 
 

@@ -27,6 +27,7 @@ class AnsweredText(BaseModel):
 
     type: Literal["text"]
     text: str
+    citations: None
 
 
 class AnsweredThinking(BaseModel):
@@ -44,6 +45,7 @@ class AnsweredToolUse(BaseModel):
     id: str
     name: str
     input: dict[str, Any]
+    caller: dict[Literal["type"], Literal["direct"]]
 
 
 class OutputTokensDetails(BaseModel):
@@ -61,10 +63,12 @@ class MessageUsage(BaseModel):
     cache_read_input_tokens: int
     """Tokens of the prompt that the prefix cache had."""
     output_tokens: int
-    output_tokens_details: OutputTokensDetails | None = None
-    """Absent if there was no thinking."""
+    output_tokens_details: OutputTokensDetails
     service_tier: Literal["standard", "priority", "batch"]
     """``batch`` is best effort."""
+    server_tool_use: None
+    cache_creation: None
+    inference_geo: None
 
 
 class AnsweredMessage(BaseModel):
@@ -77,6 +81,8 @@ class AnsweredMessage(BaseModel):
     content: list[Annotated[AnsweredText | AnsweredThinking | AnsweredToolUse, Field(discriminator="type")]]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
     stop_sequence: str | None
+    stop_details: None
+    container: None
     usage: MessageUsage
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omniserve.core.logs import request_id
@@ -20,6 +20,8 @@ from omniserve.server.output_stream import Usage
 from omniserve.server.protocol import GenerationRequest, class_of_tier
 from omniserve.server.service import Service
 
+# Some clients miss fields that are absent, also those which belong to Anthropic's own tools and refusals.
+_NO_STOP: Mapping[str, Any] = {"stop_reason": None, "stop_sequence": None, "stop_details": None, "container": None}
 _PRIORITY_TIERS = ("priority", "fast", "scale")
 
 
@@ -69,13 +71,7 @@ class MessagesShape(AnswerShape):
         return await asyncio.to_thread(read_request, service, body, headers)
 
     def first_events(self, usage: Usage) -> str:
-        message: dict[str, Any] = {
-            **self._message,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": self._usage(usage),
-        }
+        message = {**self._message, **_NO_STOP, "content": [], "usage": self._usage(usage)}
         return _event("message_start", message=message) + self.keep_alive
 
     def events(self, deltas: Sequence[Delta]) -> str:
@@ -83,9 +79,8 @@ class MessagesShape(AnswerShape):
 
     def last_events(self, usage: Usage) -> str:
         stop = self._stop(self._finish_reason, self._stop_string, usage)
-        counts = self._usage(usage)
-        del counts["service_tier"]  # which message_start has
-        return "".join([*self._closed(), _event("message_delta", delta=stop, usage=counts), _event("message_stop")])
+        told = _event("message_delta", delta=stop, usage=self._counts(usage))
+        return "".join([*self._closed(), told, _event("message_stop")])
 
     def error_events(self, error: ApiError) -> str:
         return f"event: error\ndata: {json.dumps(error_body(error))}\n\n"
@@ -104,9 +99,9 @@ class MessagesShape(AnswerShape):
             return f'{json.dumps(_tool_use(part))[:-1]}, "input": {part.arguments}}}'
         kind, text = part
         if kind == "text":
-            return json.dumps({"type": kind, "text": text})
+            return json.dumps(_text_block(text))
         signature = signature_of(text, is_omitted=self._omits_thinking)
-        return json.dumps({"type": kind, "thinking": "" if self._omits_thinking else text, "signature": signature})
+        return json.dumps(_thinking_block("" if self._omits_thinking else text, signature))
 
     def _parts(self, delta: Delta) -> Iterator[tuple[str, str] | ParsedCall]:
         """Yield thinking, texts and calls of a delta in their order; called once per delta, in order."""
@@ -137,7 +132,7 @@ class MessagesShape(AnswerShape):
             if self._open != kind:
                 yield from self._closed()
                 self._open = kind
-                yield self._started({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
+                yield self._started(_text_block("") if kind == "text" else _thinking_block("", ""))
             if kind == "thinking":
                 self._thinking.append(text)
             if kind == "text" or not self._omits_thinking:
@@ -163,8 +158,8 @@ class MessagesShape(AnswerShape):
     def _delta(self, delta: dict[str, Any]) -> str:
         return _event("content_block_delta", index=self._index, delta=delta)
 
-    def _stop(self, finish_reason: str | None, stop_string: str | None, usage: Usage) -> dict[str, str | None]:
-        """Return why the answer ended."""
+    def _stop(self, finish_reason: str | None, stop_string: str | None, usage: Usage) -> dict[str, Any]:
+        """Return why the answer ended, with the fields beside that."""
         reason, sequence = "end_turn", None
         if finish_reason == "tool_calls":
             reason = "tool_use"
@@ -173,23 +168,34 @@ class MessagesShape(AnswerShape):
             reason = "model_context_window_exceeded" if is_whole else "max_tokens"
         elif stop_string in self._stop_sequences:
             reason, sequence = "stop_sequence", stop_string
-        return {"stop_reason": reason, "stop_sequence": sequence}
+        return {**_NO_STOP, "stop_reason": reason, "stop_sequence": sequence}
 
-    def _usage(self, usage: Usage) -> dict[str, Any]:
-        counts: dict[str, Any] = {
+    def _counts(self, usage: Usage) -> dict[str, Any]:
+        """Return the counts of tokens."""
+        return {
             "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.num_cached_tokens,
             "output_tokens": usage.num_output_tokens,
-            "service_tier": self._service_tier,
+            "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
+            "server_tool_use": None,
         }
-        if usage.num_reasoning_tokens:
-            counts["output_tokens_details"] = {"thinking_tokens": usage.num_reasoning_tokens}
-        return counts
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        more = {"service_tier": self._service_tier, "cache_creation": None, "inference_geo": None}
+        return {**self._counts(usage), **more}
 
 
 def _tool_use(call: ParsedCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.call_id, "name": call.name}
+    return {"type": "tool_use", "id": call.call_id, "name": call.name, "caller": {"type": "direct"}}
+
+
+def _text_block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text, "citations": None}
+
+
+def _thinking_block(thinking: str, signature: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": thinking, "signature": signature}
 
 
 def _service_tier(tier: str, classes: Sequence[ClassSpec]) -> str:

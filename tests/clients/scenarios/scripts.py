@@ -40,14 +40,22 @@ PLAIN = "Rome is the capital of Italy, and has been one since 1871."
 AFTER = "It is sunny in Rome; take a hat."
 THOUGHT = "They ask about Rome. I know enough to answer."
 ANSWER = "Rome has about three million people."
+CAPITAL = "It is the capital, I think."
+RAN = "The command has said hello."
 CITY = {"name": "Rome", "people": 2800000}
 SCRIPTS: dict[str, str | list[str]] = {
     "plain": PLAIN,
     "after": AFTER,
+    # Of which the output ends with the next key.
+    "bash": call("Bash", command=r"printf 'hello \302\247ran\302\247'", description="Say hello"),
+    "ran": RAN,
+    "thinks": ["<think>", f"\n{THOUGHT}\n", "</think>\n\n", CAPITAL],
     "weather": call("weather", city="Rome"),
     "two": call("weather", city="Rome", days=1) + "\n" + call("weather", city="Oslo", days=2),
     "forecast": forced_call("forecast", 2, city="Oslo", days=37),
     "json": forced_json(4, **CITY),
+    "prompted": f"{json.dumps(CITY)}\n",
+    "json_tool": forced_call("json_tool_call", 1, **CITY),
     "city": forced_call("City", 2, **CITY),
     "partial": forced_call("PartialCity", 2, name="Oslo", people=634000),
     "town": forced_call("Town", 3, **CITY),
