@@ -7,6 +7,7 @@ import functools
 import json
 import random
 import types
+from pathlib import Path
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from tokenizers_for_tests import byte_level_tokenizer, tokenizer_with
 from omniserve.core.config import EngineConfig
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams
 from omniserve.server.anthropic.chat import read_request, signature_of
+from omniserve.server.anthropic.fields import FATES, MessagesBody
 from omniserve.server.anthropic.shape import MessagesShape
 from omniserve.server.choice import Choice, TextForm, merge
 from omniserve.server.dialects import choose
@@ -558,6 +560,35 @@ def test_every_field_is_a_field_of_chats():
     assert request.tools[0].for_template()["function"] == {
         "name": "weather", "description": "d", "parameters": WEATHER["input_schema"], "strict": True
     }  # fmt: skip
+
+
+# As the parameters of the client, beta or not, list them (anthropic 2.14).
+DOCUMENTED = (
+    "betas billing_policy cache_control compaction container context_management diagnostics fallback_credit_token "
+    "fallbacks inference_geo max_tokens mcp_servers messages metadata model output_config output_format service_tier "
+    "speed stop_sequences stream system temperature thinking thread tool_choice tools top_k top_p user_profile_id "
+    "workspace_id"
+).split()
+
+
+def test_every_documented_field_is_honoured_or_has_a_fate():
+    assert set(DOCUMENTED) <= {*MessagesBody.model_fields, *FATES}
+    assert not {*MessagesBody.model_fields} & {*FATES}
+    page = (Path(__file__).parents[2] / "docs" / "requests.md").read_text()
+    section = page.partition("## Anthropic's messages")[2].partition("\n## ")[0]
+    told = [name for name, fate in FATES.items() if fate.harmless is not None and "." not in name]
+    assert [name for name in told if f"`{name}" not in section] == []
+
+
+@pytest.mark.parametrize("name", [name for name in DOCUMENTED if name in FATES])
+def test_a_field_with_a_fate_is_dropped_or_refused(name):
+    fate = FATES[name]
+    if fate.advice is not None:
+        with pytest.raises(ApiError, match=name if "{name}" in fate.advice else "not called from here"):
+            chat_of([user("a")], **{name: ["x"]})
+    else:
+        request = chat_of([user("a")], **{name: ["x"]})  # of a server that refuses unknown fields
+        assert request.ignored_fields == (() if fate.harmless is None else (name,))
 
 
 # Streams.

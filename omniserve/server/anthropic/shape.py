@@ -54,8 +54,8 @@ class MessagesShape(AnswerShape):
         """Type of the block whose deltas are being sent; empty between blocks."""
         self._num_characters = 0
         """Number of characters of text so far."""
-        self._thinking: list[str] = []
-        """The thinking in events so far."""
+        self._omitted: list[str] = []
+        """The thinking of the open block that is for its signature alone."""
         self._finish_reason: str | None = None
         self._stop_string: str | None = None
 
@@ -133,9 +133,9 @@ class MessagesShape(AnswerShape):
                 yield from self._closed()
                 self._open = kind
                 yield self._started(_text_block("") if kind == "text" else _thinking_block("", ""))
-            if kind == "thinking":
-                self._thinking.append(text)
-            if kind == "text" or not self._omits_thinking:
+            if kind == "thinking" and self._omits_thinking:
+                self._omitted.append(text)
+            else:
                 yield self._delta({"type": f"{kind}_delta", kind: text})
         if delta.finish_reason is not None:
             self._finish_reason, self._stop_string = delta.finish_reason, delta.stop_string
@@ -145,8 +145,8 @@ class MessagesShape(AnswerShape):
         if not self._open:
             return
         if self._open == "thinking":
-            signature = signature_of("".join(self._thinking), is_omitted=self._omits_thinking)
-            self._thinking.clear()
+            signature = signature_of("".join(self._omitted), is_omitted=self._omits_thinking)
+            self._omitted.clear()
             yield self._delta({"type": "signature_delta", "signature": signature})
         yield _event("content_block_stop", index=self._index)
         self._open = ""
