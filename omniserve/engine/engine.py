@@ -344,7 +344,7 @@ class Engine:
         )
 
     def clear_prefixes(self, sessions: Iterable[str] | None = None) -> FreedKV:
-        """Free what the prefix cache has on all tiers and nothing uses at this moment; what is on disk is erased.
+        """Free what the prefix cache has on all tiers and nothing uses now; no later engine finds it on disk.
 
         Args:
             sessions: Names of sessions, to free what only their requests have used; None: all.

@@ -75,13 +75,13 @@ class Prefixes:
             keys = state.prefix.keys.up_to(state.token_ids, self._most_found(state)) if not self.has_states else ()
             self.index.note_ls_prompt(keys, state.num_tokens)
 
-    def note_session(self, state: RequestState) -> None:
+    def note_session(self, state: RequestState, now_s: float) -> None:
         """Note that a new request, which was not refused, is the newest of the session that it names."""
         request, prefix, index = state.request, state.prefix, self.index
         if not request.session or index is None or prefix is None or self.has_states:
             return
         if index.sessions is None:
-            index.open_sessions(share=self._session_share)
+            index.open_sessions(share=self._session_share).at(now_s)
         ttl_s = self._session_ttl_s if request.session_ttl_s is None else request.session_ttl_s
         most = self._most_found(state)
         keys = prefix.keys.up_to(state.token_ids, most)[:most]

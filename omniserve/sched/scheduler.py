@@ -136,7 +136,7 @@ class Scheduler:
             self._rejected[state.service_class] += isinstance(error, RequestRejected)
             self.requests.end(state)
             raise
-        self.requests.prefixes.note_session(state)
+        self.requests.prefixes.note_session(state, now_s)
         return state.predicted_ttft_s
 
     def load(self, now_s: float, num_taken: int) -> EngineLoad:

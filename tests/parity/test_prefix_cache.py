@@ -214,6 +214,31 @@ def test_a_flood_of_best_effort_prompts_leaves_latency_sensitive_prefixes_their_
         assert found[1:] == [0] * 5, "the flood took all of it"
 
 
+@pytest.mark.parametrize("service_class", ["LS", "BE"])
+def test_the_older_branch_of_a_session_gives_way_to_others(service_class: str) -> None:
+    model, _ = model_and_reference("llama", "cpu")
+    found = {}
+    for session in ("", "agent"):
+        with _engine(model, device_kv_bytes=14 * model.omniserve.spec.kv_block_bytes(8)) as engine:
+
+            def cached(*token_ids: int, session: str = session, **fields: object) -> int:
+                request = _request(*token_ids, session=session, service_class=service_class, **fields)
+                (done,) = engine.generate([request])
+                return done.num_cached_tokens
+
+            cached(*range(100, 148), session="")
+            cached(*range(1, 17), *range(20, 52))  # six blocks, four of which the next one leaves
+            assert cached(*range(1, 17), *range(60, 84)) == 16
+            found[session] = cached(*range(1, 17), *range(60, 84), 85), cached(*range(100, 148), 149, session="")
+            engine.scheduler.check_integrity()
+            assert cached(1, 2, 3) == 0
+            freed = engine.clear_prefixes(["agent"])
+            assert freed.block_size == 8 and (freed.device > 0) == bool(session)
+            assert engine.clear_prefixes().device > 0
+            assert cached(*range(1, 17), *range(60, 84), 85) == cached(*range(100, 148), 149, session="") == 0
+    assert found == {"": (40, 32), "agent": (40, 48)}, "without a name the one that was used longest ago gives way"
+
+
 def test_a_manager_without_one_refuses_it() -> None:
     model, _ = model_and_reference("llama", "cpu")
     with pytest.raises(ValueError, match="kv='bidirectional' has no prefix cache: set kv to tiered, paged or incre"):
