@@ -49,7 +49,9 @@ def router(
     """
     routes = APIRouter()
 
-    @routes.post("/v1/cache/clear", openapi_extra=takes(ClearCacheRequest), responses=answers(CacheCleared, *_ERRORS))
+    body_or_none = {"requestBody": takes(ClearCacheRequest)["requestBody"] | {"required": False}}
+
+    @routes.post("/v1/cache/clear", openapi_extra=body_or_none, responses=answers(CacheCleared, *_ERRORS))
     async def clear(http: Request) -> Response:
         if not caller_of(http).is_admin:
             raise ApiError("only keys with 'admin: true' in the key file may clear the cache", status=403)
