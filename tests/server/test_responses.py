@@ -686,3 +686,15 @@ def test_the_oldest_turns_are_left_out_of_a_long_input(client_of):
     assert short.usage.input_tokens == create(client, turns[:4], store=False).usage.input_tokens
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         create(client, "a" * 40_000, truncation="auto")
+
+
+@pytest.mark.slow
+def test_the_end_of_the_server_is_the_end_of_a_background_response(start_server, tmp_path):
+    server = start_server(data_home=tmp_path, shutdown_timeout_s=0.1).wait_until_ready()
+    endless = {"model": "fake", "input": "a", "instructions": SLOW_TEXT, "extra_body": {"ignore_eos": True}}
+    response = server.client().responses.create(**endless, background=True)
+    server.stop()
+    again = start_server(data_home=tmp_path).wait_until_ready()
+    failed = again.client().responses.retrieve(response.id)
+    assert (failed.status, failed.error.code) == ("failed", "server_error")
+    assert "shutting down" in failed.error.message

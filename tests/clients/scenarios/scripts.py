@@ -61,6 +61,7 @@ SCRIPTS: dict[str, str | list[str]] = {
     "town": forced_call("Town", 3, **CITY),
     "other": call("ask_other"),
     "cities": call("Place", name="Oslo", people=720000) + "\n" + call("Place", **CITY),
+    "patch": call("apply_patch", input="*** Begin Patch\n*** Add File: §after§.txt\n+hi\n*** End Patch"),
     "shell": call("exec_command", cmd="echo §after§"),
     "final": forced_call("final_result", 5, **CITY),
     "final answer": forced_call("final_answer", 7, answer="Take a hat."),

@@ -26,16 +26,20 @@ wire_api = "responses"
 """
 
 
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [str(PROGRAM), *arguments], env=os.environ | {"CODEX_HOME": str(HOME)}, text=True, capture_output=True,
+        stdin=subprocess.DEVNULL, timeout=240,
+    )  # fmt: skip
+    assert not done.returncode, f"{done.stderr[-500:]}{done.stdout[-500:]}"
+    return done.stdout
+
+
 def codex(*arguments: str) -> list[dict]:
     """Run Codex without a terminal; return what it tells as events."""
-    command = [str(PROGRAM), "exec", "--skip-git-repo-check", "--json", *arguments]
-    done = subprocess.run(
-        command, env=os.environ | {"CODEX_HOME": str(HOME)}, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, timeout=240,
-    )  # fmt: skip
-    print(done.stdout, flush=True)
-    assert not done.returncode, done.stdout[-500:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    told = run("exec", "--skip-git-repo-check", "--json", *arguments)
+    print(told, flush=True)
+    return [json.loads(line) for line in told.splitlines() if line.startswith("{")]
 
 
 def items(events: list[dict], kind: str) -> list[dict]:
@@ -58,6 +62,22 @@ def resumed():
     events = codex("resume", "--last", "§plain§")
     assert [item["text"] for item in items(events, "agent_message")] == [PLAIN]
     assert events[-1]["usage"]["cached_input_tokens"] > 1000
+
+
+@check
+def patched():
+    """A custom tool, whose input is text: Codex has it for models that its catalogue says so of."""
+    models = json.loads(run("debug", "models"))["models"]
+    known = next(model for model in models if model["apply_patch_tool_type"] == "freeform")
+    own = known | {"slug": MODEL, "context_window": 16384, "max_context_window": 16384, "use_responses_lite": False}
+    for name in ("tool_mode", "multi_agent_version"):  # ways to call tools that only OpenAI's models know
+        own.pop(name, None)
+    catalogue = HOME / "models.json"
+    catalogue.write_text(json.dumps({"models": [own]}))
+    events = codex("-c", f'model_catalog_json="{catalogue}"', "§patch§")
+    assert Path("§after§.txt").read_text() == "hi\n"
+    assert len(items(events, "file_change")) == 1
+    assert [item["text"] for item in items(events, "agent_message")] == [AFTER]
 
 
 if __name__ == "__main__":

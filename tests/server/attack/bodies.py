@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from omniserve.server.api import DetokenizeRequest, TokenizeRequest
 from omniserve.server.fields import NOT_HONOURED
 from omniserve.server.protocol import ChatRequest, CompletionRequest
+from omniserve.server.responses.fields import CreateResponse
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 _SCHEMA = {"name": "s", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -21,12 +22,14 @@ _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '
 RIGHT: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a", "max_tokens": 3},
     CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
+    RESPONSES: {"model": "fake", "input": "hi", "max_output_tokens": 3},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5, 6]},
 }
 _MODELS = {
     COMPLETIONS: CompletionRequest,
     CHAT: ChatRequest,
+    RESPONSES: CreateResponse,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -39,6 +42,8 @@ _ODD: tuple[Any, ...] = (
     [{"role": "assistant", "tool_calls": [_CALL]}], [{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}],
     {"type": "json_object"}, {"type": "text"}, {"type": "json_schema", "json_schema": _SCHEMA},
     [_TOOL], [_TOOL, _TOOL], [{**_TOOL, "function": {"name": "f", "strict": True}}],
+    [{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}], {"format": {"type": "json_object"}},
+    [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}], [{"type": "reasoning", "summary": []}],
     {"type": "function", "function": {"name": "f"}}, {"include_usage": True}, {"ttft_s": 1e-300}, {"tpot_s": 1e300},
 )  # fmt: skip
 _SCALARS = (
