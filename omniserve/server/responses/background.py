@@ -67,6 +67,8 @@ class BackgroundRun:
         if self.task is not None and not self.task.done():
             self.task.cancel()
             await asyncio.gather(self.task, return_exceptions=True)
+            if self.final is None:  # it had not begun
+                self.final = self.shape.snapshot("cancelled")
             await self._store.change(self.shape.call_id, self.response(), alive_s=None)
         return self.response()
 

@@ -94,7 +94,9 @@ def router(service: Service) -> APIRouter:
     async def compact() -> Response:
         raise ApiError("conversations are not compacted here; send fewer items", status=404, code="not_supported")
 
-    @routes.get(_ONE, openapi_extra=asks(ResponseQuery), responses=answers(ResponseObject, *STORAGE_ERRORS))
+    @routes.get(
+        _ONE, openapi_extra=asks(ResponseQuery), responses=answers(ResponseObject, *STORAGE_ERRORS, streams=True)
+    )
     async def retrieve(request: Request, response_id: str) -> Response:
         query = validate(ResponseQuery, dict(request.query_params), service.unknown_fields)
         response = await _store(service).get(response_id, caller_of(request).name)
