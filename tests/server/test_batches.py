@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from batch_inputs import PATIENCE_S, completion_line, jsonl, line, prompt_of, results, submit, upload, wait_for
-from fake_engine import BAD_OUTPUT, DIE, SLOW
+from fake_engine import BAD_OUTPUT, DIE, REJECT_WITHOUT_HINT, SLOW
 from tokenizers_for_tests import byte_level_tokenizer
 
 from omniserve.server.batches import lines as lines_of_batches
@@ -199,6 +199,18 @@ def test_wrong_requests_are_errors_of_their_lines(client):
     for entry in errors:
         assert entry["error"] is None and entry["response"]["status_code"] in (400, 500)
         assert wrong[entry["custom_id"]][1] in entry["response"]["body"]["error"]["message"]
+
+
+def test_a_line_that_no_retry_can_serve_is_an_error_and_a_priority_keeps_it_best_effort(client):
+    """A deadline that is too short for the output alone is refused for good."""
+    lines = [completion_line(0, prompt=[REJECT_WITHOUT_HINT]), completion_line(1, prompt=[5, 6])]
+    lines[1]["body"] |= {"priority": -3, "slo": {"deadline_s": 60}}
+    batch = wait_for(client, submit(client, lines).id)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+    (failed,) = results(client, batch.error_file_id)
+    assert failed["response"]["status_code"] == 429
+    (done,) = results(client, batch.output_file_id)
+    assert done["response"]["body"]["service_tier"] == "flex"
 
 
 def test_batch_with_a_wrong_file_fails_and_names_the_lines(client):

@@ -250,7 +250,7 @@ async def run_line(service: Service, line: PendingLine, raw: bytes, *, escalated
         again = error.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE) or (
             engine_stopped and line.engine_stops + 1 < MAX_ENGINE_STOPS
         )
-        if again:
+        if again and not error.is_final:
             return RunAgain(max(_RETRY_S, error.retry_after_s or 0.0), engine_stopped)
         return refused(line, error, call_id)
     usage = outputs.usage
