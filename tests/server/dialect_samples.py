@@ -159,6 +159,19 @@ def nemotron_json(calls: Calls) -> str:
     return f"<TOOLCALL>[{', '.join(_named(*call) for call in calls)}]</TOOLCALL>"
 
 
+def apertus(calls: Calls) -> str:
+    texts = (f'{{"{name}": {dumps(arguments)}}}' for name, arguments in calls)
+    return f"<|tools_prefix|>[{', '.join(texts)}]<|tools_suffix|>"
+
+
+def gigachat3(calls: Calls) -> str:
+    return "\n".join(f"<|function_call|>{_named(*call)}" for call in calls)
+
+
+def granite_20b_fc(calls: Calls) -> str:
+    return "\n".join(f"<function_call> {_named(*call)}" for call in calls)
+
+
 def longcat(calls: Calls) -> str:
     return hermes(calls).replace("tool_call>", "longcat_tool_call>")
 
@@ -402,5 +415,23 @@ FORMS: dict[str, Sample] = {
         writes_json=False,
         cut='<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="wea',
         others=[step3([("weather", {"city": "Köln"})]).replace("><steptml:parameter", ">\n<steptml:parameter")],
+    ),
+    "apertus": Sample(
+        apertus,
+        "{{ tools }}<|tools_prefix|>",
+        cut='<|tools_prefix|>[{"weather": {"ci',
+        others=[f'<|tools_prefix|>[ {{"weather":{_ARGUMENTS}}} ]'],
+    ),
+    "gigachat3": Sample(
+        gigachat3,
+        "{{ tools }}function call<|role_sep|>",
+        cut='<|function_call|>{"name": "wea',
+        others=[f"function call<|role_sep|>\n{_OBJECT}"],
+    ),
+    "granite-20b-fc": Sample(
+        granite_20b_fc,
+        "{{ tools }}<function_call>",
+        cut='<function_call> {"name": "wea',
+        others=[f"<function_call>{_OBJECT}", f"<function_call>\n[{_OBJECT}]"],
     ),
 }

@@ -318,7 +318,7 @@ def test_the_template_says_how_thinking_is_marked():
     assert choose("<|tool_calls_section_begin|></think>").thinking is THINKING.get("kimi_k2")
     assert choose("<think></think><response>").thinking is THINKING.get("granite33") is THINKING.get("ernie45")
     assert choose("<think></think><answer>").thinking is THINKING.get("hunyuan_a13b")
-    for name in ("cohere_command3", "longcat", "seed_oss"):
+    for name in ("apertus", "cohere_command3", "longcat", "seed_oss"):
         assert choose(f"{{{{ thinking }}}}{THINKERS[name][0]}").thinking is THINKING.get(name)
     assert choose("plain").thinking is None and choose("plain").calls is None
     assert choose("<think><tool_call>", thinking="none").thinking is None
@@ -333,7 +333,7 @@ def test_names_that_do_not_go_together_are_refused():
                  {"calls": "openai", "thinking": "none"}):  # fmt: skip
         with pytest.raises(ValueError, match="do not go together"):
             choose("", **more)
-    with pytest.raises(ValueError, match="unknown tool-call parser 'herms'; known: cohere_command3"):
+    with pytest.raises(ValueError, match="unknown tool-call parser 'herms'; known: apertus"):
         choose("", calls="herms")
     with pytest.raises(ValueError, match="unknown reasoning parser"):
         choose("", thinking="x")
@@ -346,6 +346,7 @@ THINKERS = {
     "granite33": ("<think>", "</think>"),
     "hunyuan_a13b": ("<think>", "</think>"),
     "cohere_command3": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "apertus": ("<|inner_prefix|>", "<|inner_suffix|>"),
     "longcat": ("<longcat_think>", "</longcat_think>"),
     "seed_oss": ("<seed:think>", "</seed:think>"),
     "gemma4": ("<|channel>thought\n", "<channel|>"),

@@ -240,7 +240,7 @@ def test_schema_of_a_tool_that_the_dialect_cannot_keep_is_refused(client_of):
 
 def test_a_server_does_not_start_with_an_unknown_parser(start_server):
     for flags, message in (
-        (("--tool-call-parser", "herms"), "unknown tool-call parser 'herms'; known: cohere_command3"),
+        (("--tool-call-parser", "herms"), "unknown tool-call parser 'herms'; known: apertus"),
         (("--reasoning-parser", "x"), "unknown reasoning parser 'x'"),
         (("--tool-call-parser", "openai", "--reasoning-parser", "qwen3"), "do not go together"),
     ):

@@ -69,6 +69,7 @@ THINK = Thinking("<think>", "</think>", other_signs=(_CALLS_OF_KIMI, _RESPONSE.b
 HUNYUAN = Thinking("<think>", "</think>", sign=_ANSWER.begin, other_signs=(_RESPONSE.begin,), answer=_ANSWER)
 GRANITE33 = Thinking("<think>", "</think>", sign=_RESPONSE.begin, answer=_RESPONSE)
 KIMI_K2 = Thinking("<think>", "</think>", ends_before=_CALLS_OF_KIMI, sign=_CALLS_OF_KIMI)
+APERTUS = Thinking("<|inner_prefix|>", "<|inner_suffix|>")
 COHERE = Thinking("<|START_THINKING|>", "<|END_THINKING|>", answer=Thinking("<|START_RESPONSE|>", "<|END_RESPONSE|>"))
 LONGCAT = Thinking("<longcat_think>", "</longcat_think>")
 SEED_OSS = Thinking("<seed:think>", "</seed:think>")
