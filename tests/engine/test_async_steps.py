@@ -235,6 +235,23 @@ def test_every_way_of_sampling_gives_what_it_gives_without_overlap(make_engine: 
             assert [entry.token_id for entry in one.prompt_logprobs] == [e.token_id for e in other.prompt_logprobs]
 
 
+def test_embeddings_are_what_they_are_without_overlap(make_engine: MakeEngine) -> None:
+    poolings = [{"pooling": pooling} for pooling in ("last", "mean", "mean", "last")]
+    requests = [request(30 + i, 0, "BE" if i % 2 else "LS", **fields) for i, fields in enumerate(poolings)]
+    chats = [request(4 + i, 14, "BE" if i % 2 else "LS") for i in range(4)]
+    for memory in (64, 12):
+        want, got = (
+            make_engine(device_blocks=memory, host_blocks=0, async_steps=overlaps, max_num_batched_tokens=9).generate(
+                [*requests, *chats]
+            )
+            for overlaps in (False, True)
+        )
+        for one, other in zip(want, got, strict=True):
+            assert one.token_ids == other.token_ids
+            assert one.embedding == pytest.approx(other.embedding, abs=1e-4)  # fp32 rounding: other batches
+        assert all(len(each.embedding) > 1 for each in got[:4])
+
+
 def test_stop_strings_and_grammars(model: PreTrainedModel) -> None:
     tokenizer = byte_level_tokenizer()
     vocab, end = len(tokenizer) + 8, tokenizer.eos_token_id

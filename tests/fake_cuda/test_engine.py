@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from omniserve import Request, SamplingParams
-from omniserve.core.plan import PENDING_TOKEN, PiggybackEntry, PromptScores, StepPlan
+from omniserve.core.plan import PENDING_TOKEN, PiggybackEntry, PooledRows, PromptScores, StepPlan
 from omniserve.core.work import MoveDirection, SlotCopy
 from omniserve.layers.weights.merged import MergedLinear
 from omniserve.runner.safepoint import LayerPreemption
@@ -131,6 +131,18 @@ def test_prompt_scores_read_back_what_they_tell_and_nothing_else(gpu: FakeRuntim
         output = fake.run(chunks=(scored,))
         assert [len(entry.top) for entry in output.prompt_logprobs["a"]] == [2, 2, 2]
         assert gpu.launches["download"] - before == 1 + 1, "the sample, and the scores"
+
+
+def test_embeddings_wait_for_nothing_but_their_copy(gpu: FakeRuntime) -> None:
+    with engine_on(gpu, "llama", torch.bfloat16, step_graphs="off") as fake:
+        fake.sample("chat")
+        for pooling, first_row in (("last", 3), ("mean", 0)):
+            before = gpu.launches["download"]
+            pooled = PooledRows(first_row=first_row, total=4 - first_row)
+            output = fake.run(chunks=(chunk("chat", 1), chunk(pooling, 4, pooled=pooled)))
+            assert set(output.tokens) == {"chat"}
+            assert len(output.embeddings[pooling]) == fake.engine.spec.hidden_size
+            assert gpu.launches["download"] - before == 1 + 1, "the sample, and the embedding"
 
 
 def test_a_second_sub_batch_runs_on_the_device(gpu: FakeRuntime) -> None:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-_MOST_TEXTS, _MOST_TOKENS = 32, 4096
+_MOST_TEXTS, _MOST_TOKENS = 32, 1024
 """The largest batch: texts, and tokens with those that pad the shorter ones (or one longer text)."""
 _LOWEST_PRIORITY = 19
 # New texts are looked for so often while batches run.
