@@ -11,10 +11,12 @@ import openai
 import pytest
 from batch_inputs import line, results, submit, wait_for
 from fake_engine import embedding_of
+from openai.types import EmbeddingCreateParams
 from tokenizers_for_tests import byte_level_tokenizer
 
 from omniserve.core.request import Pooling
 from omniserve.server.embeddings.model_files import find_pooling
+from omniserve.server.embeddings.protocol import EmbeddingRequest
 from omniserve.server.embeddings.vectors import matrix_of
 
 MANY = ["one", "two three", "The quick brown fox"]
@@ -213,6 +215,10 @@ def test_modules_that_are_not_known_are_named_to_who_asks(start_server, tmp_path
     response = httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"})
     assert response.status_code == 400
     assert "modules.json names Dense" in response.json()["error"]["message"]
+
+
+def test_every_field_of_openai_is_known():
+    assert set(EmbeddingCreateParams.__annotations__) <= set(EmbeddingRequest.model_fields)
 
 
 def test_vectors_of_length_0_stay_so():
