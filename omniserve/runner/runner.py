@@ -193,12 +193,7 @@ class ModelRunner:
             self._rows.bring(plan)
         self.host_works = plan.has_host_rows or (self._tier is not None and self._tier.attends)
         self._cores.apply(host_works=self.host_works)
-        layers = self._run_layers(plan)
-        step = self._sample(plan, layers)
-        if layers.sampled.pooled and self._sampler is not None:
-            embeddings = self._pooler.launch(layers.hidden_TD, layers.sampled.pooled)
-            step = dataclasses.replace(step, embeddings=embeddings)
-        return step
+        return self._sample(plan, self._run_layers(plan))
 
     def _run_layers(self, plan: StepPlan) -> LayersOutput:
         hooks = [hooks for strategy in self.strategies if (hooks := strategy.hooks(plan)) is not None]
@@ -211,7 +206,15 @@ class ModelRunner:
         return self.loop.run(plan)
 
     def _sample(self, plan: StepPlan, layers: LayersOutput) -> LaunchedStep:
-        """Launch what follows the last layer: logits, and the tokens of the rows that are sampled."""
+        """Launch what follows the last layer: tokens, and embeddings where rows are pooled."""
+        step = self._sample_tokens(plan, layers)
+        if layers.sampled.pooled and self._sampler is not None:
+            embeddings = self._pooler.launch(layers.hidden_TD, layers.sampled.pooled)
+            step = dataclasses.replace(step, embeddings=embeddings)
+        return step
+
+    def _sample_tokens(self, plan: StepPlan, layers: LayersOutput) -> LaunchedStep:
+        """Launch the logits, and the tokens of the rows that are sampled."""
         wanted = layers.sampled.scores
         scores, failed = score_prompts(self._model.logits, layers.hidden_TD, wanted) if wanted else ({}, {})
         hidden_TD = layers.hidden_TD[layers.sampled.rows]
