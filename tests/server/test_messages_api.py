@@ -18,9 +18,10 @@ from tokenizers_for_tests import byte_level_tokenizer, tokenizer_with
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, SamplingParams
-from omniserve.server.anthropic.chat import read_request, signature_of
+from omniserve.server.anthropic.chat import read_request
 from omniserve.server.anthropic.fields import FATES, MessagesBody
 from omniserve.server.anthropic.shape import MessagesShape
+from omniserve.server.anthropic.signatures import signature_of
 from omniserve.server.choice import Choice, TextForm, merge
 from omniserve.server.dialects import choose
 from omniserve.server.dialects.base import Opening
@@ -358,7 +359,9 @@ def test_models_have_the_shape_that_the_client_knows(server):
 
 def test_tokens_are_counted_as_the_prompt_has_them(server):
     fields = body_of("hi", system="Be brief.", tools=[WEATHER], thinking=THINKING)
-    counted = server.session.post(COUNT, json={**fields, "max_tokens": None}).json()
+    response = server.session.post(COUNT, json=fields | {"temperature": 0.5})
+    assert IGNORED_FIELDS_HEADER not in response.headers
+    counted = response.json()
     message = server.session.post(MESSAGES, json=fields).json()
     assert counted == {"input_tokens": message["usage"]["input_tokens"]}
     long = server.session.post(COUNT, json={"messages": body_of("word " * 10_000)["messages"]})
@@ -384,6 +387,43 @@ def test_lines_of_batches_may_be_messages(server):
     message = output["response"]["body"]
     assert message["content"] == [{"type": "text", "text": "hello", "citations": None}]
     assert message["usage"]["service_tier"] == "batch"
+
+
+def test_a_call_of_claude_code(start):
+    """In the form in which Claude Code 2.1.197 sends the second call of a session, with shorter texts."""
+    server = start("--drop-billing-header")
+    cached = {"cache_control": {"type": "ephemeral"}}
+    call = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "echo hi"}}
+    result = {"tool_use_id": "toolu_1", "type": "tool_result", "content": "hi", "is_error": False, **cached}
+    body = {
+        "model": "fake", "max_tokens": 64000, "stream": True, "thinking": {"type": "adaptive"},
+        "metadata": {"user_id": '{"device_id":"d","account_uuid":"","session_id":"s"}'},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.c40; cc_entrypoint=sdk-cli;"},
+            {"type": "text", "text": "You are an agent.", **cached}, {"type": "text", "text": "\nBe brief.", **cached},
+        ],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "<a>b</a>\n"}, {"type": "text", "text": "Run echo"}]},
+            {"role": "system", "content": "There are agents."},
+            {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]},
+        ],
+        "tools": [{"name": "Bash", "description": "Runs", "input_schema": {"type": "object", "properties": {}}}],
+    }  # fmt: skip
+    headers = {
+        "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14", "anthropic-version": "2023-06-01",
+        "x-api-key": "any", "anthropic-dangerous-direct-browser-access": "true", "x-app": "cli",
+        "x-claude-code-session-id": "s",
+    }  # fmt: skip
+    with server.http() as http:
+        response = http.post(f"{MESSAGES}?beta=true", json=body | {"ignore_eos": True}, headers=headers)
+    assert response.status_code == 200, response.text
+    assert response.headers[IGNORED_FIELDS_HEADER] == "context_management"
+    [block] = accumulated(response.text)["content"]  # of the fake engine, which repeats the prompt without its marks
+    assert block["text"].startswith(
+        'You are an agent.\n\n\nBe brief.<a>b</a>\n\n\nRun echoThere are agents.[Bash {"command": "echo hi"}]hi'
+    )
 
 
 # The chat that a conversation becomes.

@@ -10,8 +10,9 @@ from typing import Any
 from omniserve.core.logs import request_id
 from omniserve.core.request import ClassSpec, FinishReason, ServiceClass
 from omniserve.server.answer_shape import MAX_INLINE_BODY, AnswerShape
-from omniserve.server.anthropic.chat import MessagesRequest, read_request, signature_of
+from omniserve.server.anthropic.chat import MessagesRequest, read_request
 from omniserve.server.anthropic.errors import REQUEST_ID_HEADER, error_body
+from omniserve.server.anthropic.signatures import signature_of
 from omniserve.server.choice import Delta
 from omniserve.server.dialects.base import ParsedCall
 from omniserve.server.errors import ApiError
