@@ -213,10 +213,15 @@ def total(engines: Sequence[EngineStats]) -> EngineStats:
 
 
 def summed(values: Sequence[Any]) -> Any:
-    """Return the sum of numbers, of mappings by key, of objects by field; of truth values whether all are true."""
+    """Return the sum of numbers, of mappings by key, of objects by field.
+
+    Of truth values it is whether all are true, of tuples what is in any of them.
+    """
     first = values[0]
     if isinstance(first, bool):
         return all(values)
+    if isinstance(first, tuple):
+        return tuple(dict.fromkeys(item for each in values for item in each))
     if isinstance(first, Mapping):
         keys = dict.fromkeys(key for each in values for key in each)
         return {key: summed([each[key] for each in values if key in each]) for key in keys}
