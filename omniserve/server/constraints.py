@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -44,23 +45,24 @@ class CallConstraint:
     tools: Sequence[Tool]
     free_text: bool
     several: bool
+    otherwise: FormatConstraint | None = None
+    """The answer keeps this if it calls none; None: it calls one, or with ``free_text`` is any."""
 
     param = "tools"
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
         """Schemas of the arguments, by tool; of a tool that is not strict and may be called, any object."""
+        must_call = not self.free_text and self.otherwise is None
         return {
-            tool.function.name: tool.arguments_schema
-            if tool.function.strict or not self.free_text
-            else {"type": "object"}
+            tool.function.name: tool.arguments_schema if tool.function.strict or must_call else {"type": "object"}
             for tool in self.tools
         }
 
     @property
     def num_characters(self) -> int:
         """Length of its schemas as JSON."""
-        return len(json.dumps(self.schemas))
+        return len(json.dumps(self.schemas)) + (self.otherwise.num_characters if self.otherwise else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,15 @@ class BudgetConstraint:
 
 
 Constraint = FormatConstraint | CallConstraint | BudgetConstraint
+
+
+def with_format_of(constraint: Constraint | None, param: str) -> Constraint | None:
+    """Return the same constraint, whose format is asked for by a field of another name."""
+    if isinstance(constraint, FormatConstraint):
+        return dataclasses.replace(constraint, param=param)
+    if isinstance(constraint, CallConstraint) and constraint.otherwise is not None:
+        return dataclasses.replace(constraint, otherwise=dataclasses.replace(constraint.otherwise, param=param))
+    return constraint
 
 
 class GrammarWriter:
@@ -107,12 +118,13 @@ class GrammarWriter:
         if isinstance(constraint, BudgetConstraint):
             return dialect.text_grammar(special=special, opening=opening)
         if isinstance(constraint, FormatConstraint):
-            try:
-                schema = enforceable(constraint.schema)
-                check(schema)
-            except UnsupportedSchema as error:
-                return ApiError(f"{constraint.param}: {error}", param=constraint.param, code="invalid_schema")
-            return dialect.value_grammar(json_value(schema), special=special, opening=opening)
+            value = _value(constraint)
+            return (
+                value if isinstance(value, ApiError) else dialect.value_grammar(value, special=special, opening=opening)
+            )
+        otherwise = None if constraint.otherwise is None else _value(constraint.otherwise)
+        if isinstance(otherwise, ApiError):
+            return otherwise
         name, schemas = "", {}
         try:
             for name, given in constraint.schemas.items():
@@ -125,8 +137,23 @@ class GrammarWriter:
         except UnsupportedSchema as error:
             return ApiError(f"tools: of the tool {name!r}, {error}", param=constraint.param, code="invalid_schema")
         return dialect.calls_grammar(
-            schemas, free_text=constraint.free_text, several=constraint.several, special=special, opening=opening
+            schemas,
+            free_text=constraint.free_text,
+            several=constraint.several,
+            otherwise=otherwise,
+            special=special,
+            opening=opening,
         )
+
+
+def _value(constraint: FormatConstraint) -> str | ApiError:
+    """Return an expression of JSON that keeps a schema."""
+    try:
+        schema = enforceable(constraint.schema)
+        check(schema)
+    except UnsupportedSchema as error:
+        return ApiError(f"{constraint.param}: {error}", param=constraint.param, code="invalid_schema")
+    return json_value(schema)
 
 
 def _key(constraint: Constraint) -> str:
@@ -134,4 +161,5 @@ def _key(constraint: Constraint) -> str:
         return ""
     if isinstance(constraint, FormatConstraint):
         return json.dumps([constraint.param, constraint.schema])
-    return json.dumps([constraint.free_text, constraint.several, constraint.schemas])
+    otherwise = None if constraint.otherwise is None else _key(constraint.otherwise)
+    return json.dumps([constraint.free_text, constraint.several, constraint.schemas, otherwise])

@@ -520,9 +520,11 @@ class ChatRequest(TemplateFields, GenerationRequest):
         if isinstance(choice, NamedTool):
             named = [tool for tool in tools if tool.function.name == choice.function.name]
             return CallConstraint(named, free_text=False, several=False)
+        constraint = super().constraint
+        if tools and not self.must_call and isinstance(constraint, FormatConstraint):
+            return CallConstraint(tools, free_text=False, several=self.parallel_tool_calls, otherwise=constraint)
         if self.must_call or any(tool.function.strict for tool in tools):
             return CallConstraint(tools, free_text=not self.must_call, several=self.parallel_tool_calls)
-        constraint = super().constraint
         return BudgetConstraint() if constraint is None and self.thinking_budget is not None else constraint
 
     @property
@@ -576,11 +578,6 @@ def _check_tools(request: ChatRequest) -> None:
         named = choice.allowed_tools.tools
     if (unknown := next((tool.function.name for tool in named if tool.function.name not in names), None)) is not None:
         raise ApiError(f"tool_choice names {unknown!r}, which is none of the tools", param="tool_choice")
-    if request.offered_tools and request.response_format is not None and request.response_format.type != "text":
-        raise ApiError(
-            "response_format would keep the model from calling tools; drop one, or set tool_choice to 'none'",
-            param="response_format",
-        )
 
 
 def check_combinations(request: GenerationRequest) -> None:

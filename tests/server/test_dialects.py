@@ -555,6 +555,38 @@ def test_what_a_grammar_of_calls_allows_is_a_call_of_the_schema(name, special):
 
 @over_forms
 @pytest.mark.parametrize("special", [False, True])
+def test_with_a_format_an_answer_is_calls_or_json_of_it(name, special):
+    dialect = dialect_of(name)
+    tokenizer = tokenizer_for(dialect, special)
+    tokens = TextCodec(tokenizer).special_tokens(dialect)
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    text = dialect.calls_grammar(
+        {"f": enforceable(SCHEMA)},
+        free_text=False,
+        several=False,
+        otherwise=json_value(enforceable({**city, "additionalProperties": False})),
+        special=tokens,
+        opening=Opening(),
+    )
+    grammar = compiler_of(tokenizer).compile(text).result()
+    seen = set()
+    for seed in range(16):
+        token_ids = walk(grammar, tokenizer, seed)
+        shown = Detokenizer(tokenizer, shown=tokens.tags.values())
+        written = shown.push(token_ids) + shown.flush()
+        _, rest, calls = parsed(dialect, [written], tools={"f": SCHEMA})
+        seen.add(bool(calls))
+        if calls:
+            assert rest == "" and len(calls) == 1
+            jsonschema.validate(json.loads(calls[0][1]), SCHEMA)
+        else:
+            jsonschema.validate(json.loads(rest), city)
+    assert seen == {True, False}, "both are allowed"
+    assert not accepts(grammar, "Rome", tokenizer)
+
+
+@over_forms
+@pytest.mark.parametrize("special", [False, True])
 def test_grammar_of_strict_tools_allows_text_and_calls_of_the_schema(name, special):
     dialect, write = dialect_of(name), FORMS[name].write
     tokenizer = tokenizer_for(dialect, special)

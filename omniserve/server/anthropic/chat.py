@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omniserve.server.anthropic.blocks import TextBlock
 from omniserve.server.anthropic.fields import Conversation, CountedConversation, CustomTool, HostedTool, MessagesBody
 from omniserve.server.anthropic.writer import ChatWriter, joined
-from omniserve.server.constraints import Constraint, FormatConstraint
+from omniserve.server.constraints import Constraint, with_format_of
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import read_fields, validate, without_nulls
 from omniserve.server.header_fields import NO_HEADERS, HeaderFields
@@ -41,10 +40,7 @@ class MessagesRequest(ChatRequest):
 
     @property
     def constraint(self) -> Constraint | None:
-        constraint = super().constraint
-        if isinstance(constraint, FormatConstraint):
-            return dataclasses.replace(constraint, param="output_config.format")
-        return constraint
+        return with_format_of(super().constraint, "output_config.format")
 
 
 def read_request(service: Service, body: bytes, headers: HeaderFields = NO_HEADERS) -> MessagesRequest:
@@ -124,12 +120,6 @@ def _check_choice(asked: Conversation, tools: Sequence[CustomTool], hosted: Sequ
             raise ApiError(message, param="tool_choice")
         if choice.name is not None and choice.name not in {tool.name for tool in tools}:
             raise ApiError(f"tool_choice names {choice.name!r}, which is none of the tools{but}", param="tool_choice")
-    if asked.format is not None and tools and (choice is None or choice.type != "none"):
-        raise ApiError(
-            "output_config.format would keep the model from calling tools; drop one, or set tool_choice to "
-            "{'type': 'none'}",
-            param="output_config.format",
-        )
 
 
 def _tool(tool: CustomTool) -> dict[str, Any]:

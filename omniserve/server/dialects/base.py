@@ -114,7 +114,14 @@ class Dialect(abc.ABC):
 
     @abc.abstractmethod
     def calls_grammar(
-        self, schemas: Schemas, *, free_text: bool, several: bool, special: SpecialTokens, opening: Opening
+        self,
+        schemas: Schemas,
+        *,
+        free_text: bool,
+        several: bool,
+        otherwise: str | None = None,
+        special: SpecialTokens,
+        opening: Opening,
     ) -> str:
         """Return the grammar of an answer that calls tools, each with arguments of its schema.
 
@@ -123,6 +130,7 @@ class Dialect(abc.ABC):
             free_text: There may be text around the calls, and no call at all; else there is at least one, and nothing
                 else.
             several: There may be more than one call; with free text there may in any case.
+            otherwise: An expression of an answer without calls; None: there is at least one call, or free text.
             special: The tokenizer's special tokens.
             opening: How the answer begins.
 

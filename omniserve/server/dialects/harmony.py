@@ -53,12 +53,23 @@ class Harmony(Dialect):
         return parser
 
     def calls_grammar(
-        self, schemas: Schemas, *, free_text: bool, several: bool, special: SpecialTokens, opening: Opening
+        self,
+        schemas: Schemas,
+        *,
+        free_text: bool,
+        several: bool,
+        otherwise: str | None = None,
+        special: SpecialTokens,
+        opening: Opening,
     ) -> str:
         rules = [f"answer: {' | '.join(f'call_{i}' for i in range(len(schemas)))}"]
         for i, (name, schema) in enumerate(schemas.items()):
             head = special.spell(f"{_CHANNEL}commentary to=functions.{name} {_CONSTRAIN}json{_MESSAGE}")
             rules += [f"call_{i}: {head} args_{i}", f"args_{i}: {json_value(schema)}"]
+        if otherwise is not None:
+            rules[0] += f" | {special.spell(f'{_CHANNEL}final{_MESSAGE}')} value"
+            rules.append(f"value: {otherwise}")
+            return self._behind_thinking(rules, special, opening, "value")
         if free_text:
             rules[0] += f" | {special.spell(f'{_CHANNEL}final{_MESSAGE}')} {special.skipped}TEXT"
             rules[0] += f" | {special.spell(f'{_CHANNEL}commentary{_MESSAGE}')} preamble answer"

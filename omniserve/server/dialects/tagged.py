@@ -42,7 +42,14 @@ class TaggedDialect(Dialect):
         return TaggedParser(self.thinking, self.calls if tools else None, tools, opening, several=several)
 
     def calls_grammar(
-        self, schemas: Schemas, *, free_text: bool, several: bool, special: SpecialTokens, opening: Opening
+        self,
+        schemas: Schemas,
+        *,
+        free_text: bool,
+        several: bool,
+        otherwise: str | None = None,
+        special: SpecialTokens,
+        opening: Opening,
     ) -> str:
         form = self.calls
         assert form is not None, "tools are refused where no form of calls is known"
@@ -54,7 +61,9 @@ class TaggedDialect(Dialect):
         end = f" {special.spell(group.end)}" if group.end else ""
         more = f" ({special.spell(group.separator)} call)*" if several or free_text else ""
         rules.append(f"calls: call{more}{end}")
-        if not free_text:
+        if otherwise is not None:
+            rules += [f"answer: {special.spell(group.begin)} calls | value", f"value: {otherwise}"]
+        elif not free_text:
             rules.append(f"answer: {special.spell(group.begin)} calls")
         elif form.only_at_start:
             rules += [f"answer: {special.spell(group.begin)} calls | {special.other_text('OTHER')}"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import PrivateAttr
 
-from omniserve.server.constraints import Constraint, FormatConstraint
+from omniserve.server.constraints import Constraint, with_format_of
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields, validate
 from omniserve.server.protocol import ChatRequest, check_combinations
@@ -67,8 +66,7 @@ class ResponsesRequest(ChatRequest):
 
     @property
     def constraint(self) -> Constraint | None:
-        found = super().constraint
-        return dataclasses.replace(found, param="text.format") if isinstance(found, FormatConstraint) else found
+        return with_format_of(super().constraint, "text.format")
 
 
 def chat_of(
