@@ -421,7 +421,7 @@ def test_a_call_of_claude_code(start):
     assert response.headers[IGNORED_FIELDS_HEADER] == "context_management"
     [block] = accumulated(response.text)["content"]  # of the fake engine, which repeats the prompt without its marks
     assert block["text"].startswith(
-        'You are an agent.\n\n\nBe brief.<a>b</a>\n\n\nRun echoThere are agents.[Bash {"command": "echo hi"}]hi'
+        'You are an agent.\n\n\nBe brief.<a>b</a>\n\n\nRun echoThere are agents.[Bash {"command": "echo hi"}]<|tool|>hi'
     )
 
 
