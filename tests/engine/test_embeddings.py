@@ -8,10 +8,12 @@ import random
 import pytest
 import torch
 
-from omniserve import Pooling, Request, SamplingParams
+from omniserve import Engine, Pooling, Request, SamplingParams, patch
 from omniserve.core.plan import StepPlan
 from omniserve.sampling.pooler import Pooler
-from tests.parity.models import VOCAB_SIZE
+from tests.engine_settings import flat_config
+from tests.parity.models import MODELS, VOCAB_SIZE, tiny_model
+from tests.quick import slow_except
 
 # Sums of fp32 in other orders, of hidden states behind a norm, which are about 1.
 CLOSE = {"rtol": 0.0, "atol": 2e-5}
@@ -49,6 +51,25 @@ def test_chunked_prompts_among_others_have_hugging_faces_embeddings(model, make_
     assert engine.stats().kv.device_used == 0
     pooled = [chunk for plan in plans for chunk in plan.chunks if chunk.pooled is not None]
     assert pooled and all(chunk.num_sampled_rows == 0 for chunk in pooled), "their rows become no logits"
+
+
+# Gemma 2 caps its logits, so its hidden states come from its own forward; OPT's come from its norm alone.
+@pytest.mark.parametrize("family", slow_except(("gemma2", "opt"), tuple(MODELS)))
+def test_families_have_hugging_faces_embeddings(family: str) -> None:
+    model, prompt = tiny_model(family), prompt_of(22)
+    found: list[torch.Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, args: found.append(args[0]))
+    with torch.inference_mode():
+        model(torch.tensor([prompt]))
+    hook.remove()
+    patch(model, compile=False)
+    spec = model.omniserve.spec
+    pool = 100 * (spec.kv_block_bytes(8) + spec.state_bytes)
+    config = flat_config({"block_size": 8, "compile": False, "device_kv_bytes": pool, "max_num_batched_tokens": 7})
+    with Engine(model, config) as engine:
+        last, mean = engine.generate([embedding(prompt, pooling) for pooling in Pooling])
+    torch.testing.assert_close(torch.tensor(last.embedding), found[0][0, -1], **CLOSE)
+    torch.testing.assert_close(torch.tensor(mean.embedding), found[0][0].mean(0), **CLOSE)
 
 
 @pytest.mark.parametrize("pooling", Pooling)
