@@ -64,6 +64,7 @@ SCRIPTS: dict[str, str | list[str]] = {
     "patch": call("apply_patch", input="*** Begin Patch\n*** Add File: §after§.txt\n+hi\n*** End Patch"),
     "shell": call("exec_command", cmd="echo §after§"),
     "final": forced_call("final_result", 5, **CITY),
+    "get weather": forced_call("get_weather", 8, location="Rome, Italy"),
     "final answer": forced_call("final_answer", 7, answer="Take a hat."),
     "asked": ['{"city": "Ro', 'me", "people": 28000', "00}"],
     "fields": "[[ ## city ## ]]\nRome\n\n[[ ## people ## ]]\n2800000\n\n[[ ## completed ## ]]",

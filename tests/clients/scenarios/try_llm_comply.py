@@ -19,6 +19,7 @@ FAILS = {
     "chat-error-handling": "a request without a model is no error here: it is for the one that is served",
 }
 """Tests that are expected to fail, and why."""
+KEYS = {"chat-tool-calling": "get weather", "chat-reasoning-summary": "think"}
 
 
 def add(case, runner):
@@ -34,12 +35,12 @@ def add(case, runner):
     check(function)
 
 
-def thinking(build_request):
-    """Return a request's builder to whose answer the scripted model thinks."""
+def keyed(build_request, key):
+    """Return a request's builder with a key of what the scripted model is to say."""
 
     def build(config):
         body = build_request(config)
-        body["messages"][-1]["content"] += " §think§"
+        body["messages"][-1]["content"] += f" §{key}§"
         return body
 
     return build
@@ -47,10 +48,12 @@ def thinking(build_request):
 
 for name, file in FORMATS.items():
     spec = SpecLoader(str(Path(llm_comply.__file__).parent / "specs" / file))
-    runner = TestRunner(ComplianceConfig(base_url=BASE_URL, api_key="none", model=MODEL), [], spec)
+    config = ComplianceConfig(base_url=BASE_URL, api_key="none", model=MODEL, timeout=600.0)
+    runner = TestRunner(config, [], spec)
     for case in get_tests(name):
-        if case.id == "chat-reasoning-summary":  # which is otherwise skipped, by the name of the model
-            case.skip_reason, case.build_request = None, thinking(case.build_request)
+        if case.id in KEYS:
+            case.build_request = keyed(case.build_request, KEYS[case.id])
+            case.skip_reason = None  # by the name of the model
         add(case, runner)
 
 if __name__ == "__main__":
