@@ -12,9 +12,11 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import traceback
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,47 @@ def best_effort(num_requests: int = 1) -> Iterator[None]:
     assert added["BE"] >= num_requests and not added["LS"], f"requests by class: {added}"
 
 
+@contextmanager
+def beside_best_effort(num_streams: int = 4) -> Iterator[dict[str, float]]:
+    """Keep best-effort requests going meanwhile, so many at once.
+
+    Yields a mapping that at the end has what the server measured of latency-sensitive ones: the means ``ttft_ms`` and
+    ``tpot_ms``, and ``num_best_effort``, how many others ended.
+    """
+    ended = threading.Event()
+    body = {"model": MODEL, "prompt": "words " * 50, "max_tokens": 100, "ignore_eos": True, "service_tier": "flex"}
+    request = urllib.request.Request(
+        f"{BASE_URL}/completions", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+
+    def work() -> None:
+        while not ended.is_set():
+            with urllib.request.urlopen(request) as answer:
+                answer.read()
+
+    told: dict[str, float] = {}
+    before, requests = _sums(), _requests()
+    with ThreadPoolExecutor(num_streams) as threads:
+        works = [threads.submit(work) for _ in range(num_streams)]
+        try:
+            yield told
+        finally:
+            after = _sums()
+            told["num_best_effort"] = _requests().get("BE", 0) - requests.get("BE", 0)
+            ended.set()
+    for each in works:
+        each.result()
+    for name in ("ttft", "tpot"):
+        total, count = ((after[f"{name}_{part}"] - before.get(f"{name}_{part}", 0.0)) for part in ("sum", "count"))
+        told[f"{name}_ms"] = 1000 * total / count
+
+
+def compare(ttft_ms: float, tpot_ms: float, server: Mapping[str, float]) -> None:
+    """Print the ratios of a tool's mean times and the server's; check that there was other work."""
+    print(f"TTFT: {ttft_ms / server['ttft_ms']:.3f} of the server's; TPOT: {tpot_ms / server['tpot_ms']:.3f} of it")
+    assert server["num_best_effort"] > 0, server
+
+
 def raised(kind: type[BaseException], text: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Check that a call raises one kind of exception, with a text in its message or body."""
     try:
@@ -96,10 +139,22 @@ def run(*command: str, **environment: str) -> str:
     return done.stdout
 
 
+def _metrics() -> str:
+    with urllib.request.urlopen(f"{URL}/metrics") as answer:
+        return answer.read().decode()
+
+
+def _sums() -> dict[str, float]:
+    """Return the sums and counts of the times of latency-sensitive requests."""
+    found = re.findall(
+        r'^omniserve_(ttft|tpot)_seconds_(sum|count)\{service_class="LS"\} (\S+)$', _metrics(), re.MULTILINE
+    )
+    return {f"{name}_{part}": float(value) for name, part, value in found}
+
+
 def _requests() -> dict[str, float]:
     """Return how many requests of each class ended."""
-    with urllib.request.urlopen(f"{URL}/metrics") as answer:
-        text = answer.read().decode()
+    text = _metrics()
     counts: dict[str, float] = {}
     for name, value in re.findall(r'^omniserve_requests_total\{.*service_class="(\w+)".*\} (\S+)$', text, re.MULTILINE):
         counts[name] = counts.get(name, 0) + float(value)
