@@ -16,6 +16,10 @@ class ServiceClass(enum.StrEnum):
     BE = "BE"
 
 
+INPUT_COST, OUTPUT_COST = 1.0, 2.0
+"""Cost of a prompt token and of an output token where tenants share a class, as in VTC's experiments."""
+
+
 class FinishReason(enum.StrEnum):
     """The reason why a request ended."""
 
@@ -207,6 +211,10 @@ class Request:
     """Rough prediction of the output: the next tokens are guessed from it, too."""
     lora: str | None = None
     """Name of the LoRA adapter that computes it (``Engine.load_lora``); None: the model alone."""
+    tenant: str = ""
+    """Whose request it is: the tenants of a class share it by weight (``sched/fairness.py``)."""
+    weight: float = 1.0
+    """The weight of the tenant, from 0.001 to 1000; that of its newest request holds."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))
@@ -215,6 +223,9 @@ class Request:
             raise ValueError(f"lora must be the name of an adapter or None, got {self.lora!r}")
         for name in ("deadline_s", "max_queue_s"):
             _check_seconds(f"Request.{name}", getattr(self, name))
+        if not isinstance(self.tenant, str):
+            raise ValueError(f"tenant must be a string, got {self.tenant!r}")
+        _check_float("weight", self.weight, 0.001, 1000.0)
         if not isinstance(self.cache_salt, str):
             raise ValueError(f"cache_salt must be a string, got {self.cache_salt!r}")
         if not isinstance(self.session, str):

@@ -23,6 +23,21 @@ class CPUHostStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TenantStats:
+    """What a tenant has of one class; see ``sched/fairness.py``."""
+
+    waiting: int = 0
+    """Gauge: requests that have not been scheduled yet, or were preempted."""
+    running: int = 0
+    """Gauge: requests that hold KV on a tier."""
+    prompt_tokens: int = 0
+    """Counter: prompt tokens that were computed, or are about to be, for admitted requests."""
+    output_tokens: int = 0
+    virtual_time: float = 0.0
+    """Gauge: cost of its tokens over its weight, raised to that of others when it had nothing waiting."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
     """Gauges and counters of a scheduler. Counters run from its start."""
 
@@ -77,6 +92,8 @@ class SchedulerStats:
     """Gauge: names of the adapters of requests that hold KV."""
     waiting_loras: tuple[str, ...] = ()
     """Gauge: names of the adapters of requests that wait."""
+    tenants: Mapping[str, Mapping[str, TenantStats]] = field(default_factory=dict)
+    """What each tenant with a name has of each class, by class and tenant."""
 
     def loaded_from(self, source: str) -> dict[str, int]:
         """Return the tokens whose KV has come from a source, by class; zeros if there is no such source."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from omniserve.core.request import ClassSpec, Request, SamplingParams
+from omniserve.sched.fairness import Account
 from omniserve.sched.state import LS, RequestState
 from omniserve.sched.step_cost import largest
 
@@ -16,13 +17,14 @@ UNKNOWN_PROMPT_TOKENS, UNKNOWN_MAX_TOKENS = 256, 128
 """Lengths of a request before any has come."""
 
 
-def made_up(spec: ClassSpec, rank: int, lengths: tuple[int, int], now_s: float) -> RequestState:
-    """Return the state of a request that comes now, behind all others of its class.
+def made_up(spec: ClassSpec, rank: int, lengths: tuple[int, int], now_s: float, account: Account) -> RequestState:
+    """Return the state of a request that comes now, behind all others of its class and tenant.
 
     Args:
         spec: Its class.
         rank: The rank of the class.
         lengths: Tokens of its prompt, and its ``max_tokens``.
+        account: Its tenant's in the class.
     """
     num_prompt_tokens, max_tokens = lengths
     request = Request(
@@ -36,6 +38,7 @@ def made_up(spec: ClassSpec, rank: int, lengths: tuple[int, int], now_s: float) 
         slo=spec.slo,
         kind=LS,
         priority_key=(rank, math.inf, sys.maxsize),
+        account=account,
         arrival_s=now_s,
         token_ids=list(request.prompt_token_ids),
     )

@@ -234,8 +234,9 @@ class Batch:
         pinned: RequestState | None = None
         for kind in kinds:
             for victim in reversed(self._requests.device[kind].everyone()):
-                same_kind = victim.kind is state.kind
-                if victim in self or victim is state or (same_kind and victim.priority_key < state.priority_key):
+                if victim is state:
+                    break  # those before it do not give way to it
+                if victim in self:
                     continue
                 if victim not in self._requests.pinned:
                     return victim

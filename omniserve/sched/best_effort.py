@@ -17,6 +17,7 @@ from omniserve.sched.view import RequestView
 
 if TYPE_CHECKING:
     from omniserve.sched.deadlines import Deadlines
+    from omniserve.sched.long_waits import LongWaits
 
 MIN_BE_CHUNK = 16
 """Tokens of BE work that a step without other device work has at least, whatever the bound: an idle machine works."""
@@ -74,6 +75,7 @@ class BestEffortWork:
         offload_for_time: Is asked in each step, also if no decode is kept out; None: nothing is offloaded for time.
         order: As ``be_order`` of ``CoServingOptions``.
         by_prefix: As ``be_prefix_order`` there.
+        max_wait_s: As ``be_max_wait_s`` there.
     """
 
     def __init__(
@@ -84,12 +86,18 @@ class BestEffortWork:
         *,
         order: Literal["decode", "prefill"],
         by_prefix: bool,
+        max_wait_s: float | None = None,
     ) -> None:
         self._view, self._memory = view, view.memory
         self.moves = moves
         self._offload_for_time = offload_for_time
         self._order, self._by_prefix = order, by_prefix
         self._mix = BestEffortMix()
+        self._waits: LongWaits | None = None
+        if max_wait_s is not None:
+            from omniserve.sched.long_waits import LongWaits
+
+            self._waits = LongWaits(view, max_wait_s)
         self._without_memory: RequestState | None = None
         """The BE prompt for which the last step had time, but no memory."""
 
@@ -98,7 +106,14 @@ class BestEffortWork:
         """Return the BE work that these options ask for."""
         moves = TierMoves(view, options, forecast)
         offload_for_time = moves.offload_for_time if options.offload_for_time else None
-        return cls(view, moves, offload_for_time, order=options.be_order, by_prefix=options.be_prefix_order)
+        return cls(
+            view,
+            moves,
+            offload_for_time,
+            order=options.be_order,
+            by_prefix=options.be_prefix_order,
+            max_wait_s=options.be_max_wait_s,
+        )
 
     # -- what requests bring -------------------------------------------------------------------------------------
 
@@ -127,6 +142,8 @@ class BestEffortWork:
             if self._offload_for_time is not None:
                 self._offload_for_time(batch, ())
             return ()
+        if self._waits is not None:
+            self._serve_late(batch, bound_s, self._waits)
         if self._order == "decode":
             self._make_room(batch, self._without_memory)
             kept_out = self._decode(batch, bound_s)
@@ -172,6 +189,22 @@ class BestEffortWork:
             if victim is None or victim in self._view.pinned:
                 return refused_by
             batch.preempt(victim)
+
+    def _serve_late(self, batch: Batch, bound_s: float, waits: LongWaits) -> None:
+        """Schedule requests that have waited for too long before all other BE work, and at its expense."""
+        for state in waits.late(batch.now_s):
+            if state.phase is Phase.WAITING and self._view.waiting[LS]:
+                continue  # a BE prompt must not take the memory that an LS one waits for
+            refused_by = self._add_late(batch, state, bound_s)
+            if refused_by in (Bound.MEMORY, Bound.REQUESTS) and waits.make_room(batch, state):
+                refused_by = self._add_late(batch, state, bound_s)
+            if refused_by in (Bound.TIME, Bound.TOKENS):
+                return
+
+    def _add_late(self, batch: Batch, state: RequestState, bound_s: float) -> Bound | None:
+        add = batch.add if state.phase is Phase.DEVICE else batch.admit
+        reserve = self._memory.reserve_for_ls(state)
+        return add(state, bound_s=bound_s, min_tokens=_min_tokens(batch), reserve_blocks=reserve)
 
     def _prefill(self, batch: Batch, bound_s: float) -> tuple[tuple[LeftOut, ...], RequestState | None]:
         """Schedule BE prefill up to the bound; a prompt that is cut short ends it: no crumbs follow.

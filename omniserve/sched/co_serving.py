@@ -25,6 +25,7 @@ from omniserve.sched.best_effort import MIN_BE_CHUNK, BestEffortWork
 from omniserve.sched.host_rows import HostRows
 from omniserve.sched.options import CoServingOptions
 from omniserve.sched.policy import Policy
+from omniserve.sched.prefill_order import prefill_order
 from omniserve.sched.queueing_control import QueueingControl
 from omniserve.sched.state import BE, LS, Phase, RequestState
 from omniserve.sched.step_cost import TTFT_HEADROOM, Forecast, Headrooms, TimeBound, decision_of, left_out, tpot_bound
@@ -258,7 +259,7 @@ class CoServingStep:
     def _prefill_ls(
         self, batch: Batch, s_d: TimeBound, decoding: Sequence[RequestState], begin_s: float, deferred: Set[str]
     ) -> tuple[list[RequestState], tuple[LeftOut, ...]]:
-        """Schedule LS prefill under S_d (3.3.4), in the order of ``prefill_key``.
+        """Schedule LS prefill under S_d (3.3.4), in the order of ``prefill_order``.
 
         Returns:
             The requests with prefill left after this step, and what to note of requests that are not in it.
@@ -267,7 +268,7 @@ class CoServingStep:
         bound_s, min_tokens, is_full, memory_is_short = s_d.seconds, MIN_LS_CHUNK, False, False
         unfinished: list[RequestState] = []
         last_refusal: Bound | None = None
-        for state in sorted([*admitted, *self._view.waiting[LS]], key=lambda s: s.prefill_key):
+        for state in prefill_order([*admitted, *self._view.waiting[LS]], begin_s):
             if is_full or state.request_id in deferred or (memory_is_short and state.phase is Phase.WAITING):
                 unfinished.append(state)
                 continue

@@ -108,5 +108,5 @@ class MemoryRules:
 
     def reserve_for_ls(self, state: RequestState) -> int:
         """Return what a BE request leaves free: no block if it has the device to itself, or it might never run."""
-        others = len(self._device[LS]) + len(self._waiting[LS]) + sum(s is not state for s in self._device[BE])
-        return self.ls_reserve if others else 0
+        has_others = bool(self._device[LS] or self._waiting[LS]) or any(s is not state for s in self._device[BE])
+        return self.ls_reserve if has_others else 0

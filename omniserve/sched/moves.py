@@ -107,6 +107,7 @@ class RequestMoves:
         move, num_tokens = restore
         self._to.waiting[state.kind].remove(state)
         state.num_computed_tokens = num_tokens
+        state.note_admission()
         state.blocked_since_s = None
         self._await(state, move)
         return move

@@ -99,6 +99,10 @@ class CoServingOptions(HostTierOptions):
     be_prefix_order: bool = True
     """Admit BE prompts that begin alike one after another, with the prefix cache; none waits for more than 64 others.
     False: by arrival."""
+    be_max_wait_s: float | None = None
+    """Seconds after which a BE request that has got no token comes before all other BE work, and takes places and
+    memory of BE requests that have not waited as long. It waits for LS work then, and for others that are as late.
+    None: there is no such bound."""
     offload_for_time: bool = False
     """BE decodes for which steps have no time go to the host tier although the device has memory for them, if the host
     tier has cores of its own (omniserve 3.3.5). There each token takes a step a layer, so that it comes later."""
@@ -130,6 +134,8 @@ class CoServingOptions(HostTierOptions):
         super().__post_init__()
         if self.defer_tokens not in ("off", "late", "always"):
             raise ValueError(f"defer_tokens must be off, late or always, got {self.defer_tokens!r}")
+        if self.be_max_wait_s is not None and self.be_max_wait_s <= 0:
+            raise ValueError(f"be_max_wait_s must be > 0 or None, got {self.be_max_wait_s}")
         if self.most_token_steps < 1:
             raise ValueError(f"most_token_steps must be >= 1, got {self.most_token_steps}")
 

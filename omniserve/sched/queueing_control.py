@@ -6,15 +6,18 @@ Paper: omniserve 3.3.3 (admission), 3.3.4 (bounds); ``ttft.py`` predicts.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from omniserve.sched.admission import Admission
 from omniserve.sched.admittable import UNKNOWN_MAX_TOKENS, UNKNOWN_PROMPT_TOKENS, admittable_per_s, made_up
 from omniserve.sched.batch import Batch
 from omniserve.sched.deadlines import Deadlines
 from omniserve.sched.options import CoServingOptions
+from omniserve.sched.overtaking import Overtaking
+from omniserve.sched.prefill_order import ahead_of
 from omniserve.sched.state import BE, LS, RequestState
 from omniserve.sched.step_cost import Forecast, Headrooms, TimeBound, tpot_bound, ttft_left_s
 from omniserve.sched.ttft import LSQueue, TTFTEstimator, TTFTPrediction
@@ -32,6 +35,7 @@ class QueueingControl:
         self._forecast, self._headrooms = forecast, Headrooms.of(options.headrooms)
         self._leaves_time = options.newcomer_bound
         self._estimator = TTFTEstimator(forecast, view.limits, options.slack, self._headrooms)
+        self._overtaking = Overtaking()
         self._admission = Admission(forecast, refuses=options.admission, headrooms=self._headrooms)
         self.deadlines = Deadlines(
             view, forecast, self._usual_bound_s, refuses=options.admission, has_headroom=options.headrooms
@@ -61,6 +65,8 @@ class QueueingControl:
         if state.request.deadline_s is not None:
             soonest_s = prediction.soonest_s if elsewhere_s is None else min(prediction.soonest_s, elsewhere_s)
             self.deadlines.admit_ls(state, waited_s + soonest_s)
+        self._note_overtaken(state, now_s)
+        self._overtaking.note(state, now_s)
         if elsewhere_s is not None and elsewhere_s < prediction.expected_s:
             state.soonest_ttft_s = None  # the margin learns from what is computed here
             return waited_s + elsewhere_s
@@ -82,7 +88,7 @@ class QueueingControl:
 
     def soonest_s(self, states: Sequence[RequestState], now_s: float, begin_s: float) -> list[float]:
         """Return the TTFT that each of these requests of a class would have if BE work gave way entirely."""
-        queue, host_works = self._queue_before(states[0]), self._host.is_busy
+        queue, host_works = self._queue_before(states[0], now_s), self._host.is_busy
         predictions = (
             self._estimator.predict(state, queue, now_s, has_best_effort=False, host_works=host_works)
             for state in states
@@ -103,8 +109,8 @@ class QueueingControl:
         for rank, spec in enumerate(self._view.limits.config.classes):
             if spec.kind is not LS or spec.slo.ttft_s is None:
                 continue
-            state = made_up(spec, rank, lengths, now_s)
-            queue = self._queue_before(state)
+            state = made_up(spec, rank, lengths, now_s, self._view.account_of_newcomer(spec.name))
+            queue = self._queue_before(state, now_s)
 
             def first_token_s(count: int, state: RequestState = state, queue: LSQueue = queue) -> float:
                 prompts = [*queue.prompts, *[state] * (count - 1)]
@@ -121,23 +127,44 @@ class QueueingControl:
             rates[spec.name] = admittable_per_s(first_token_s, within_s, is_idle=is_idle)
         return rates
 
-    def _queue_before(self, state: RequestState) -> LSQueue:
-        device, waiting = self._view.device, self._view.waiting
-        loading = (other for other in self._view.loading if other.kind is LS)
-        in_line = (other for other in itertools.chain(device[LS], waiting[LS], loading) if other is not state)
-        ahead = [s for s in in_line if not s.decodes and s.prefill_key < state.prefill_key]
-        return self._queue([other for other in device[LS] if other.decodes], ahead)
+    def _queue_before(self, state: RequestState, now_s: float) -> LSQueue:
+        ahead = ahead_of(state, self._other_prompts(state), now_s)
+        return self._queue([other for other in self._view.device[LS] if other.decodes], ahead)
 
     def _predict(self, state: RequestState, now_s: float) -> TTFTPrediction:
         device, waiting = self._view.device, self._view.waiting
-        return self._estimator.predict(
+        others = [*self._other_prompts(state)]
+        ahead = ahead_of(state, others, now_s)
+        predict = functools.partial(
+            self._estimator.predict,
             state,
-            self._queue_before(state),
+            self._queue([other for other in device[LS] if other.decodes], ahead),
             now_s,
             has_best_effort=bool(waiting[BE] or device[BE]),
             host_works=self._host.is_busy,
             coming=self._view.coming(state),
         )
+        prediction = predict()
+        num_overtaking = self._overtaking.num_tokens(state, ahead, others, prediction.soonest_s, now_s)
+        return predict(num_overtaking=num_overtaking) if num_overtaking else prediction
+
+    def _other_prompts(self, state: RequestState) -> Iterator[RequestState]:
+        """Yield the other LS requests with prefill left."""
+        loading = (other for other in self._view.loading if other.kind is LS)
+        in_line = itertools.chain(self._view.device[LS], self._view.waiting[LS], loading)
+        return (other for other in in_line if other is not state and not other.decodes)
+
+    def _note_overtaken(self, state: RequestState, now_s: float) -> None:
+        """Let the margin learn nothing from prompts of other tenants that a new one comes before.
+
+        If they are late, it is not because their predictions were wrong.
+        """
+        rivals = [s for s in self._other_prompts(state) if s.account.of_class is state.account.of_class]
+        if any(rival.account is not state.account for rival in rivals):
+            ahead = {*ahead_of(state, rivals, now_s)}
+            for rival in rivals:
+                if rival not in ahead and rival.account is not state.account:
+                    rival.soonest_ttft_s = None
 
     def _queue(self, decoding: Sequence[RequestState], prompts: Sequence[RequestState]) -> LSQueue:
         """Return the queue of these LS requests, with the blocks that they have or can have."""

@@ -13,6 +13,7 @@ from omniserve.core.request import ServiceClass
 from omniserve.core.work import AttentionResult, CancelTask, Done, HostEvent, KVMove, SideWork, TierDown
 from omniserve.kv.base import KVManager
 from omniserve.sched.checkpoints import Checkpoints
+from omniserve.sched.fairness import Account, ClassAccounts
 from omniserve.sched.features import StepFeatures
 from omniserve.sched.features.base import PLAIN_SETTINGS, FeatureContext, FeatureSettings
 from omniserve.sched.lora_slots import LoRASlots
@@ -67,6 +68,8 @@ class RequestTable:
         self.waiting_be = PrefixQueue(self.hidden)
         self.waiting: dict[ServiceClass, RequestQueue] = {LS: RequestQueue(self.hidden), BE: self.waiting_be}
         self.device = {c: RequestQueue(self.hidden) for c in ServiceClass}
+        self.accounts = {spec.name: ClassAccounts() for spec in limits.config.classes}
+        """What the tenants of each class were given."""
         self.residents = HostResidents(limits, self.hidden)
         self._draining: dict[int, RequestState] = {}
         self._network = _network(kv)
@@ -137,6 +140,7 @@ class RequestTable:
                 "still uses; choose another"
             )
         self.features.on_arrival(state)
+        state.account.enter(self.waiting[state.kind].accounts)
         self.states[state.request_id] = state
         self.prefixes.note_arrival(state)
         if self.loras is not None and not self.loras.enter(state):
@@ -144,10 +148,16 @@ class RequestTable:
         else:
             self.waiting[state.kind].add(state)
 
+    def account_of_newcomer(self, service_class: str) -> Account:
+        """Return the account that a request of a class and of the tenant without a name would have if it came now."""
+        kind = self.limits.config.class_named(service_class).kind
+        return self.accounts[service_class].at_entry("", self.waiting[kind].accounts)
+
     def end(self, state: RequestState) -> None:
         """Forget a request; its KV is freed now, or when the copy or host task that uses it is over."""
         del self.states[state.request_id]
         self.let_go(state, Phase.FINISHED)
+        state.account.leave()
 
     def let_go(self, state: RequestState, into: Phase) -> None:
         """Take a request from where it is; its phase is ``into``, or DRAINING if something still uses its KV."""
@@ -189,6 +199,7 @@ class RequestTable:
     def admit(self, state: RequestState) -> None:
         """Book that a WAITING request has its first chunk, and so its blocks, on the device."""
         self.prefixes.note_admission(state)
+        state.note_admission()
         self.waiting[state.kind].remove(state)
         state.phase = Phase.DEVICE
         state.blocked_since_s = None

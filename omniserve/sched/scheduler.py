@@ -23,7 +23,7 @@ from omniserve.core.load import PROMPT_SIZES, EngineLoad
 from omniserve.core.lora import LoRA
 from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, StepOutput, StepPlan
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
-from omniserve.core.stats import SchedulerStats
+from omniserve.core.stats import SchedulerStats, TenantStats
 from omniserve.core.work import HostEvent
 from omniserve.kv.base import KVManager, Tier
 from omniserve.sched.admittable import made_up
@@ -122,6 +122,7 @@ class Scheduler:
             slo=slo,
             kind=kind,
             priority_key=(rank, due_s, next(self._orders)),
+            account=self.requests.accounts[request.service_class].of(request.tenant, request.weight),
             arrival_s=arrival_s,
             token_ids=list(request.prompt_token_ids),
             lora=lora,
@@ -146,7 +147,8 @@ class Scheduler:
         for name, (rank, kind) in self._classes.items():
             if kind is LS:
                 spec = self._limits.config.class_named(name)
-                prompts = [made_up(spec, rank, (size, 1), now_s) for size in PROMPT_SIZES]
+                account = self.requests.account_of_newcomer(name)
+                prompts = [made_up(spec, rank, (size, 1), now_s, account) for size in PROMPT_SIZES]
                 if (seconds := self.policy.soonest_s(prompts, now_s)) is not None:
                     forecasts[name] = seconds
         best_effort = [name for name, (_, kind) in self._classes.items() if kind is BE]
@@ -353,6 +355,7 @@ class Scheduler:
                 break  # what was sampled behind the end is dropped
         num_new = len(token_ids)
         self._output_tokens[state.service_class] += num_new
+        state.account.put_out(num_new)
         if not isinstance(told.row, DeviceChunk):
             state.num_host_tokens += num_new
             self.requests.counters["host_output_tokens"] += num_new
@@ -398,10 +401,9 @@ class Scheduler:
         waiting, running = dict.fromkeys(self._classes, 0), dict.fromkeys(self._classes, 0)
         loras: dict[bool, set[str]] = {True: set(), False: set()}
         for state in self.requests.states.values():
-            has_kv = state.phase not in (Phase.WAITING, Phase.LOADING)
-            (running if has_kv else waiting)[state.service_class] += 1
+            (running if state.has_kv else waiting)[state.service_class] += 1
             if state.lora is not None:
-                loras[has_kv].add(state.lora.name)
+                loras[state.has_kv].add(state.lora.name)
         blocks = {tier: dict.fromkeys(self._classes, 0) for tier in Tier}
         for state in (*self.requests.states.values(), *self.requests.ended()):
             for tier, held in blocks.items():
@@ -423,12 +425,34 @@ class Scheduler:
             rejected=dict(self._rejected),
             running_loras=tuple(sorted(loras[True])),
             waiting_loras=tuple(sorted(loras[False])),
+            tenants=self._tenant_stats(),
         )
 
     def admittable_per_s(self, now_s: float) -> dict[str, float]:
         """Return how many more requests a second would be admitted now, by LS class; without those not known."""
         self._tell_time(now_s)
         return self.policy.admittable_per_s(now_s)
+
+    def _tenant_stats(self) -> dict[str, dict[str, TenantStats]]:
+        accounts = {
+            name: [each for each in of_class if each.tenant] for name, of_class in self.requests.accounts.items()
+        }
+        if not any(accounts.values()):
+            return {}
+        waiting = Counter(state.account for state in self.requests.states.values() if not state.has_kv)
+        return {
+            name: {
+                each.tenant: TenantStats(
+                    waiting=waiting[each],
+                    running=each.num_unfinished - waiting[each],
+                    prompt_tokens=each.prompt_tokens,
+                    output_tokens=each.output_tokens,
+                    virtual_time=each.virtual_time,
+                )
+                for each in of_class
+            }
+            for name, of_class in accounts.items()
+        }
 
     def check_integrity(self) -> None:
         """Verify the invariants of the requests, of their tokens and of the KV manager; for tests and debugging.

@@ -6,7 +6,7 @@ import bisect
 import enum
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeVar, cast
@@ -14,6 +14,8 @@ from typing import TypeVar, cast
 from omniserve.core.lora import LoRA
 from omniserve.core.plan import PENDING_TOKEN, PooledRows, PromptScores
 from omniserve.core.request import (
+    INPUT_COST,
+    OUTPUT_COST,
     SLO,
     FinishReason,
     Pooling,
@@ -27,6 +29,7 @@ from omniserve.core.request import (
     add_stay,
 )
 from omniserve.kv.prefix_cache import PrefixKeys
+from omniserve.sched.fairness import Account, in_turn
 from omniserve.sched.host_rows import AwayToken
 
 F = TypeVar("F")
@@ -158,8 +161,11 @@ class RequestState:
     kind: ServiceClass
     """The kind of service that the request gets, whatever its class is called."""
     priority_key: tuple[int, float, int]
-    """(rank of its class, due time, arrival number): the order among requests of its kind. The due time is that of a BE
-    request's deadline for the whole output; infinity: there is none. LS requests go by their objectives."""
+    """(rank of its class, due time, arrival number): the order among requests of its kind and tenant. The due time is
+    that of a BE request's deadline for the whole output; infinity: there is none. LS requests go by their
+    objectives."""
+    account: Account
+    """What its tenant was given of its class."""
     arrival_s: float
     token_ids: list[int]
     lora: LoRA | None = None
@@ -167,6 +173,8 @@ class RequestState:
     lora_slot: int = 0
     """Slot of the adapter; 0: it has none, or waits for it."""
     phase: Phase = Phase.WAITING
+    start_tag: float | None = None
+    """Virtual time of its tenant as its prompt was counted; None: it has not been admitted yet."""
     num_computed_tokens: int = 0
     slot: int = -1
     epoch: int = -1
@@ -249,6 +257,18 @@ class RequestState:
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
 
+    @property
+    def next_cost(self) -> float:
+        """Cost for its tenant of what the request gets next: its prompt, or an output token."""
+        if self.start_tag is None:
+            return INPUT_COST * (self.num_prompt_tokens - self.num_ready_tokens)
+        return OUTPUT_COST
+
+    def note_admission(self) -> None:
+        """Count the prompt, without what need not be computed, unless it was counted before a preemption."""
+        if self.start_tag is None:
+            self.start_tag = self.account.admit(max(0, self.num_prompt_tokens - self.num_computed_tokens))
+
     def fact(self, kind: type[F]) -> F:
         """Return what a feature knows of the request, in a record of the feature's own; a new one at first."""
         if (found := self.facts.get(kind)) is None:
@@ -276,6 +296,11 @@ class RequestState:
             num_coming = self.prefix.num_coming if self.phase is Phase.LOADING else 0
             return (self.prefix.num_found + num_coming) * self.prefix.keys.block_size
         return self.num_computed_tokens
+
+    @property
+    def has_kv(self) -> bool:
+        """The request has begun and was not preempted since: it holds KV on a tier, or is about to end."""
+        return self.phase not in (Phase.WAITING, Phase.LOADING)
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -365,55 +390,81 @@ _PRIORITY_KEY = attrgetter("priority_key")
 
 
 class RequestQueue:
-    """Requests of one kind by class, due time and then arrival, whatever order they were put in.
+    """Requests of one kind by class, and then as ``fairness`` says: of one tenant by due time and then arrival.
 
     Requests in the set ``hidden``, which others may change at any time, count, but only ``everyone`` returns them.
     """
 
     def __init__(self, hidden: Set[RequestState] = frozenset()) -> None:
         self._hidden = hidden
-        self._states: list[RequestState] = []
+        self._lanes: dict[Account, list[RequestState]] = {}
+        """The requests of each account by ``priority_key``; no lane is empty."""
+        self._size = 0
 
     def add(self, state: RequestState) -> None:
-        bisect.insort(self._states, state, key=_PRIORITY_KEY)
+        bisect.insort(self._lanes.setdefault(state.account, []), state, key=_PRIORITY_KEY)
+        self._size += 1
 
     def remove(self, state: RequestState) -> None:
-        index = bisect.bisect_left(self._states, state.priority_key, key=_PRIORITY_KEY)
-        if index == len(self._states) or self._states[index] is not state:
+        lane = self._lanes.get(state.account, [])
+        index = bisect.bisect_left(lane, state.priority_key, key=_PRIORITY_KEY)
+        if index == len(lane) or lane[index] is not state:
             raise KeyError(state.request_id)
-        del self._states[index]
+        del lane[index]
+        if not lane:
+            del self._lanes[state.account]
+        self._size -= 1
+
+    @property
+    def accounts(self) -> Iterable[Account]:
+        """The accounts with requests here."""
+        return self._lanes.keys()
 
     @property
     def first(self) -> RequestState | None:
-        """The oldest of the best class that is shown; None: there is none."""
-        if not self._hidden:
-            return self._states[0] if self._states else None
-        return next((state for state in self._states if state not in self._hidden), None)
+        """The first that is shown; None: there is none."""
+        if len(self._lanes) == 1 and not self._hidden:
+            return next(iter(self._lanes.values()))[0]
+        return next(iter(self), None)
+
+    def oldest_of(self, account: Account) -> RequestState:
+        """Return the first of the requests of an account, which has some."""
+        return self._lanes[account][0]
 
     def __iter__(self) -> Iterator[RequestState]:
-        """Yield requests, best class first, oldest first in it, over a snapshot: the queue may change meanwhile."""
-        return iter(self._shown())
+        """Yield requests in their order, over a snapshot: the queue may change meanwhile."""
+        return self._in_order(self._hidden)
 
     def __reversed__(self) -> Iterator[RequestState]:
-        return reversed(self._shown())
+        return reversed(tuple(self))
 
-    def _shown(self) -> tuple[RequestState, ...]:
-        hidden = self._hidden
-        return tuple([state for state in self._states if state not in hidden]) if hidden else tuple(self._states)
+    def _in_order(self, without: Set[RequestState]) -> Iterator[RequestState]:
+        if len(self._lanes) == 1:
+            (lane,) = self._lanes.values()
+            return iter([state for state in lane if state not in without] if without else tuple(lane))
+        lanes: dict[Account, Sequence[RequestState]] = {account: tuple(lane) for account, lane in self._lanes.items()}
+        if without:
+            shown = ((account, [s for s in lane if s not in without]) for account, lane in lanes.items())
+            lanes = {account: lane for account, lane in shown if lane}
+        return in_turn(lanes)
 
     def __contains__(self, state: object) -> bool:
-        return any(state is other for other in self._states)
+        if not isinstance(state, RequestState):
+            return False
+        lane = self._lanes.get(state.account, [])
+        index = bisect.bisect_left(lane, state.priority_key, key=_PRIORITY_KEY)
+        return index < len(lane) and lane[index] is state
 
     def everyone(self) -> tuple[RequestState, ...]:
         """Return all, in the same order."""
-        return tuple(self._states)
+        return tuple(self._in_order(frozenset()))
 
     def hidden(self) -> list[RequestState]:
         """Return those that are hidden, in the same order."""
-        return [state for state in self._states if state in self._hidden] if self._hidden else []
+        return [state for state in self.everyone() if state in self._hidden] if self._hidden else []
 
     def __len__(self) -> int:
-        return len(self._states)
+        return self._size
 
 
 def by_arrival(queues: Iterable[Iterable[RequestState]]) -> list[RequestState]:

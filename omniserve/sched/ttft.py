@@ -212,13 +212,17 @@ class TTFTEstimator:
         has_best_effort: bool,
         host_works: bool,
         coming: Coming | None = None,
+        num_overtaking: int = 0,
     ) -> TTFTPrediction:
         """Predict for a request that arrives now, behind the prompts of the queue (3.3.3).
 
         ``coming``: KV that is copied to the device for it, unless it is there sooner by computing all.
+        ``num_overtaking``: prompt tokens of other requests that are yet to come, and go before it.
         """
         if coming is not None:
-            computed = self.predict(new, queue, now_s, has_best_effort=has_best_effort, host_works=host_works)
+            computed = self.predict(
+                new, queue, now_s, has_best_effort=has_best_effort, host_works=host_works, num_overtaking=num_overtaking
+            )
             copied = self._predict(
                 new,
                 queue,
@@ -226,10 +230,17 @@ class TTFTEstimator:
                 new.num_ready_tokens + coming.num_tokens,
                 has_best_effort=has_best_effort,
                 host_works=host_works,
+                num_overtaking=num_overtaking,
             ).later(coming.seconds)
             return min(computed, copied, key=lambda each: each.soonest_s)
         return self._predict(
-            new, queue, now_s, new.num_ready_tokens, has_best_effort=has_best_effort, host_works=host_works
+            new,
+            queue,
+            now_s,
+            new.num_ready_tokens,
+            has_best_effort=has_best_effort,
+            host_works=host_works,
+            num_overtaking=num_overtaking,
         )
 
     def _predict(
@@ -241,6 +252,7 @@ class TTFTEstimator:
         *,
         has_best_effort: bool,
         host_works: bool,
+        num_overtaking: int,
     ) -> TTFTPrediction:
         decodes = self._decodes(queue.decoding, host_works=host_works)
         bound_s = tpot_bound(queue.decoding, now_s, "step", self._headrooms.ls).seconds
@@ -248,6 +260,8 @@ class TTFTEstimator:
         max_tokens = self._max_prompt_tokens(queue.decoding)
         prompt = Prefill.of(new, num_ready)
         prompts = [*(Prefill.of(state, state.num_ready_tokens) for state in queue.prompts), prompt]
+        if num_overtaking:
+            prompts.insert(-1, Prefill(0, num_overtaking))
         # Those ahead decode beside what is left, which comes in small chunks then; as many as memory holds.
         fitting = list(self._fitting(queue))
         contexts = [state.num_tokens for state in fitting if state.max_num_tokens > state.num_tokens + 1]

@@ -8,6 +8,7 @@ from typing import Protocol
 from omniserve.core.plan import PiggybackJoin
 from omniserve.core.request import ServiceClass
 from omniserve.kv.base import Tier
+from omniserve.sched.fairness import Account
 from omniserve.sched.memory import MemoryRules
 from omniserve.sched.prefixes_on_host import Coming
 from omniserve.sched.request_table import RequestTable
@@ -107,6 +108,10 @@ class RequestView:
     def is_only_ls(self, state: RequestState) -> bool:
         """Return whether there is no other LS request."""
         return not any(other.kind is LS and other is not state for other in self.states.values())
+
+    def account_of_newcomer(self, service_class: str) -> Account:
+        """Return the account that a request of a class and of the tenant without a name would have if it came now."""
+        return self._requests.account_of_newcomer(service_class)
 
     def waiting_by_prefix(self) -> Iterator[RequestState]:
         """Yield the waiting BE request that comes next by prefix, until one stays in the queue; see ``PrefixQueue``."""

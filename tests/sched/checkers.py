@@ -61,6 +61,9 @@ class Tokens(Checker):
             self._check(request_id)
         stats = self.sched.stats()
         assert sum(stats.output_tokens.values()) == self.num_tokens
+        accounts = [account for of_class in self.sched.requests.accounts.values() for account in of_class]
+        assert sum(account.output_tokens for account in accounts) == self.num_tokens
+        assert not any(account.num_unfinished for account in accounts)
         self.reached["stopped"] += Counter(self.reasons.values())[FinishReason.STOP]
         self.reached["pending"] += self.device.num_pending
         self.reached["preemptions"] += stats.preemptions

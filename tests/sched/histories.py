@@ -90,6 +90,7 @@ class History:
         self.kinds = {spec.name: spec.kind for spec in limits.config.classes}
         self._classes = ["GOLD", "GOLD", "SILVER", "SILVER", "BRONZE", "BE"] if self.defers else ["LS", "BE", "BE"]
         self.requests = {f"r{i}": self._draw_request(guesses) for i in range(self.rng.randint(5, 30))}
+        self._give_tenants(random.Random(f"{seed} tenants"))
         self._arrivals = list(self.requests)
         self._speed = self.rng.choice([0.02, 0.1, 0.5, 1.0])
         self._down_at = self.rng.randint(5, 60) if options.tier_down else None
@@ -211,6 +212,13 @@ class History:
             request = _with_deadline(request, self._deadlines)
         num_fronts = 8 if self.options.is_host_short else 3
         return _with_front(request, num_fronts, guesses) if self.options.has_prefixes else request
+
+    def _give_tenants(self, rng: random.Random) -> None:
+        """Let the requests of some histories be of three tenants."""
+        if rng.random() < 0.4:
+            for request_id, request in self.requests.items():
+                tenant, weight = rng.choice([("a", 1.0), ("b", 1.0), ("c", 2.0)])
+                self.requests[request_id] = dataclasses.replace(request, tenant=tenant, weight=weight)
 
     def _with_stop_tokens(self, request: Request) -> Request:
         """Let about one in 30 of its tokens end a request."""

@@ -13,6 +13,7 @@ from omniserve.core.work import Done, KVMove, MoveDirection
 from omniserve.kv import KV_MANAGERS, Tier
 from omniserve.sched.batch import Batch
 from omniserve.sched.checkpoints import Checkpoints
+from omniserve.sched.fairness import ClassAccounts
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.state import Phase, RequestState
@@ -46,6 +47,7 @@ class CheckpointBench:
             slo=SLO(),
             kind=ServiceClass.BE,
             priority_key=(1, math.inf, number),
+            account=ClassAccounts().of("", 1.0),
             arrival_s=0.0,
             token_ids=list(request.prompt_token_ids),
             phase=Phase.DEVICE,

@@ -14,6 +14,7 @@ from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.core.work import MoveDirection
 from omniserve.kv import KV_MANAGERS, Tier
 from omniserve.sched import Scheduler, policy_of
+from omniserve.sched.fairness import ClassAccounts
 from omniserve.sched.features.base import OpenStep
 from omniserve.sched.features.draft_rows import MAX_DRAFTS_WITHOUT_FORECAST, with_drafts
 from omniserve.sched.features.drafter import Drafter, PromptLookup
@@ -168,8 +169,8 @@ def test_nothing_waits_for_drafts_that_a_step_has_just_declined() -> None:
 def decoding(name: str, num_tokens: int = 5, *, max_tokens: int = 40, guess: tuple[int, ...] = ()) -> RequestState:
     request = Request(prompt_token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=max_tokens))
     state = RequestState(
-        request_id=name, request=request, slo=SLO(), kind=ServiceClass.LS, priority_key=(0, math.inf, 0), arrival_s=0.0,
-        token_ids=[1, 2, 3],
+        request_id=name, request=request, slo=SLO(), kind=ServiceClass.LS, priority_key=(0, math.inf, 0),
+        account=ClassAccounts().of("", 1.0), arrival_s=0.0, token_ids=[1, 2, 3],
     )  # fmt: skip
     state.token_ids += [1] * (num_tokens - 3)
     state.num_computed_tokens = num_tokens - 1

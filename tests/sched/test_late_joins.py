@@ -7,6 +7,7 @@ import math
 from omniserve.core.request import SLO, Request, ServiceClass
 from omniserve.core.work import AttentionResult
 from omniserve.sched.away_tokens import AssumedJoin
+from omniserve.sched.fairness import ClassAccounts
 from omniserve.sched.late_joins import ResultOdds
 from omniserve.sched.residents import HostResidents
 from omniserve.sched.state import Phase, RequestState
@@ -30,12 +31,14 @@ def make_residents(num_slots: int, *, num_layers: int, late_layers: int) -> Host
     return HostResidents(make_limits(num_host_slots=num_slots, num_layers=num_layers, late_layers=late_layers))
 
 
+_ACCOUNT = ClassAccounts().of("", 1.0)
+
+
 def resident(residents: HostResidents, name: str) -> RequestState:
     request = Request(prompt_token_ids=[1, 2], service_class="BE")
     state = RequestState(
         request_id=name, request=request, slo=SLO(), kind=ServiceClass.BE, priority_key=(1, math.inf, ord(name)),
-        arrival_s=0.0,
-        token_ids=[1, 2, 3], num_computed_tokens=2, phase=Phase.HOST,
+        account=_ACCOUNT, arrival_s=0.0, token_ids=[1, 2, 3], num_computed_tokens=2, phase=Phase.HOST,
     )  # fmt: skip
     residents.take_slot(state)
     residents.queue.add(state)

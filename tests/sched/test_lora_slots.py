@@ -12,6 +12,7 @@ import pytest
 from omniserve.core.lora import LoadLoRA, LoRA
 from omniserve.core.request import SLO, Request, ServiceClass
 from omniserve.core.work import Done
+from omniserve.sched.fairness import ClassAccounts
 from omniserve.sched.lora_slots import LoRASlots
 from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.state import Phase, RequestState
@@ -31,7 +32,8 @@ class Table:
         number = next(self._numbers)
         state = RequestState(
             request_id=f"{name}{number}", request=Request(prompt_token_ids=[1]), slo=SLO(), kind=kind,
-            priority_key=(int(kind is ServiceClass.BE), math.inf, number), arrival_s=0.0, token_ids=[1],
+            priority_key=(int(kind is ServiceClass.BE), math.inf, number), account=ClassAccounts().of("", 1.0),
+            arrival_s=0.0, token_ids=[1],
             lora=LoRA(name=name, folder="", digest=name) if name else None,
         )  # fmt: skip
         self.states.append(state)

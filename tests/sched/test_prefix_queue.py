@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 
 from omniserve.core.request import SLO, Request, ServiceClass
 from omniserve.kv.prefix_cache import PrefixKeys
+from omniserve.sched.fairness import ClassAccounts
 from omniserve.sched.prefix_queue import MOST_PASSED, PrefixQueue
 from omniserve.sched.state import Phase, PrefixUse, RequestState
 from tests.sched.benches import Bench, names
 
 _BLOCK = 4
+_ACCOUNTS = defaultdict[int, ClassAccounts](ClassAccounts)
 
 
-def waiting(*blocks: int, number: int, rank: int = 1, salt: str = "", cached: bool = True) -> RequestState:
+def waiting(
+    *blocks: int, number: int, rank: int = 1, salt: str = "", cached: bool = True, tenant: str = ""
+) -> RequestState:
     """Return a request whose prompt is of such blocks, named by their first tokens, and two more tokens."""
     prompt = [token for block in blocks for token in (block,) * _BLOCK] + [97, number]
     return RequestState(
         request_id=str(number), request=Request(prompt_token_ids=prompt, service_class="BE"), slo=SLO(),
-        kind=ServiceClass.BE, priority_key=(rank, math.inf, number), arrival_s=0.0, token_ids=list(prompt),
+        kind=ServiceClass.BE, priority_key=(rank, math.inf, number), account=_ACCOUNTS[rank].of(tenant, 1.0),
+        arrival_s=0.0, token_ids=list(prompt),
         prefix=PrefixUse(PrefixKeys(_BLOCK, salt=salt)) if cached else None,
     )  # fmt: skip
 
@@ -108,3 +114,19 @@ def test_the_policy_admits_by_prefix_unless_it_is_told_not_to():
             bench.add(f"be{number}", prompt=9, salt="ab"[number % 2])
         plan, _ = bench.step()
         assert names(plan) == expected
+
+
+def test_tenants_take_turns_and_each_goes_on_by_prefix() -> None:
+    states = [waiting(1 + number % 2, number=number, tenant="ab"[number // 4], rank=9) for number in range(8)]
+    queue = queue_of(*states)
+    for account in queue.accounts:
+        account.virtual_time = 0.0
+    order = []
+    for state in queue.by_prefix():
+        state.note_admission()
+        queue.remove(state)
+        state.phase = Phase.DEVICE
+        order.append(state.order)
+    assert [number // 4 for number in order] == [0, 1] * 4
+    assert order[::2] == [0, 2, 1, 3] and order[1::2] == [4, 6, 5, 7]
+    assert not queue._num_passed
