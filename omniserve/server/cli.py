@@ -187,7 +187,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="YAML or JSON: a list of keys with name, key or its sha256, and if wanted tier (the highest "
-        "service_tier), requests_per_minute, tokens_per_minute, private_prefixes and admin; repeat it",
+        "service_tier), requests_per_minute, tokens_per_minute, weight, private_prefixes and admin; repeat it",
     )
     parser.add_argument(
         "--lora-dir",

@@ -33,6 +33,8 @@ class ApiKey:
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     """Tokens of prompts and outputs together."""
+    weight: float = 1.0
+    """The share of its holder beside other keys' in each class, from 0.001 to 1000."""
     admin: bool = False
     """Its holder may load and unload LoRA adapters, and clear the prefix cache."""
     private_prefixes: bool = False
@@ -113,6 +115,7 @@ class _Entry(BaseModel):
     tier: str | None = None
     requests_per_minute: float | None = Field(None, gt=0)
     tokens_per_minute: float | None = Field(None, gt=0)
+    weight: float = Field(1.0, ge=0.001, le=1000)
     admin: bool = False
     private_prefixes: bool = False
 

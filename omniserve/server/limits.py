@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -88,15 +89,22 @@ class Limits:
 
 
 class Backlog:
-    """Counts requests from being sent to the engine until their first token, at most ``most`` of a class."""
+    """Counts requests from being sent to the engine until their first token, at most ``most`` of a class.
+
+    Where the limit is reached, a tenant is still let in up to its share of it by weight, among those that have requests
+    waiting: no tenant can fill the queue for others. So ``n`` tenants of the same weight have at most
+    ``1 + 1/2 + ... + 1/n`` times ``most`` requests waiting together.
+    """
 
     def __init__(self, class_names: Iterable[str], most: int) -> None:
         self._most = most
         self.num_waiting = dict.fromkeys(class_names, 0)
         self._waited_s = dict.fromkeys(self.num_waiting, 0.0)
+        self._of_tenants: dict[str, Counter[str]] = {name: Counter() for name in self.num_waiting}
+        self._weights: dict[str, float] = {}
 
-    def enter(self, service_class: str, number: int) -> None:
-        """Count requests that are about to wait.
+    def enter(self, service_class: str, number: int, *, tenant: str = "", weight: float = 1.0) -> None:
+        """Count requests that are about to wait, of a tenant with a weight.
 
         Raises:
             ApiError: There are too many of their class already: 429, or 400 if there could never be so many.
@@ -106,7 +114,10 @@ class Backlog:
                 f"the call is {number} requests (prompts times n), but only {self._most} of a class may wait "
                 "(--limit max_queued_requests); send several calls"
             )
-        if self.num_waiting[service_class] + number > self._most:
+        self._weights[tenant] = weight
+        of_tenants = self._of_tenants[service_class]
+        is_full = self.num_waiting[service_class] + number > self._most
+        if is_full and of_tenants[tenant] + number > self._share(of_tenants, tenant):
             raise ApiError(
                 f"{self.num_waiting[service_class]} requests of class {service_class!r} wait already, of at most "
                 f"{self._most}; send the request again later",
@@ -115,14 +126,21 @@ class Backlog:
                 retry_after_s=self.retry_s(service_class),
             )
         self.num_waiting[service_class] += number
+        of_tenants[tenant] += number
 
     def retry_s(self, service_class: str) -> float:
         """Return how long a client should wait: as long as requests of the class have waited lately, or a minute."""
         return min(self._waited_s[service_class], _LONGEST_RETRY_S)
 
-    def leave(self, service_class: str, waited_s: float) -> None:
+    def _share(self, of_tenants: Counter[str], tenant: str) -> float:
+        """Return how many requests a tenant may have waiting when the queue is full."""
+        others = sum(self._weights[other] for other, number in of_tenants.items() if number and other != tenant)
+        return self._most * self._weights[tenant] / (others + self._weights[tenant])
+
+    def leave(self, service_class: str, waited_s: float, *, tenant: str = "") -> None:
         """Count one request that had its first token, or that ended before."""
         self.num_waiting[service_class] -= 1
+        self._of_tenants[service_class][tenant] -= 1
         self._waited_s[service_class] += _NEWEST * (waited_s - self._waited_s[service_class])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from omniserve.core.request import SLO, FinishReason
-from omniserve.core.stats import EngineStats
+from omniserve.core.stats import EngineStats, TenantStats
 from omniserve.server.errors import ApiError
 from omniserve.server.vllm_metrics import Served, VllmMetrics
 
@@ -80,6 +81,10 @@ _TPOT_BUCKETS_S = (
 )
 _ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.4, 0.8, 1.6, 5, 20)
 _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+MOST_TENANTS, OTHER_TENANTS = 64, "(others)"
+"""Tenants with a label of their own, and the label of all that came later."""
 
 
 class ServerMetrics:
@@ -247,6 +252,8 @@ class _EngineCollector(Collector):
     def __init__(self) -> None:
         self.stats: EngineStats | None = None
         self.fleet: Fleet | None = None
+        self._labelled: set[str] = set()
+        """Tenants with a label of their own."""
 
     def collect(self) -> Iterator[Metric]:
         restarts = 0 if self.fleet is None else self.fleet.num_restarts
@@ -301,6 +308,7 @@ class _EngineCollector(Collector):
                 ("prefill_engine_failures", "Of these, those that did not come", {n: e.failed for n, e in engines}),
             ):
                 yield _counter(name, help_text, values, of_engine)
+        yield from self._tenants(sched.tenants)
         yield _gauge("latency_error", "Mean |predicted - measured| / measured of steps", s.latency.error)
         yield _gauge("latency_drift", "Measured over predicted time of steps, uncorrected", s.latency.drift)
         yield _gauge(
@@ -344,6 +352,31 @@ class _EngineCollector(Collector):
             ("disk_failures", "Copies from and to disk that failed, of damaged blocks among them", s.disk.failures),
         ):
             yield _counter(name, help_text, value)
+
+    def _tenants(self, tenants: Mapping[str, Mapping[str, TenantStats]]) -> Iterator[Metric]:
+        """Yield what tenants have of each class; those that came after the first ``MOST_TENANTS`` count together."""
+        if not tenants:
+            return
+        of_label: dict[tuple[str, str], list[TenantStats]] = defaultdict(list)
+        for name, by_tenant in tenants.items():
+            for tenant, each in by_tenant.items():
+                if len(self._labelled) < MOST_TENANTS:
+                    self._labelled.add(tenant)
+                of_label[name, tenant if tenant in self._labelled else OTHER_TENANTS].append(each)
+        labels, alone = ["service_class", "tenant"], {at: each for at, (each, *_) in of_label.items()}
+        for kind, name, help_text in (
+            (_gauge, "waiting", "Requests of a tenant not scheduled yet, or preempted"),
+            (_gauge, "running", "Requests of a tenant that hold KV on a tier"),
+            (_counter, "prompt_tokens", "Prompt tokens computed for a tenant, for those of admitted requests"),
+            (_counter, "output_tokens", "Output tokens of a tenant"),
+        ):
+            totals = {at: sum(getattr(one, name) for one in each) for at, each in of_label.items()}
+            metric = name if kind is _counter else f"requests_{name}"
+            yield kind(f"tenant_{metric}", help_text, totals, labels)
+        times = {at: each.virtual_time for at, each in alone.items() if at[1] != OTHER_TENANTS}
+        yield _gauge(
+            "tenant_virtual_time", "Cost of a tenant's tokens over its weight; the least is next", times, labels
+        )
 
 
 def _replicas(replicas: Sequence[tuple[bool, EngineBooks]]) -> Iterator[Metric]:

@@ -71,6 +71,10 @@ class Job:
     """The session that the call belongs to, as in ``Request``."""
     session_ttl_s: float | None = None
     """The time for which it may be unused, as in ``Request``."""
+    tenant: str = ""
+    """Whose call it is, as in ``Request``."""
+    weight: float = 1.0
+    """The tenant's weight, as in ``Request``."""
     lora: str | None = None
     """The adapter that continues the prompts, as in ``Request``."""
     speculation: bool | None = None
@@ -183,6 +187,8 @@ class OutputStream:
                     session=job.session,
                     session_ttl_s=job.session_ttl_s,
                     lora=job.lora,
+                    tenant=job.tenant,
+                    weight=job.weight,
                     predicted_token_ids=job.prediction,
                 )
                 echo = None if job.echoes is None else job.echoes[i]
@@ -190,7 +196,7 @@ class OutputStream:
                     index, request, self._codec, slo=job.slo, arrival_s=job.arrival_s, form=job.form, echo=echo
                 )
         self._num_unaccepted = self._num_running = len(self._choices)
-        self._backlog.enter(job.service_class, len(self._choices))
+        self._backlog.enter(job.service_class, len(self._choices), tenant=job.tenant, weight=job.weight)
         self._queued = set(self._choices)
 
     def _fall_back(self, fallback: Fallback) -> None:
@@ -488,4 +494,5 @@ class OutputStream:
     def _leave_backlog(self, request_id: str) -> None:
         if request_id in self._queued:
             self._queued.discard(request_id)
-            self._backlog.leave(self.job.service_class, time.monotonic() - self.job.arrival_s)
+            waited_s = time.monotonic() - self.job.arrival_s
+            self._backlog.leave(self.job.service_class, waited_s, tenant=self.job.tenant)

@@ -122,6 +122,7 @@ async def start_service(engine: Fleet, options: ServerOptions) -> Service:
         model_names=options.model_names,
         limits=options.limits,
         private_callers=frozenset(key.name for key in keys if key.private_prefixes),
+        weights={key.name: key.weight for key in keys},
         unknown_fields=UnknownFields(refuse=options.unknown_fields == "refuse"),
         defaults=defaults,
         loras=loras,

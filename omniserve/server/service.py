@@ -6,8 +6,9 @@ import asyncio
 import dataclasses
 import functools
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from omniserve.core.request import SLO, ClassSpec, SamplingParams, ServiceClass
@@ -81,6 +82,7 @@ class Service:
         model_names: tuple[str, ...],
         limits: Limits,
         private_callers: frozenset[str] = frozenset(),
+        weights: Mapping[str, float] = MappingProxyType({}),
         unknown_fields: UnknownFields | None = None,
         defaults: GenerationDefaults | None = None,
         loras: LoRAModels | None = None,
@@ -109,6 +111,8 @@ class Service:
         """Stored responses; None: the server keeps none."""
         self.drops_billing_header = drops_billing_header
         self._private_callers = private_callers
+        self.weights = weights
+        """The weight of each API key's holder, by name; 1 for whoever is not among them."""
         self.unknown_fields = unknown_fields or UnknownFields()
         self._grammars = GrammarWriter(codec)
         self.bodies = BodyReader(int(limits.max_body_mib * MIB), limits.stall_timeout_s)
@@ -375,6 +379,8 @@ class Service:
             "cache_salt": self._salt(request.cache_salt or "", caller or ""),
             "session": session_name(request.session_key, caller),
             "session_ttl_s": request.session_ttl_s,
+            "tenant": caller or "",
+            "weight": self.weights.get(caller or "", 1.0),
             "interval_s": self._interval_s(spec, wishes.objectives or spec.slo, is_streamed=is_streamed),
         }
 

@@ -28,7 +28,7 @@ from omniserve.core.request import (
     TokenLogprob,
 )
 from omniserve.core.spec import AttentionSpec, ModelSpec
-from omniserve.core.stats import EngineStats, FreedKV, HostTierStats, KVUsage, LatencyStats, SchedulerStats
+from omniserve.core.stats import EngineStats, FreedKV, HostTierStats, KVUsage, LatencyStats, SchedulerStats, TenantStats
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +156,8 @@ class FakeEngine:
         self.preemption = types.SimpleNamespace(arrivals=tuple)
         self.loras = FakeLoRAs()
         self._sessions: dict[str, Request] = {}
+        self._tenants: dict[str, dict[str, TenantStats]] = {}
+        """The newest prompt and weight of each tenant."""
         self._work_log = None if work_log is None else os.open(work_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     @property
@@ -195,6 +197,9 @@ class FakeEngine:
         scaled = dataclasses.replace(slo, ttft_s=SCALED_TTFT_S) if first == SCALE and request.slo is None else None
         shift = 0 if request.lora is None else len(Path(self.loras.known[request.lora].folder).name)
         self._running[request_id] = _Running(request, arrival_s, predicted_s, scaled, shift)
+        if request.tenant:
+            stats = TenantStats(prompt_tokens=len(request.prompt_token_ids), virtual_time=request.weight)
+            self._tenants.setdefault(request.service_class, {})[request.tenant] = stats
         if self._work_log is not None and not request_id.startswith("warm-up"):
             os.write(
                 self._work_log, f"{request.service_class} {' '.join(map(str, request.prompt_token_ids))}\n".encode()
@@ -348,6 +353,7 @@ class FakeEngine:
             swaps_in=14,
             checkpoints=16,
             resumed_tokens=17,
+            tenants=self._tenants,
         )
         return EngineStats(
             scheduler=scheduler,

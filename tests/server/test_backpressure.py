@@ -318,6 +318,23 @@ def test_full_backlog_tells_how_long_others_waited():
     assert caught.value.status == 400
 
 
+def test_no_tenant_fills_the_queue_for_others():
+    backlog = Backlog(["LS"], 12)
+    backlog.enter("LS", 12, tenant="a")
+    with pytest.raises(ApiError, match="12 requests of class 'LS' wait already"):
+        backlog.enter("LS", 1, tenant="a")
+    backlog.enter("LS", 6, tenant="b")  # half of it
+    with pytest.raises(ApiError, match="18 requests"):
+        backlog.enter("LS", 1, tenant="b")
+    backlog.enter("LS", 6, tenant="c", weight=2.0)  # half of it, too, beside two of weight 1
+    with pytest.raises(ApiError, match="24 requests"):
+        backlog.enter("LS", 1, tenant="c", weight=2.0)
+    for _ in range(13):
+        backlog.leave("LS", 1.0, tenant="a" if backlog.num_waiting["LS"] > 12 else "b")
+    backlog.enter("LS", 1, tenant="a")  # there is room
+    assert backlog.num_waiting == {"LS": 12}
+
+
 def test_bodies_are_bounded_together():
     class Upload:
         def __init__(self, *parts):

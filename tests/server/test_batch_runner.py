@@ -28,6 +28,8 @@ class Bench:
     def __init__(self, folder, monkeypatch, *, concurrency: int, line_s: float, hurried_s: float) -> None:
         self.store = Store.open(BatchSettings(data_dir=folder))
         self.starts: Counter[LineKey] = Counter()
+        self.callers: list[str | None] = []
+        """Callers of the lines that ended, in this order."""
         self.hurried: list[LineKey] = []
         self.stopped: list[LineKey] = []
         self._seconds = (line_s, hurried_s)
@@ -39,6 +41,7 @@ class Bench:
             check_open=lambda: None,
             check_model=lambda model: None,
             unknown_fields=UnknownFields(),
+            weights={"heavy": 2.0},
         )
         self.runner = BatchRunner(service, self.store)  # type: ignore[arg-type]
 
@@ -51,18 +54,20 @@ class Bench:
         except asyncio.CancelledError:
             self.stopped.append(line.key)
             raise
-        return LineResult(key=line.key, ok=True, text="{}")
+        self.callers.append(line.caller)
+        num_tokens = 3 if line.caller == "wordy" else 1
+        return LineResult(key=line.key, ok=True, text="{}", num_input_tokens=0, num_output_tokens=num_tokens)
 
-    def add(self, num_lines: int, window_s: float, model: str = "m") -> str:
+    def add(self, num_lines: int, window_s: float, model: str = "m", caller: str | None = None) -> str:
         body = {"model": model, "prompt": "x"}
         lines = [
             {"custom_id": f"{i}", "method": "POST", "url": "/v1/completions", "body": body} for i in range(num_lines)
         ]
         parts = [json.dumps(line).encode() + b"\n" for line in lines]
-        file = self.store.add_file(NewFile(filename="f", purpose="batch"), parts)
+        file = self.store.add_file(NewFile(filename="f", purpose="batch", caller=caller), parts)
         batch = NewBatch(
             model=model, endpoint="/v1/completions", input_file_id=file["id"], completion_window="1h",
-            window_s=window_s, metadata=None,
+            window_s=window_s, metadata=None, caller=caller,
         )  # fmt: skip
         batch_id: str = self.store.create_batch(batch)["id"]
         self.runner.notice()
@@ -198,3 +203,36 @@ def test_former_owner_stops_its_lines_and_writes_nothing(tmp_path, monkeypatch):
         await bench.runner.stop()
 
     asyncio.run(trial())
+
+
+def test_callers_share_the_lines_that_run_by_weight_and_tokens(tmp_path, monkeypatch):
+    bench = Bench(tmp_path, monkeypatch, concurrency=4, line_s=0.01, hurried_s=0.01)
+
+    async def trial() -> None:
+        batches = [bench.add(120, window_s=3600 + i, caller=name) for i, name in enumerate(("wordy", "calm", "heavy"))]
+        for batch in batches:
+            bench.accept(batch, 120)
+        bench.runner.start()
+        await until(lambda: len(bench.callers) >= 150)
+        await bench.runner.stop()
+
+    asyncio.run(trial())
+    counts = Counter(bench.callers[20:150])
+    # A line of "wordy" has three times as many tokens: 1/3 : 1 : 2 lines.
+    expected = {"wordy": 13, "calm": 39, "heavy": 78}
+    assert counts == pytest.approx(expected, abs=4)
+
+
+def test_a_caller_with_one_line_does_not_wait_for_all_of_another(tmp_path, monkeypatch):
+    bench = Bench(tmp_path, monkeypatch, concurrency=2, line_s=0.01, hurried_s=0.01)
+
+    async def trial() -> None:
+        bench.accept(bench.add(200, window_s=60, caller="busy"), 200)
+        bench.runner.start()
+        await until(lambda: len(bench.callers) >= 20)
+        single = bench.add(1, window_s=3600, caller="single")
+        await until(lambda: bench.num_done(single))
+        await bench.runner.stop()
+
+    asyncio.run(trial())
+    assert bench.callers.count("busy") < 150

@@ -10,15 +10,18 @@ import openai
 import pytest
 
 from omniserve.core.request import ClassSpec
+from omniserve.core.stats import EngineStats, SchedulerStats, TenantStats
 from omniserve.server.cli import parse_args
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
 from omniserve.server.limits import Caller
+from omniserve.server.metrics import MOST_TENANTS, OTHER_TENANTS, ServerMetrics
 
 KEYS = [
     {"name": "owner", "key": "owner-key"},
     {"name": "free", "sha256": hashlib.sha256(b"free-key").hexdigest(), "tier": "flex"},
     {"name": "slow", "key": "slow-key", "requests_per_minute": 2},
+    {"name": "heavy", "key": "heavy-key", "weight": 2.5},
     {"name": "short", "key": "short-key", "tokens_per_minute": 10},
     {"name": "letters", "key": "schlüssel-à"},
 ]
@@ -255,3 +258,35 @@ def test_rates_refill_evenly_and_debts_are_waited_for():
 def test_ring_needs_no_order():
     ring = KeyRing([ApiKey(name=name, sha256=digest_of(name)) for name in "abc"])
     assert [ring.find(b"Bearer " + name.encode()).name for name in "cab"] == list("cab")
+
+
+def test_requests_are_of_their_key_and_have_its_weight(guarded):
+    for key in ("heavy-key", "owner-key"):
+        complete(guarded, key, prompt=[5, 6, 7], extra_body={"service_tier": "flex"})
+    text = httpx.get(f"{guarded.url}/metrics").text
+    for tenant, weight in (("heavy", 2.5), ("owner", 1.0)):
+        label = f'{{service_class="BE",tenant="{tenant}"}}'
+        assert f"omniserve_tenant_virtual_time{label} {weight}" in text
+        assert f"omniserve_tenant_prompt_tokens_total{label} 3.0" in text
+
+
+@pytest.mark.parametrize("weight", [0, -1, 1001, "2", float("nan")])
+def test_a_weight_is_a_positive_number(tmp_path, weight):
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps([{"name": "a", "key": "a", "weight": weight}]))
+    with pytest.raises(ValueError, match="key 1: weight"):
+        read_key_file(file)
+
+
+def test_metrics_have_few_labels_however_many_tenants_there_are():
+    tenants = {f"t{number}": TenantStats(waiting=1, running=2, output_tokens=3) for number in range(200)}
+    metrics = ServerMetrics(["BE"])
+    stats = EngineStats(scheduler=SchedulerStats(tenants={"BE": dict(list(tenants.items())[:50])}))
+    metrics.render(stats)
+    text = metrics.render(EngineStats(scheduler=SchedulerStats(tenants={"BE": tenants}))).decode()
+    lines = [line for line in text.splitlines() if line.startswith("omniserve_tenant_requests_waiting{")]
+    assert len(lines) == MOST_TENANTS + 1
+    assert f'tenant="{OTHER_TENANTS}"}} {200 - MOST_TENANTS}.0' in lines[-1]
+    assert 'omniserve_tenant_requests_running{service_class="BE",tenant="t49"} 2.0' in text
+    assert OTHER_TENANTS not in "".join(line for line in text.splitlines() if "virtual_time" in line)
+    assert "omniserve_tenant" not in metrics.render(EngineStats()).decode()

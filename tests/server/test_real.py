@@ -6,9 +6,12 @@ The servers are in this process; test_disk_kv.py and test_attack_real.py have so
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import jsonschema
 import openai
 import pytest
@@ -357,3 +360,46 @@ def test_a_random_model_thinks_within_its_budget_and_keeps_schemas_behind_it(sta
     assert answer.usage.completion_tokens_details.reasoning_tokens <= 3 + len("</think>")
     assert answer.choices[0].message.content
     assert server.stop() == 0
+
+
+@pytest.mark.slow
+def test_three_keys_with_unequal_floods_share_a_minute_by_weight(start, tmp_path):
+    weights = {"a": 1.0, "b": 1.0, "c": 2.0}
+    floods = {"a": (20, 60, 10), "b": (40, 20, 40), "c": (60, 40, 20)}  # requests at a time, prompt, output
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps([{"name": key, "key": key, "weight": weight} for key, weight in weights.items()]))
+    server = start(tmp_path, "--api-key-file", str(file), "--max-num-seqs", "8").wait_until_ready()
+
+    async def flood(key: str, size: int, prompt: int, output: int) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=600) as client:
+            fields = {"service_tier": "flex", "ignore_eos": True}
+
+            async def send(number: int) -> None:
+                for turn in itertools.count():
+                    tokens = [(number + turn) % 250, *range(1, prompt)]
+                    await client.completions.create(model="tiny", prompt=tokens, max_tokens=output, extra_body=fields)
+
+            await asyncio.gather(*map(send, range(size)))
+
+    def served() -> dict[str, float]:
+        costs = dict.fromkeys(weights, 0.0)
+        for line in httpx.get(f"{server.url}/metrics").text.splitlines():
+            if match := re.match(r'omniserve_tenant_(prompt|output)_tokens_total\{.*"BE".*tenant="(.)"\} (.*)', line):
+                costs[match[2]] += float(match[3]) * (2 if match[1] == "output" else 1)
+        return costs
+
+    async def shares() -> dict[str, float]:
+        floods_under_way = [asyncio.create_task(flood(key, *size)) for key, size in floods.items()]
+        await asyncio.sleep(10)
+        before = await asyncio.to_thread(served)
+        await asyncio.sleep(60)
+        after = await asyncio.to_thread(served)
+        for each in floods_under_way:
+            each.cancel()
+        await asyncio.gather(*floods_under_way, return_exceptions=True)
+        return {key: after[key] - before[key] for key in weights}
+
+    found = asyncio.run(shares())
+    total = sum(found.values())
+    assert total > 1000
+    assert {key: 4 * cost / total for key, cost in found.items()} == pytest.approx(weights, rel=0.05)

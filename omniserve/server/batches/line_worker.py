@@ -18,6 +18,7 @@ from omniserve.server.batches.database import Row, StorageError
 from omniserve.server.batches.files import FileFolder
 from omniserve.server.batches.lines import LineKey, LineResult, PendingLine, RunAgain, refused, run_line
 from omniserve.server.batches.owner import Owner
+from omniserve.server.batches.shares import LineShares
 from omniserve.server.batches.store import new_id
 from omniserve.server.batches.urgency import Urgency
 from omniserve.server.errors import ApiError
@@ -80,6 +81,7 @@ class LineWorker:
         self._results: list[LineResult] = []
         self._not_run: list[tuple[RunningLine, RunAgain]] = []
         self._urgency = Urgency(self._concurrency)
+        self._shares = LineShares(service.weights)
         self._urgent: dict[str, int] = {}
         """The number of lines of each late batch that should run as LS requests, in the order of expiry."""
 
@@ -122,6 +124,7 @@ class LineWorker:
             held=set(self._running),
             with_suspect=not any(entry.line.is_suspect for entry in self._running.values()),
             first=self._lacking(),
+            shares=self._shares,
         )
         entries, unreadable = await self._thread.run(self._read, find)
         self._running |= {entry.line.key: entry for entry in entries}
@@ -144,6 +147,7 @@ class LineWorker:
                 entries.append(RunningLine(line, raw, line.escalated))
             except StorageError as error:
                 unreadable[line.batch_id] = error
+                self._shares.end(line, None)
         return entries, unreadable
 
     def _start(self, entry: RunningLine) -> None:
@@ -169,7 +173,8 @@ class LineWorker:
             await self._thread.run(self._owner.save, results)
             del self._results[: len(results)]
             for result in results:
-                self._running.pop(result.key, None)
+                if (entry := self._running.pop(result.key, None)) is not None:
+                    self._shares.end(entry.line, result)
             self._done.set()
         while self._not_run:
             entry, again = self._not_run[0]
@@ -183,6 +188,7 @@ class LineWorker:
         """Make room for another line; this one is pending again."""
         if self._running.get(entry.line.key) is entry:
             del self._running[entry.line.key]
+            self._shares.end(entry.line, None)
         self.changed.set()
 
     async def _drop(self, entries: Iterable[RunningLine]) -> None:

@@ -11,6 +11,7 @@ leaves nothing to be cleared up.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ from omniserve.server.batches.database import (
 )
 from omniserve.server.batches.lines import CheckedLine, LineFault, LineKey, LineResult, PendingLine
 from omniserve.server.batches.locks import Lock
+from omniserve.server.batches.shares import Caller, LineShares
 from omniserve.server.batches.store import NewFile, end_lines, get_row, make_known, set_batch
 
 _ROWS_PER_INSERT = 1000
@@ -196,8 +198,9 @@ class Owner:
         held: AbstractSet[LineKey] = frozenset(),
         with_suspect: bool = True,
         first: Mapping[str, int] | None = None,
+        shares: LineShares | None = None,
     ) -> list[PendingLine]:
-        """Return the lines to run next, of the batch that expires first and in the file's order.
+        """Return the lines to run next: of each caller those of its batch that expires first, in the file's order.
 
         Args:
             limit: Most lines.
@@ -205,6 +208,8 @@ class Owner:
             with_suspect: Return one line that may be what ends the engine, too. To find out which one does, only one of
                 them runs at a time.
             first: Number of lines, by batch, that come before all others.
+            shares: Says which caller has the next line, and is told of all that are returned; None: the batch that
+                expires first has it, whoever's it is.
         """
         first = first or {}
         found: dict[LineKey, PendingLine] = {}
@@ -213,14 +218,22 @@ class Owner:
                 self._in_progress(*BATCHES.c["id", "endpoint", "input_file_id", "caller"])
             ).mappings()
             able = [batch for batch in batches if not self.is_put_off(batch["id"])]
+            callers = dict.fromkeys(batch["caller"] for batch in able)
             turns = [(batch, first[batch["id"]]) for batch in able if batch["id"] in first]
-            turns += [(batch, limit) for batch in able]
+            if len(callers) <= 1 or shares is None:
+                turns += [(batch, limit) for batch in able]
             for batch, most in turns:
                 room = min(most, limit - len(found))
                 if room > 0:
                     lines = _pending_of(connection, batch, room, held | found.keys(), with_suspect)
                     with_suspect = with_suspect and not any(line.is_suspect for line in lines)
                     found |= {line.key: line for line in lines}
+            if shares is not None:
+                shares.begin(callers)
+                for line in found.values():
+                    shares.take(line)
+                if len(callers) > 1:
+                    found |= _in_turn(connection, able, limit - len(found), held | found.keys(), with_suspect, shares)
         return list(found.values())
 
     def save(self, results: Sequence[LineResult]) -> list[LineKey]:
@@ -275,6 +288,34 @@ class Owner:
     def _in_progress(self, *columns: Any) -> Any:
         is_ours = and_(BATCHES.c.status == "in_progress", BATCHES.c.model == self._model)
         return select(*columns).where(is_ours).order_by(BATCHES.c.expires_at, BATCHES.c.id)
+
+
+def _in_turn(
+    connection: Connection,
+    batches: Sequence[Row],
+    limit: int,
+    held: AbstractSet[LineKey],
+    with_suspect: bool,
+    shares: LineShares,
+) -> dict[LineKey, PendingLine]:
+    """Return pending lines of several callers, in the order that their shares say."""
+    found: dict[LineKey, PendingLine] = {}
+    queues: dict[Caller, Iterator[PendingLine]] = {}
+    for caller in {batch["caller"] for batch in batches}:
+        own = [batch for batch in batches if batch["caller"] == caller]
+        queues[caller] = itertools.chain.from_iterable(
+            _pending_of(connection, batch, limit, held, with_suspect) for batch in own
+        )
+    while queues and len(found) < limit:
+        caller = shares.next(queues)
+        line = next(queues[caller], None)
+        if line is None:
+            del queues[caller]
+        elif with_suspect or not line.is_suspect:
+            with_suspect &= not line.is_suspect
+            found[line.key] = line
+            shares.take(line)
+    return found
 
 
 def _pending_of(
