@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,8 @@ class TenantStats:
     """Counter: prompt tokens that were computed, or are about to be, for admitted requests."""
     output_tokens: int = 0
     virtual_time: float = 0.0
-    """Gauge: cost of its tokens over its weight, raised to that of others when it had nothing waiting."""
+    """Gauge: cost of its tokens over its weight, raised to that of others when it had nothing waiting. Of several
+    engines: the mean of those that have an account of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,7 +220,11 @@ class EngineStats:
 
 
 def total(engines: Sequence[EngineStats]) -> EngineStats:
-    """Return the statistics of several engines as one: sums, and means of how well steps are predicted."""
+    """Return the statistics of several engines as one: sums, and means of how well steps are predicted.
+
+    Each engine has virtual times of its own, which order its own queue: a tenant's is the mean over the engines that
+    have an account of it, so that those of tenants compare as they do on one engine.
+    """
     both: EngineStats = summed(engines)
     errors, drifts = zip(*((each.latency.error, each.latency.drift) for each in engines), strict=True)
     latency = LatencyStats(
@@ -226,7 +232,24 @@ def total(engines: Sequence[EngineStats]) -> EngineStats:
         drift=sum(drifts) / len(engines),
         is_coarse=any(each.latency.is_coarse for each in engines),
     )
-    return dataclasses.replace(both, latency=latency)
+    scheduler = dataclasses.replace(both.scheduler, tenants=_tenants_of(engines, both.scheduler.tenants))
+    return dataclasses.replace(both, latency=latency, scheduler=scheduler)
+
+
+def _tenants_of(
+    engines: Sequence[EngineStats], sums: Mapping[str, Mapping[str, TenantStats]]
+) -> dict[str, dict[str, TenantStats]]:
+    """Return what tenants have of several engines, whose virtual times are summed as yet."""
+    accounts = Counter(
+        (name, tenant) for each in engines for name, of_class in each.scheduler.tenants.items() for tenant in of_class
+    )
+    return {
+        name: {
+            tenant: dataclasses.replace(each, virtual_time=each.virtual_time / accounts[name, tenant])
+            for tenant, each in of_class.items()
+        }
+        for name, of_class in sums.items()
+    }
 
 
 def summed(values: Sequence[Any]) -> Any:

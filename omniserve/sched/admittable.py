@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Callable
@@ -42,6 +43,15 @@ def made_up(spec: ClassSpec, rank: int, lengths: tuple[int, int], now_s: float, 
         arrival_s=now_s,
         token_ids=list(request.prompt_token_ids),
     )
+
+
+def earlier_ones(state: RequestState) -> list[RequestState]:
+    """Return as many requests as are reckoned with, like a made-up one and before it."""
+    rank, due_s, order = state.priority_key
+    return [
+        dataclasses.replace(state, token_ids=state.token_ids, priority_key=(rank, due_s, order - MOST + number))
+        for number in range(MOST - 1)
+    ]
 
 
 def admittable_per_s(first_token_s: Callable[[int], float], within_s: float, *, is_idle: bool) -> float:

@@ -226,17 +226,23 @@ class Batch:
             self._requests.preempt(victim)
         return True
 
-    def youngest_victim(self, state: RequestState, kinds: Iterable[ServiceClass]) -> RequestState | None:
+    def youngest_victim(
+        self, state: RequestState, kinds: Iterable[ServiceClass], *, at_stake: bool = False
+    ) -> RequestState | None:
         """Return which request ``run_or_preempt`` would preempt for ``state``; None if none is left.
 
         One that is pinned, if all others are gone.
+
+        Args:
+            at_stake: The request's deadline is at stake: of its kind all that have a later one, or none, may give way,
+                whoever's turn it is.
         """
         pinned: RequestState | None = None
         for kind in kinds:
             for victim in reversed(self._requests.device[kind].everyone()):
-                if victim is state:
+                if victim is state and not at_stake:
                     break  # those before it do not give way to it
-                if victim in self:
+                if victim in self or (at_stake and kind is state.kind and victim.priority_key <= state.priority_key):
                     continue
                 if victim not in self._requests.pinned:
                     return victim

@@ -161,7 +161,7 @@ class BestEffortWork:
         decodes = [state for state in states if state.phase is Phase.DEVICE and state.decodes]
         for state in decodes[: _num_within(batch, decodes, bound.seconds)]:
             if state.phase is Phase.DEVICE:
-                self.moves.run_or_offload(batch, state)
+                self.moves.run_or_offload(batch, state, at_stake=True)
         for state in states:
             if state in batch or state in decodes or state.phase not in (Phase.DEVICE, Phase.WAITING):
                 continue
@@ -185,7 +185,7 @@ class BestEffortWork:
             refused_by = batch.admit(state, bound_s=bound_s, min_tokens=least, reserve_blocks=reserve)
             if refused_by not in (Bound.MEMORY, Bound.REQUESTS):
                 return refused_by
-            victim = batch.youngest_victim(state, (BE,))
+            victim = batch.youngest_victim(state, (BE,), at_stake=True)
             if victim is None or victim in self._view.pinned:
                 return refused_by
             batch.preempt(victim)
@@ -193,6 +193,8 @@ class BestEffortWork:
     def _serve_late(self, batch: Batch, bound_s: float, waits: LongWaits) -> None:
         """Schedule requests that have waited for too long before all other BE work, and at its expense."""
         for state in waits.late(batch.now_s):
+            if state in batch:
+                continue  # for its deadline
             if state.phase is Phase.WAITING and self._view.waiting[LS]:
                 continue  # a BE prompt must not take the memory that an LS one waits for
             refused_by = self._add_late(batch, state, bound_s)

@@ -1,8 +1,10 @@
 """Deadlines for whole outputs: which requests can be complete in time, and what time they leave other work.
 
 An LS request has its deadline as objectives: of the time that is left over, half goes to its TTFT and the rest to its
-TPOT, and steps are bounded by these. BE requests with a deadline are worked on before those without one, the earliest
-deadline first; other BE work gets the time that they have to spare.
+TPOT, and steps are bounded by these. Of a tenant's BE requests those with a deadline are worked on before those without
+one, the earliest deadline first. Where only one tenant has BE work they come before all of it; where several have, only
+those do whose deadline is at stake, and the tenants' turns decide between the others. Other BE work gets the time that
+requests with a deadline have to spare.
 
 How long an output will be is not known: each is expected to have the share of its ``max_tokens`` that those before it
 had.
@@ -29,6 +31,8 @@ HEADROOM = 0.1
 _OUTPUT_WEIGHT = 0.05  # of a request that ended, in the mean of how much of its max_tokens they put out
 MIN_CHUNK = 16
 """Least tokens of prompts in a step for which a prediction is made, whatever the bound."""
+AT_STAKE = 1.0
+"""A deadline is at stake if the time to spare is less than so many times that which the output takes."""
 _WAITING = (Phase.WAITING, Phase.LOADING)
 _LOOK_AT = 64  # each step looks at so many requests with a deadline that wait, of those first in line
 
@@ -178,9 +182,9 @@ class Deadlines:
     def first_and_spare_s(self, now_s: float) -> tuple[list[RequestState], float]:
         """Return the BE requests that come before all other BE work, and by how much that may lengthen a step.
 
-        The former are in their order; those that have missed their deadline keep their place. The latter is the
-        smallest share that a step has of the time that a request has to spare, of those on the device and in line for
-        it that can still be in time.
+        The former are in their order; those that have missed their deadline keep their place, if no other tenant has BE
+        work. The latter is the smallest share that a step has of the time that a request has to spare, of those on the
+        device and in line for it that can still be in time.
         """
         looked_at, num_waiting = [], 0
         for state in self._open:
@@ -194,7 +198,10 @@ class Deadlines:
             for each in outlook
             if each.state.priority_key[1] > now_s and each.state.phase not in (Phase.HOST, Phase.MOVING)
         )
-        return [each.state for each in outlook if each.is_first], min(spares_s, default=math.inf)
+        spare_s = min(spares_s, default=math.inf)
+        if self._view.is_shared(BE):
+            outlook = _at_stake(outlook, now_s)
+        return [each.state for each in outlook if each.is_first], spare_s
 
     # -- predictions ---------------------------------------------------------------------------------------------
 
@@ -322,6 +329,19 @@ class _Room:
 
 def _to_spare_s(outlook: Outlook, now_s: float) -> float:
     return outlook.state.priority_key[1] - now_s - outlook.finish_s
+
+
+def _at_stake(outlook: Sequence[Outlook], now_s: float) -> list[Outlook]:
+    """Return the requests that would soon be late if other work came first, and those before them; no lost ones."""
+    num_first = 0
+    for number, each in enumerate(outlook, start=1):
+        if _is_open(each, now_s) and _to_spare_s(each, now_s) < AT_STAKE * each.finish_s:
+            num_first = number
+    return [each for each in outlook[:num_first] if _is_open(each, now_s)]
+
+
+def _is_open(outlook: Outlook, now_s: float) -> bool:
+    return outlook.state.priority_key[1] > now_s
 
 
 def _is_in_time(outlook: Outlook, now_s: float) -> bool:

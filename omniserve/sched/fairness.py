@@ -16,6 +16,7 @@ no cost to the tenant; a start tag keeps a request's place while it is computed 
 
 from __future__ import annotations
 
+import copy
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
@@ -50,8 +51,8 @@ class ClassAccounts:
         account = self._accounts.get(tenant) or Account(tenant, self)
         if (time := account.time_at_entry(waiting)) == account.virtual_time:
             return account
-        entered = Account(tenant, self)
-        entered.weight, entered.virtual_time = account.weight, time
+        entered = copy.copy(account)
+        entered.virtual_time = time
         return entered
 
     def __iter__(self) -> Iterator[Account]:

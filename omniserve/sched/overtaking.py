@@ -53,7 +53,7 @@ class Overtaking:
             seconds: Its predicted TTFT behind those ahead.
         """
         own = new.account
-        rivals = [each for each in self._rates if each.of_class is own.of_class and each is not own]
+        rivals = [each for each in self._rates if each.of_class is own.of_class and each.tenant != own.tenant]
         if not rivals:
             return 0
         tokens_ahead, tokens = _tokens_of(ahead), _tokens_of(others)

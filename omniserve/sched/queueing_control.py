@@ -5,19 +5,25 @@ Paper: omniserve 3.3.3 (admission), 3.3.4 (bounds); ``ttft.py`` predicts.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 from omniserve.sched.admission import Admission
-from omniserve.sched.admittable import UNKNOWN_MAX_TOKENS, UNKNOWN_PROMPT_TOKENS, admittable_per_s, made_up
+from omniserve.sched.admittable import (
+    UNKNOWN_MAX_TOKENS,
+    UNKNOWN_PROMPT_TOKENS,
+    admittable_per_s,
+    earlier_ones,
+    made_up,
+)
 from omniserve.sched.batch import Batch
 from omniserve.sched.deadlines import Deadlines
 from omniserve.sched.options import CoServingOptions
 from omniserve.sched.overtaking import Overtaking
 from omniserve.sched.prefill_order import ahead_of
+from omniserve.sched.prefixes_on_host import Coming
 from omniserve.sched.state import BE, LS, RequestState
 from omniserve.sched.step_cost import Forecast, Headrooms, TimeBound, tpot_bound, ttft_left_s
 from omniserve.sched.ttft import LSQueue, TTFTEstimator, TTFTPrediction
@@ -88,11 +94,9 @@ class QueueingControl:
 
     def soonest_s(self, states: Sequence[RequestState], now_s: float, begin_s: float) -> list[float]:
         """Return the TTFT that each of these requests of a class would have if BE work gave way entirely."""
-        queue, host_works = self._queue_before(states[0], now_s), self._host.is_busy
-        predictions = (
-            self._estimator.predict(state, queue, now_s, has_best_effort=False, host_works=host_works)
-            for state in states
-        )
+        others = [*self._other_prompts(states[0])]
+        queue = self._queue_before(states[0], others, now_s)
+        predictions = (self._predict_behind(queue, state, others, now_s, has_best_effort=False) for state in states)
         return [begin_s - now_s + prediction.soonest_s for prediction in predictions]
 
     def admittable_per_s(self, now_s: float, begin_s: float) -> dict[str, float]:
@@ -110,43 +114,63 @@ class QueueingControl:
             if spec.kind is not LS or spec.slo.ttft_s is None:
                 continue
             state = made_up(spec, rank, lengths, now_s, self._view.account_of_newcomer(spec.name))
-            queue = self._queue_before(state, now_s)
+            others, equals = [*self._other_prompts(state)], earlier_ones(state)
 
-            def first_token_s(count: int, state: RequestState = state, queue: LSQueue = queue) -> float:
-                prompts = [*queue.prompts, *[state] * (count - 1)]
-                prediction = self._estimator.predict(
-                    state,
-                    dataclasses.replace(queue, prompts=prompts),
-                    now_s,
-                    has_best_effort=has_best_effort,
-                    host_works=self._host.is_busy,
-                )
+            def first_token_s(
+                count: int,
+                state: RequestState = state,
+                others: Sequence[RequestState] = others,
+                equals: Sequence[RequestState] = equals,
+            ) -> float:
+                known = [*others, *equals[: count - 1]]
+                queue = self._queue_before(state, known, now_s)
+                prediction = self._predict_behind(queue, state, known, now_s, has_best_effort=has_best_effort)
                 return begin_s - now_s + prediction.soonest_s
 
             within_s = self._admission.least_s(spec.slo.ttft_s, now_s)
             rates[spec.name] = admittable_per_s(first_token_s, within_s, is_idle=is_idle)
         return rates
 
-    def _queue_before(self, state: RequestState, now_s: float) -> LSQueue:
-        ahead = ahead_of(state, self._other_prompts(state), now_s)
-        return self._queue([other for other in self._view.device[LS] if other.decodes], ahead)
-
     def _predict(self, state: RequestState, now_s: float) -> TTFTPrediction:
-        device, waiting = self._view.device, self._view.waiting
+        """Predict for a request that comes now."""
         others = [*self._other_prompts(state)]
-        ahead = ahead_of(state, others, now_s)
+        has_best_effort = bool(self._view.waiting[BE] or self._view.device[BE])
+        queue, coming = self._queue_before(state, others, now_s), self._view.coming(state)
+        return self._predict_behind(queue, state, others, now_s, has_best_effort=has_best_effort, coming=coming)
+
+    def _predict_behind(
+        self,
+        queue: LSQueue,
+        state: RequestState,
+        others: Sequence[RequestState],
+        now_s: float,
+        *,
+        has_best_effort: bool,
+        coming: Coming | None = None,
+    ) -> TTFTPrediction:
+        """Predict for a request behind a queue, and behind what other tenants will send that comes before it.
+
+        Args:
+            others: The other LS requests with prefill left, those of the queue among them.
+            coming: KV that will be copied to the device for the request.
+        """
         predict = functools.partial(
             self._estimator.predict,
             state,
-            self._queue([other for other in device[LS] if other.decodes], ahead),
+            queue,
             now_s,
-            has_best_effort=bool(waiting[BE] or device[BE]),
+            has_best_effort=has_best_effort,
             host_works=self._host.is_busy,
-            coming=self._view.coming(state),
+            coming=coming,
         )
         prediction = predict()
-        num_overtaking = self._overtaking.num_tokens(state, ahead, others, prediction.soonest_s, now_s)
+        num_overtaking = self._overtaking.num_tokens(state, queue.prompts, others, prediction.soonest_s, now_s)
         return predict(num_overtaking=num_overtaking) if num_overtaking else prediction
+
+    def _queue_before(self, state: RequestState, others: Sequence[RequestState], now_s: float) -> LSQueue:
+        """Return the queue before a request, of LS decodes and of these others with prefill left."""
+        ahead = ahead_of(state, others, now_s)
+        return self._queue([other for other in self._view.device[LS] if other.decodes], ahead)
 
     def _other_prompts(self, state: RequestState) -> Iterator[RequestState]:
         """Yield the other LS requests with prefill left."""

@@ -150,7 +150,7 @@ class RequestTable:
 
     def account_of_newcomer(self, service_class: str) -> Account:
         """Return the account that a request of a class and of the tenant without a name would have if it came now."""
-        kind = self.limits.config.class_named(service_class).kind
+        kind = ServiceClass(self.limits.config.class_named(service_class).kind)
         return self.accounts[service_class].at_entry("", self.waiting[kind].accounts)
 
     def end(self, state: RequestState) -> None:

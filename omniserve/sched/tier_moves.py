@@ -90,19 +90,22 @@ class TierMoves:
                 shortage -= num_blocks
         return shortage
 
-    def run_or_offload(self, batch: Batch, state: RequestState) -> Bound | None:
+    def run_or_offload(self, batch: Batch, state: RequestState, *, at_stake: bool = False) -> Bound | None:
         """Schedule a BE request, or move it to the host tier if it finds no block beside its reserve (3.3.5).
+
+        Args:
+            at_stake: As for ``Batch.youngest_victim``.
 
         Returns:
             What keeps it out of the step, or None. It moves then, or nothing was left to take from those behind it.
         """
         while (refused_by := batch.add(state, reserve_blocks=self._reserve(state))) is Bound.MEMORY:
             # On the host tier a request is slower: one with a deadline goes there when none is left to give way.
-            victim = batch.youngest_victim(state, (BE,)) if state.has_due_time else None
+            victim = batch.youngest_victim(state, (BE,), at_stake=at_stake) if state.has_due_time else None
             if victim is None and self.offload(batch, state):
                 break
             # The host tier is full or absent: the youngest gives way, until it is this one's turn to wait.
-            victim = victim or batch.youngest_victim(state, (BE,))
+            victim = victim or batch.youngest_victim(state, (BE,), at_stake=at_stake)
             if victim is None:
                 break
             batch.preempt(victim)

@@ -113,6 +113,11 @@ class RequestView:
         """Return the account that a request of a class and of the tenant without a name would have if it came now."""
         return self._requests.account_of_newcomer(service_class)
 
+    def is_shared(self, kind: ServiceClass) -> bool:
+        """Return whether several tenants have requests of a class of this kind that wait or are on the device."""
+        accounts = {*self._requests.waiting[kind].accounts, *self._requests.device[kind].accounts}
+        return len(accounts) > 1 and len(accounts) > len({account.of_class for account in accounts})
+
     def waiting_by_prefix(self) -> Iterator[RequestState]:
         """Yield the waiting BE request that comes next by prefix, until one stays in the queue; see ``PrefixQueue``."""
         return self._requests.waiting_be.by_prefix()
