@@ -450,7 +450,7 @@ class _Serving:
 
 
 def _serve(
-    engine: EngineLike, link: _Link, names: dict[str, str], collector: GarbageCollector, *, tells_load: bool
+    engine: EngineLike, link: _Link, names: dict[str, str], collector: GarbageCollector, *, tells_load: bool = False
 ) -> None:
     if engine.preemption is not None:
         engine.preemption.arrivals = link.arrivals

@@ -71,7 +71,7 @@ def started(num_choices=1, *, max_unread_tokens=None, stop=(), tools=(), at_once
     )
     outputs = OutputStream(
         job,
-        place=alone(client),
+        place=lambda job: alone(client),
         codec=TextCodec(byte_level_tokenizer()),
         metrics=ServerMetrics(["LS"]),
         backlog=backlog,

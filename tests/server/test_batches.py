@@ -233,7 +233,7 @@ def test_batch_with_a_wrong_file_fails_and_names_the_lines(client):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"endpoint": "/v1/moderations"}, "/v1/completions or /v1/chat/completions or /v1/embeddings"),
+        ({"endpoint": "/v1/moderations"}, "/v1/completions or /v1/chat/completions or /v1/responses or"),
         ({"completion_window": "soon"}, "24h"),
         ({"completion_window": "31d"}, "30d"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),

@@ -92,8 +92,6 @@ BAD_FIELDS = [
     (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "must"}, "tool_choice", "must be 'none'"),
     (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
      "tool_choice", "names 'g'"),
-    (CHAT, {"messages": USER, "tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format",
-     "set tool_choice to 'none'"),
     (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions", "use tools"),
     (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
     (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format", "json_schema belongs"),
