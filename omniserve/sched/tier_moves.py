@@ -67,8 +67,12 @@ class TierMoves:
     def offload(self, batch: Batch, state: RequestState, *, reserve_blocks: int = 0) -> bool:
         """Start to move a decoding BE request to the host tier (3.3.5); False if there is no room.
 
-        ``reserve_blocks`` are host blocks that it leaves free beside what residents grow into.
+        One with a deadline stays where several tenants have BE work: it may be the last in line although it is due
+        first, and on the host tier it is slower. ``reserve_blocks`` are host blocks that it leaves free beside what
+        residents grow into.
         """
+        if state.has_due_time and self._view.is_shared(BE):
+            return False
         reserve_blocks += self._memory.host_headroom
         return batch.start_move(state, MoveDirection.TO_HOST, reserve_blocks=reserve_blocks)
 

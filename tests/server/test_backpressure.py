@@ -16,6 +16,7 @@ from fake_engine import SILENT, SLOW
 from running import wait_until
 from tokenizers_for_tests import byte_level_tokenizer
 
+from omniserve.core.errors import RequestRejected
 from omniserve.core.request import SLO, FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from omniserve.server.answers import CompletionShape
 from omniserve.server.choice import Delta, TextForm, merge
@@ -26,7 +27,7 @@ from omniserve.server.errors import ApiError
 from omniserve.server.generate import EventStream
 from omniserve.server.limits import Backlog, BodyReader
 from omniserve.server.metrics import ServerMetrics
-from omniserve.server.output_stream import Job, OutputStream
+from omniserve.server.output_stream import Fallback, Job, OutputStream
 from omniserve.server.protocol import CompletionRequest
 from omniserve.server.text import TextCodec
 from tests.server.attack.sockets import connect, head, read_all, send
@@ -333,6 +334,42 @@ def test_no_tenant_fills_the_queue_for_others():
         backlog.leave("LS", 1.0, tenant="a" if backlog.num_waiting["LS"] > 12 else "b")
     backlog.enter("LS", 1, tenant="a")  # there is room
     assert backlog.num_waiting == {"LS": 12}
+
+
+def test_a_call_that_falls_back_or_moves_on_keeps_to_its_tenants_share():
+    async def scenario():
+        clients, backlog = [RecordingClient() for _ in range(3)], Backlog(["LS", "BE"], 4)
+        backlog.enter("BE", 4, tenant="b")  # all there is, and more than its half
+        place = alone(clients[0])
+
+        def move_on(error):
+            has_next = place.client is clients[0]
+            place.client = clients[1]
+            return has_next
+
+        place.move_on = move_on
+        otherwise = Fallback(
+            service_class="BE", tier="flex", place=lambda: alone(clients[2]), slo=SLO(), interval_s=0.0
+        )
+        job = Job(
+            call_id="c", arrival_s=time.monotonic(), prompts=[[5]], samplings=[SamplingParams(max_tokens=9)] * 2,
+            service_class="LS", slo=SLO(), fallback=otherwise, tenant="a",
+        )  # fmt: skip
+        outputs = OutputStream(
+            job, place=place, codec=TextCodec(byte_level_tokenizer()), metrics=ServerMetrics(["LS", "BE"]),
+            backlog=backlog,
+        )  # fmt: skip
+        outputs.put_nowait(("c-0", RequestRejected("too late")))
+        assert clients[1].submitted == ["c-0", "c-1"] and backlog.num_waiting == {"LS": 2, "BE": 4}
+        outputs.put_nowait(("c-0", RequestRejected("too late")))
+        assert clients[2].submitted == ["c-0-flex", "c-1-flex"] and backlog.num_waiting == {"LS": 0, "BE": 6}
+        with pytest.raises(ApiError, match="6 requests of class 'BE'"):
+            backlog.enter("BE", 1, tenant="a")
+        outputs.close()
+        assert backlog.num_waiting == {"LS": 0, "BE": 4}
+        backlog.enter("BE", 2, tenant="a")
+
+    asyncio.run(scenario())
 
 
 def test_bodies_are_bounded_together():

@@ -42,6 +42,7 @@ class Bench:
             check_open=lambda: None,
             check_model=lambda model: None,
             unknown_fields=UnknownFields(),
+            engine=SimpleNamespace(engines=[None]),
             weights={"heavy": 2.0},
         )
         self.runner = BatchRunner(service, self.store)  # type: ignore[arg-type]
