@@ -36,7 +36,6 @@ class Bench:
         monkeypatch.setattr("omniserve.server.batches.line_worker.run_line", self._run_line)
         monkeypatch.setattr("omniserve.server.batches.runner._POLL_S", 0.05)
         service = SimpleNamespace(
-            engine=SimpleNamespace(engines=[None]),
             model_name="m",
             limits=Limits(batch_concurrency=concurrency),
             check_open=lambda: None,
