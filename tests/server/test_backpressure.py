@@ -348,16 +348,14 @@ def test_a_call_that_falls_back_or_moves_on_keeps_to_its_tenants_share():
             return has_next
 
         place.move_on = move_on
-        otherwise = Fallback(
-            service_class="BE", tier="flex", place=lambda: alone(clients[2]), slo=SLO(), interval_s=0.0
-        )
+        otherwise = Fallback(service_class="BE", tier="flex", slo=SLO(), interval_s=0.0)
         job = Job(
             call_id="c", arrival_s=time.monotonic(), prompts=[[5]], samplings=[SamplingParams(max_tokens=9)] * 2,
             service_class="LS", slo=SLO(), fallback=otherwise, tenant="a",
         )  # fmt: skip
         outputs = OutputStream(
-            job, place=place, codec=TextCodec(byte_level_tokenizer()), metrics=ServerMetrics(["LS", "BE"]),
-            backlog=backlog,
+            job, place=lambda job: place if job.service_class == "LS" else alone(clients[2]),
+            codec=TextCodec(byte_level_tokenizer()), metrics=ServerMetrics(["LS", "BE"]), backlog=backlog,
         )  # fmt: skip
         outputs.put_nowait(("c-0", RequestRejected("too late")))
         assert clients[1].submitted == ["c-0", "c-1"] and backlog.num_waiting == {"LS": 2, "BE": 4}
