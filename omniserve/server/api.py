@@ -184,7 +184,7 @@ def _tokenizer(service: Service) -> APIRouter:
         async with take_body(http, service.bodies) as body:
             request = validate(DetokenizeRequest, read_fields(body), service.unknown_fields)
             service.check_model(request.model)
-            service.check_token_ids(request.tokens, "the token id {} is unknown:", param="tokens")
+            service.prompts.check_token_ids(request.tokens, "the token id {} is unknown:", param="tokens")
             text = await service.codec.decode(request.tokens)
             return JSONResponse({"prompt": text}, headers=ignored_header(request))
 

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import uuid
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from omniserve.core.request import SLO, ClassSpec, SamplingParams, ServiceClass
+from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.routing.books import Call
-from omniserve.server.choice import TextForm
-from omniserve.server.constraints import GrammarWriter
-from omniserve.server.dialects.base import Dialect, Opening
 from omniserve.server.dialects.tagged import TaggedDialect
 from omniserve.server.embeddings.model_files import PoolingOfModel
 from omniserve.server.embeddings.texts_model import TextsModel, no_such_use
 from omniserve.server.engine_messages import EngineInfo
-from omniserve.server.errors import ApiError, ContextExceeded, shutting_down
+from omniserve.server.errors import ApiError, shutting_down
 from omniserve.server.fields import UnknownFields
 from omniserve.server.fleet import Fleet, Placement
 from omniserve.server.generation_defaults import GenerationDefaults
 from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.loras import LoRAModels
-from omniserve.server.messages import text_of
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import Fallback, Job, OutputStream
 from omniserve.server.priorities import tier_of_class
+from omniserve.server.prompts import PromptWriter, samplings_of, with_budget
 from omniserve.server.protocol import (
     MAX_PROMPTS,
     CallRequest,
@@ -40,7 +35,7 @@ from omniserve.server.protocol import (
 )
 from omniserve.server.responses.store import ResponseStore
 from omniserve.server.sessions import session_name
-from omniserve.server.text import TextCodec, TooManyTokens
+from omniserve.server.text import TextCodec
 from omniserve.server.vllm_metrics import Served
 
 # As many tokens as /v1/completions of OpenAI gives when the request does not say.
@@ -55,19 +50,6 @@ _COUNTABLE_TOKENS = 1 << 17
 _GOODBYE_S = 2.0
 # Of completions, which are text and no more.
 _NO_DIALECT = TaggedDialect(None, None)
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A chat as a prompt."""
-
-    text: str
-    add_special_tokens: bool
-    """The tokenizer adds some."""
-    dialect: Dialect
-    """The dialect of the answer."""
-    opening: Opening
-    """The begin of the answer."""
 
 
 class Service:
@@ -114,7 +96,8 @@ class Service:
         self.weights = weights
         """The weight of each API key's holder, by name; 1 for whoever is not among them."""
         self.unknown_fields = unknown_fields or UnknownFields()
-        self._grammars = GrammarWriter(codec)
+        self.prompts = PromptWriter(codec, info.limits, self.defaults)
+        """Writes the prompts of requests."""
         self.bodies = BodyReader(int(limits.max_body_mib * MIB), limits.stall_timeout_s)
         self._backlog = Backlog([spec.name for spec in info.classes], limits.max_queued_requests)
         self.metrics.show_backlog(self._backlog.num_waiting)
@@ -199,72 +182,6 @@ class Service:
             name=self.model_name, engine=self.engine, info=self.info, codec=self.codec, pooling=self.pooling, lora=lora
         )
 
-    def check_token_ids(self, token_ids: Collection[int], complaint: str, *, param: str) -> None:
-        """Raise ApiError if the model does not know one of the ids; ``{}`` in the complaint stands for that id."""
-        if (unknown := self.info.limits.unknown_token(token_ids)) is not None:
-            known = f"this model's ids are 0 to {self.info.limits.vocab_size - 1}"
-            raise ApiError(f"{complaint.format(unknown)} {known}", param=param)
-
-    async def prompts(
-        self, request: GenerationRequest, chat: Chat | None = None, *, is_urgent: bool = False
-    ) -> list[list[int]]:
-        """Return the token ids of each prompt; those of urgent requests go before others.
-
-        Raises:
-            ApiError: A prompt is empty or too long, or has ids that the model does not know.
-        """
-        try:
-            prompts = await self._encoded(request, chat, is_urgent)
-        except TooManyTokens as error:
-            raise self._too_long(request, error.num_tokens, is_exact=error.is_exact) from None
-        _check_none_empty(request, prompts)
-        for i, prompt in enumerate(prompts):
-            if i % _PROMPTS_AT_ONCE == _PROMPTS_AT_ONCE - 1:
-                await asyncio.sleep(0)  # millions of ids must not hold up others
-            self._max_tokens(request, len(prompt))  # first: it takes less time than to look at all ids
-            self.check_token_ids(prompt, "the prompt has the token id {}, but", param=request.prompt_field)
-        return prompts
-
-    async def _chat(self, request: ChatRequest, is_urgent: bool) -> Chat:
-        """Write a chat's prompt.
-
-        Raises:
-            ApiError: As ``TextCodec.write_chat``, or the thinking is to be bounded of a model that marks none.
-        """
-        tools = [tool.for_template() for tool in request.offered_tools]
-        text = await self.codec.write_chat(
-            [message.for_template() for message in request.messages],
-            tools=tools,
-            options=request.template_options,
-            is_urgent=is_urgent,
-        )
-        dialect = self.codec.dialect(with_tools=bool(tools))
-        if request.thinking_budget is not None and not dialect.thinks:
-            raise ApiError(
-                "it is not known here how this model marks its reasoning, so it cannot be bounded; remove "
-                "thinking_token_budget, or have the server started with --reasoning-parser",
-                param="thinking_token_budget",
-                code="unsupported_parameter",
-            )
-        continued = text_of(request.messages[-1].content) if request.continue_final_message else None
-        opening = dataclasses.replace(dialect.opening(text, continued), budget=request.thinking_budget)
-        return Chat(text, request.add_special_tokens, dialect, opening)
-
-    async def _encoded(self, request: GenerationRequest, chat: Chat | None, is_urgent: bool) -> list[list[int]]:
-        most = self.info.limits.max_tokens
-        if chat is not None:
-            prompt = await self.codec.encode(
-                chat.text, add_special_tokens=chat.add_special_tokens, is_urgent=is_urgent, most=most
-            )
-            return [prompt]
-        assert isinstance(request, CompletionRequest)
-        _check_none_empty(request, request.prompt)
-        if not isinstance(request.prompt[0], str):
-            return request.prompt
-        return await self.codec.encode_all(
-            request.prompt, add_special_tokens=request.add_special_tokens, is_urgent=is_urgent, most=most
-        )
-
     async def begin(
         self, request: GenerationRequest, call_id: str, arrival_s: float, *, caller: str | None = None
     ) -> OutputStream:
@@ -274,10 +191,10 @@ class Service:
             ApiError: The request does not fit the model, or too many of its class wait already.
         """
         spec = class_of_tier(request.service_tier, self.info.classes)
-        request = _with_budget(request, spec)
+        request, prompts = with_budget(request, spec), self.prompts
         biased = [token_id for token_id, _ in request.logit_bias]
         for field, token_ids in (("logit_bias", biased), ("stop_token_ids", request.stop_token_ids)):
-            self.check_token_ids(token_ids, f"{field} has the token id {{}}, but", param=field)
+            prompts.check_token_ids(token_ids, f"{field} has the token id {{}}, but", param=field)
         # Before the prompts are encoded: that takes long if there are many.
         num_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
         if num_prompts * request.num_samples > _MAX_CHOICES_PER_CALL:
@@ -286,19 +203,19 @@ class Service:
                 f"prompts times {field} is more than {_MAX_CHOICES_PER_CALL}; send several requests", param=field
             )
         is_sensitive = spec.kind is ServiceClass.LS
-        chat = await self._chat(request, is_sensitive) if isinstance(request, ChatRequest) else None
-        grammar = await self._grammar(request, chat)
-        prompts = await self.prompts(request, chat, is_urgent=is_sensitive)
-        max_tokens = min(self._max_tokens(request, len(prompt)) for prompt in prompts)
+        chat = await prompts.chat(request, is_sensitive) if isinstance(request, ChatRequest) else None
+        grammar = await prompts.grammar(request, chat)
+        token_ids_of_each = await prompts.token_ids(request, chat, is_urgent=is_sensitive)
+        max_tokens = min(prompts.max_tokens(request, len(prompt)) for prompt in token_ids_of_each)
         if request.min_tokens > max_tokens:
             raise ApiError(
                 f"min_tokens is {request.min_tokens}, but the output has at most {max_tokens} tokens (max_tokens, and "
                 "what the context has room for); lower it",
                 param="min_tokens",
             )
-        echoes = await self._echoes(request, prompts, is_sensitive) if request.echoes else None
+        echoes = await prompts.echoes(request, token_ids_of_each, is_sensitive) if request.echoes else None
         predicted = request.prediction.text if request.prediction is not None else ""
-        prediction = await self._encoded_prediction(predicted, is_sensitive) if predicted else ()
+        prediction = await prompts.prediction(predicted, is_sensitive) if predicted else ()
         more_stops, more_stop_token_ids = self.defaults.stop, self.defaults.stop_token_ids
         if request.ignore_eos:
             more_stops, more_stop_token_ids = (), ()
@@ -306,9 +223,9 @@ class Service:
             Job(
                 call_id=call_id,
                 arrival_s=arrival_s,
-                prompts=prompts,
-                samplings=_samplings(request, max_tokens, grammar, more_stop_token_ids),
-                form=self._form(request, chat, more_stops),
+                prompts=token_ids_of_each,
+                samplings=samplings_of(request, max_tokens, grammar, more_stop_token_ids),
+                form=prompts.form(request, chat, more_stops),
                 echoes=echoes,
                 prediction=prediction,
                 speculation=request.speculation,
@@ -399,53 +316,6 @@ class Service:
             interval_s=self._interval_s(spec, spec.slo, is_streamed=is_streamed),
         )
 
-    async def _grammar(self, request: GenerationRequest, chat: Chat | None) -> str | None:
-        constraint = request.constraint
-        if constraint is None:
-            return None
-        if chat is None:
-            return await self._grammars.grammar(constraint, _NO_DIALECT, Opening())
-        return await self._grammars.grammar(constraint, chat.dialect, chat.opening)
-
-    def _form(self, request: GenerationRequest, chat: Chat | None, more_stops: Sequence[str]) -> TextForm:
-        form = TextForm(
-            stop=[*request.stop, *more_stops],
-            at_once=not request.stream,
-            include_stop=request.include_stop_str_in_output,
-            skip_special_tokens=request.skip_special_tokens,
-            with_token_ids=request.return_token_ids,
-        )
-        if chat is None or not isinstance(request, ChatRequest) or not (chat.dialect.thinks or request.offered_tools):
-            return form
-        tools = {tool.function.name: tool.arguments_schema for tool in request.offered_tools}
-        several = request.parallel_tool_calls
-        return dataclasses.replace(
-            form,
-            parser=functools.partial(chat.dialect.parser, tools, opening=chat.opening, several=several),
-            shown=frozenset(self.codec.special_tokens(chat.dialect).tags.values()),
-            with_reasoning=request.include_reasoning,
-            several_calls=several,
-        )
-
-    async def _encoded_prediction(self, text: str, is_urgent: bool) -> list[int]:
-        most = self.info.limits.max_tokens
-        try:
-            return await self.codec.encode(text, add_special_tokens=False, is_urgent=is_urgent, most=most)
-        except TooManyTokens as error:
-            number = error.num_tokens if error.is_exact else f"at least {error.num_tokens}"
-            raise ApiError(
-                f"the prediction has {number} tokens, but no output has more than {most}; shorten it",
-                param="prediction",
-            ) from None
-
-    async def _echoes(self, request: GenerationRequest, prompts: Sequence[list[int]], is_urgent: bool) -> list[str]:
-        """Return the prompts as answers repeat them: what was sent, and the text of what was sent as token ids."""
-        assert isinstance(request, CompletionRequest)
-        return [
-            sent if isinstance(sent, str) else await self.codec.decode(ids, is_urgent=is_urgent)
-            for sent, ids in zip(request.prompt, prompts, strict=True)
-        ]
-
     def end(self, outputs: OutputStream) -> None:
         """Free what a call still holds."""
         outputs.close()
@@ -464,94 +334,7 @@ class Service:
             # A client that reads nothing cannot hold the server: the connection is cut after this.
             await asyncio.wait([asyncio.ensure_future(self._idle.wait())], timeout=_GOODBYE_S)
 
-    def _max_tokens(self, request: GenerationRequest, num_prompt: int) -> int:
-        limit = self.info.limits.max_tokens
-        room, wanted = limit - num_prompt, request.output_limit
-        if room >= 1 and wanted is None:
-            room = room if self.defaults.max_tokens is None else min(room, self.defaults.max_tokens)
-            return room if isinstance(request, ChatRequest) else min(room, _DEFAULT_COMPLETION_TOKENS)
-        if wanted is None or room < min(wanted, 1):
-            raise self._too_long(request, num_prompt)
-        if wanted > room and request.may_end_with_context:
-            return room
-        if wanted > room:
-            raise self._context_exceeded(
-                request,
-                num_prompt,
-                f"the prompt has {num_prompt} tokens and max_tokens asks for {wanted}; shorten the prompt or set "
-                f"max_tokens to at most {room}",
-            )
-        return wanted
-
-    def _too_long(self, request: GenerationRequest, num_prompt: int, *, is_exact: bool = True) -> ApiError:
-        number = num_prompt if is_exact else f"at least {num_prompt}"
-        return self._context_exceeded(request, num_prompt, f"the prompt has {number} tokens; shorten it")
-
-    def _context_exceeded(self, request: GenerationRequest, num_prompt: int, problem: str) -> ApiError:
-        limits = self.info.limits
-        is_context = limits.max_tokens == limits.max_model_len
-        bound = "" if is_context else " here (the server's KV pool, --device-kv-gib, holds no more)"
-        # OpenAI's words come first: some clients know the error by them, and not by its code.
-        message = (
-            f"this model's maximum context length is {limits.max_tokens} tokens{bound}, output included; {problem}"
-        )
-        return ContextExceeded(message, num_tokens=num_prompt, max_tokens=limits.max_tokens, param=request.prompt_field)
-
 
 def new_call_id(prefix: str) -> str:
     """Return a fresh id for an API call."""
     return f"{prefix}{'' if prefix.endswith('_') else '-'}{uuid.uuid4().hex}"
-
-
-def _check_none_empty(request: GenerationRequest, prompts: Sequence[str | list[int]]) -> None:
-    if not all(prompts):
-        raise ApiError("the prompt is empty; give it at least one token", param=request.prompt_field)
-
-
-def _samplings(
-    request: GenerationRequest, max_tokens: int, grammar: str | None, more_stop_token_ids: Sequence[int]
-) -> Sequence[SamplingParams]:
-    """Return the sampling of each of the n choices; they differ in their seeds."""
-    return [
-        SamplingParams(
-            max_tokens=max_tokens,
-            temperature=request.temperature,
-            top_k=max(request.top_k, 0),
-            top_p=request.top_p,
-            min_p=request.min_p,
-            seed=None if request.seed is None else _int64(request.seed + i),
-            repetition_penalty=request.repetition_penalty,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            stop_token_ids=(*request.stop_token_ids, *more_stop_token_ids),
-            ignore_eos=request.ignore_eos,
-            min_tokens=request.min_tokens,
-            logit_bias=tuple(request.logit_bias),
-            grammar=grammar,
-            # What is best is told by log-probabilities.
-            logprobs=0 if request.num_logprobs is None and request.num_samples > request.n else request.num_logprobs,
-            prompt_logprobs=_num_prompt_logprobs(request),
-        )
-        for i in range(request.num_samples)
-    ]
-
-
-def _num_prompt_logprobs(request: GenerationRequest) -> int | None:
-    # A request for no output is one for its prompt: the engine has nothing else to do for it.
-    if not request.echoes or (request.num_logprobs is None and request.output_limit != 0):
-        return None
-    return request.num_logprobs or 0
-
-
-def _int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
-
-
-def _with_budget(request: GenerationRequest, spec: ClassSpec) -> GenerationRequest:
-    """Return a request with the thinking budget of its class, unless it brings its own or never ends its answer."""
-    budget = spec.thinking_token_budget
-    if budget is None or not isinstance(request, ChatRequest):
-        return request
-    if request.thinking_token_budget is not None or request.ignore_eos:
-        return request
-    return request.model_copy(update={"thinking_token_budget": budget})
