@@ -65,7 +65,7 @@ class Limits:
     """Seconds of these before the port is opened, on a CPU; the others follow while there are no requests. 0: all, and
     layers are compiled before, too."""
     batch_concurrency: int = 64
-    """Most lines of batches that are in work at a time."""
+    """Most lines of batches that are in work at a time, for each engine."""
     batch_max_lines: int = 50_000
     """Most lines of one input file."""
     max_file_mib: float = 200.0
