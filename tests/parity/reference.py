@@ -154,8 +154,11 @@ def _generate(
     best = decoded.topk(2).values
     hidden: list[Tensor] = []
     with torch.inference_mode():
-        # Not output_hidden_states, which changes modules for good.
-        hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, args: hidden.append(args[0]))
+        # Not output_hidden_states, which changes modules for good. Some models scale what the head gets.
+        if model.base_model is model:
+            hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, args: hidden.append(args[0]))
+        else:
+            hook = model.base_model.register_forward_hook(lambda base, args, made: hidden.append(made[0]))
         prompt_logits = model(ids, **cached()).logits[0]
         hook.remove()
         prefilled = model(out.sequences[:, :-1], **cached()).logits[0, len(prompt) - 1 :].float()

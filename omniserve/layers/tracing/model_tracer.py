@@ -222,11 +222,14 @@ class ModelTracer:
         def replace(layer: Member, hidden: Tensor, args: Any, kwargs: Any) -> Tensor:
             return output
 
-        def note(module: nn.Module, args: Any, made: Any) -> None:
-            found.append(made[0])
+        def note(module: nn.Module, args: Any, made: Any = None) -> None:
+            found.append((args if made is None else made)[0])
             raise StopForward
 
-        hook = self.backbone.register_forward_hook(note)
+        if self.backbone is self._model:  # it has the head, too, whose input this is
+            hook = self._model.get_output_embeddings().register_forward_pre_hook(note)
+        else:
+            hook = self.backbone.register_forward_hook(note)
         try:
             with self._layers_replaced(replace):
                 self._call_model(ids_R, torch.zeros_like(ids_R))
