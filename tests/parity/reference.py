@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +47,10 @@ class _Continuation(NamedTuple):
     prompt_logprobs: torch.Tensor
     hidden: torch.Tensor
     """Its last hidden states, ``[length, columns]``."""
+
+
+_DIVISORS: dict[str, Callable[[Any], float]] = {"minicpm3": lambda config: config.logits_scaling}
+"""Model type -> what the last hidden states are divided by for the head, where they are."""
 
 
 class Reference:
@@ -154,11 +158,8 @@ def _generate(
     best = decoded.topk(2).values
     hidden: list[Tensor] = []
     with torch.inference_mode():
-        # Not output_hidden_states, which changes modules for good. Some models scale what the head gets.
-        if model.base_model is model:
-            hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, args: hidden.append(args[0]))
-        else:
-            hook = model.base_model.register_forward_hook(lambda base, args, made: hidden.append(made[0]))
+        # Not output_hidden_states, which changes modules for good.
+        hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, args: hidden.append(args[0]))
         prompt_logits = model(ids, **cached()).logits[0]
         hook.remove()
         prefilled = model(out.sequences[:, :-1], **cached()).logits[0, len(prompt) - 1 :].float()
@@ -168,7 +169,7 @@ def _generate(
         gap=float((best[:, 0] - best[:, 1]).min()),
         noise=float((decoded - prefilled).abs().max()),
         prompt_logprobs=prompt_logits.float().log_softmax(-1).cpu(),
-        hidden=hidden[0][0].float().cpu(),
+        hidden=(hidden[0][0].float() * _DIVISORS.get(model.config.model_type, lambda config: 1.0)(model.config)).cpu(),
     )
 
 
