@@ -234,8 +234,8 @@ class Batch:
         One that is pinned, if all others are gone.
 
         Args:
-            at_stake: The request's deadline is at stake: of its kind all that have a later one, or none, may give way,
-                whoever's turn it is.
+            at_stake: The request's deadline is at stake: all requests of its kind with a later deadline, or without
+                one, may give way, of all tenants.
         """
         pinned: RequestState | None = None
         for kind in kinds:

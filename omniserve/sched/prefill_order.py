@@ -13,7 +13,7 @@ def prefill_order(states: Iterable[RequestState], now_s: float) -> list[RequestS
 
     With one tenant in each class that is by ``prefill_key``. Otherwise it is by start tag in a class: of the tenant as
     its prompt was counted, or, while the prompt waits, when those before it have been. A prompt with a scaled TTFT
-    leaves all others of its class the precedence until it is due, whoever's they are.
+    is behind all others of its class, of all tenants, until it is due.
     """
     ordered = sorted(states, key=lambda state: state.prefill_key)
     if not _compete(ordered):

@@ -88,7 +88,7 @@ class Fleet:
 
     @property
     def replicas(self) -> list[tuple[bool, EngineBooks]]:
-        """Whether each engine takes requests, and its books; none of an engine that is alone."""
+        """For each engine a truth value, True while it takes requests, and its books; empty if there is one engine."""
         if len(self.engines) == 1:
             return []
         return [(_is_open(engine), books) for engine, books in zip(self.engines, self._books, strict=True)]

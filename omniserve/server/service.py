@@ -94,7 +94,7 @@ class Service:
         self.drops_billing_header = drops_billing_header
         self._private_callers = private_callers
         self.weights = weights
-        """The weight of each API key's holder, by name; 1 for whoever is not among them."""
+        """Weight of each API key, by its name; a key that is not here has 1."""
         self.unknown_fields = unknown_fields or UnknownFields()
         self.prompts = PromptWriter(codec, info.limits, self.defaults)
         """Writes the prompts of requests."""

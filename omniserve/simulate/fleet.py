@@ -38,7 +38,7 @@ class Fleet:
         self._fronts = [_Front(number, engine) for number, engine in enumerate(engines)]
         self._router = ROUTERS[router]()
         self._sent: dict[str, tuple[_Front, Sent]] = {}
-        """By request: who has it, and what the books have of it."""
+        """The engine that has each unfinished request, by the request's id, and the entry in the engine's books."""
         self._stepped = self._fronts[0]
         """The engine that took the last step."""
 

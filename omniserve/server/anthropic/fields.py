@@ -94,7 +94,7 @@ class ToolChoice(StrictModel):
 
 
 class Thinking(StrictModel):
-    """Whether the model is to think."""
+    """The field ``thinking``: it switches the model's thinking on or off, and bounds it."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=0, le=2**31 - 1)

@@ -208,8 +208,8 @@ class Owner:
             with_suspect: Return one line that may be what ends the engine, too. To find out which one does, only one of
                 them runs at a time.
             first: Number of lines, by batch, that come before all others.
-            shares: Says which caller has the next line, and is told of all that are returned; None: the batch that
-                expires first has it, whoever's it is.
+            shares: Chooses the caller of each next line, and is told of all lines that are returned; None: the next
+                line is of the batch that expires first, of any caller.
         """
         first = first or {}
         found: dict[LineKey, PendingLine] = {}

@@ -55,7 +55,7 @@ class DeepSeekV32(ParameterForm):
 
 
 class DeepSeekV4(DeepSeekV32):
-    """The same within ``tool_calls``."""
+    """The calls of DeepSeek V4: those of V3.2, but the group's tag is ``tool_calls``."""
 
     opening, closing = f"<{_DSML}tool_calls>", f"</{_DSML}tool_calls>"
     group = Group(f"{opening}\n{DeepSeekV32.begins[0]}", DeepSeekV32.group.separator, f"\n{closing}")
@@ -66,7 +66,7 @@ class DeepSeekV4(DeepSeekV32):
 
 
 class DeepSeekV41(DeepSeekV32):
-    """The same with a space in front of each tag's name."""
+    """The calls of DeepSeek V4.1: those of V3.2, but a space is in front of each tag's name."""
 
     begins = (f'<{_DSML} invoke name="',)
     end = f"</{_DSML} invoke>"
