@@ -17,7 +17,7 @@ from omniserve.server.answer_shape import AnswerShape, finite
 from omniserve.server.choice import Delta
 from omniserve.server.dialects.base import ParsedCall
 from omniserve.server.errors import ApiError
-from omniserve.server.output_stream import Usage
+from omniserve.server.jobs import Usage
 from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.service import Service
 

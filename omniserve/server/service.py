@@ -19,10 +19,11 @@ from omniserve.server.errors import ApiError, shutting_down
 from omniserve.server.fields import UnknownFields
 from omniserve.server.fleet import Fleet, Placement
 from omniserve.server.generation_defaults import GenerationDefaults
+from omniserve.server.jobs import Fallback, Job
 from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.loras import LoRAModels
 from omniserve.server.metrics import ServerMetrics
-from omniserve.server.output_stream import Fallback, Job, OutputStream
+from omniserve.server.output_stream import OutputStream
 from omniserve.server.priorities import tier_of_class
 from omniserve.server.prompts import PromptWriter, samplings_of, with_budget
 from omniserve.server.protocol import (

@@ -25,9 +25,10 @@ from omniserve.server.dialects.base import Opening, ParsedCall
 from omniserve.server.engine_client import Accepted
 from omniserve.server.errors import ApiError
 from omniserve.server.generate import EventStream
+from omniserve.server.jobs import Fallback, Job
 from omniserve.server.limits import Backlog, BodyReader
 from omniserve.server.metrics import ServerMetrics
-from omniserve.server.output_stream import Fallback, Job, OutputStream
+from omniserve.server.output_stream import OutputStream
 from omniserve.server.protocol import CompletionRequest
 from omniserve.server.text import TextCodec
 from tests.server.attack.sockets import connect, head, read_all, send

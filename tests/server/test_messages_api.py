@@ -28,7 +28,7 @@ from omniserve.server.dialects.base import Opening
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import IGNORED_FIELDS_HEADER, UnknownFields
 from omniserve.server.generation_defaults import GenerationDefaults
-from omniserve.server.output_stream import Usage
+from omniserve.server.jobs import Usage
 from omniserve.server.text import TextCodec
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"

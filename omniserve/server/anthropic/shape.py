@@ -17,7 +17,7 @@ from omniserve.server.choice import Delta
 from omniserve.server.dialects.base import ParsedCall
 from omniserve.server.errors import ApiError
 from omniserve.server.header_fields import NO_HEADERS, HeaderFields
-from omniserve.server.output_stream import Usage
+from omniserve.server.jobs import Usage
 from omniserve.server.protocol import GenerationRequest, class_of_tier
 from omniserve.server.service import Service
 

@@ -20,7 +20,8 @@ from omniserve.server.embeddings.protocol import EmbeddingRequest, RerankRequest
 from omniserve.server.embeddings.texts_model import TextsModel
 from omniserve.server.embeddings.vectors import Vectors, in_base64, matrix_of
 from omniserve.server.errors import ApiError
-from omniserve.server.output_stream import Job, OutputStream, Usage
+from omniserve.server.jobs import Job, Usage
+from omniserve.server.output_stream import OutputStream
 from omniserve.server.protocol import class_of_tier
 from omniserve.server.service import Service
 from omniserve.server.text import TooManyTokens

@@ -14,7 +14,7 @@ from omniserve.server.batches.database import StorageError
 from omniserve.server.choice import Delta
 from omniserve.server.errors import ApiError
 from omniserve.server.header_fields import NO_HEADERS, HeaderFields
-from omniserve.server.output_stream import Usage
+from omniserve.server.jobs import Usage
 from omniserve.server.protocol import GenerationRequest
 from omniserve.server.responses.chat import ResponsesRequest
 from omniserve.server.responses.fields import (
