@@ -41,7 +41,7 @@ from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
 from omniserve.server.limits import Limits
 from omniserve.server.origins import checked_origin
-from omniserve.server.protocol import class_of_tier
+from omniserve.server.tiers import class_of_tier
 from omniserve.server.traces import checked_endpoint
 
 logger = logging.getLogger("omniserve.server")

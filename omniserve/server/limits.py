@@ -18,8 +18,8 @@ from omniserve.core.request import ClassSpec
 from omniserve.server.anthropic.errors import error_response
 from omniserve.server.errors import ApiError
 from omniserve.server.keys import ApiKey, KeyRing
-from omniserve.server.priorities import prioritised_tier
 from omniserve.server.protocol import R
+from omniserve.server.tiers import prioritised_tier
 
 MIB = 1 << 20
 # Largest bodies that may be in memory at a time.

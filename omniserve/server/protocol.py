@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from omniserve.core.request import SLO, ClassSpec, ServiceClass
+from omniserve.core.request import SLO
 from omniserve.server.constraints import (
     MAX_SCHEMA_CHARACTERS,
     BudgetConstraint,
@@ -37,36 +37,6 @@ from omniserve.server.messages import (
     ToolChoice,
     text_of,
 )
-
-TIERS = ("auto", "default", "priority", "fast", "scale", "flex")
-"""OpenAI's, beside which every class's name is one."""
-
-
-def class_of_tier(tier: str, classes: Sequence[ClassSpec]) -> ClassSpec:
-    """Return the class that a request with this ``service_tier`` is of.
-
-    A class's own name always means that class. ``priority``, ``fast`` and ``scale`` are the first latency-sensitive
-    class, ``default`` and ``auto`` the one named LS or else the last such class, ``flex`` the one named BE or else the
-    first best-effort class.
-
-    The classes are the engine's, highest priority first, and at least one of each kind.
-
-    Raises:
-        ApiError: There is no such tier; the message lists them all.
-    """
-    by_name = {spec.name: spec for spec in classes}
-    sensitive, best_effort = ([s for s in classes if s.kind == kind] for kind in (ServiceClass.LS, ServiceClass.BE))
-    if tier in by_name:
-        return by_name[tier]
-    if tier in ("priority", "fast", "scale"):
-        return sensitive[0]
-    if tier in ("default", "auto"):
-        return by_name.get(ServiceClass.LS, sensitive[-1])
-    if tier == "flex":
-        return by_name.get(ServiceClass.BE, best_effort[0])
-    known = ", ".join(repr(name) for name in dict.fromkeys((*TIERS, *by_name)))
-    raise ApiError(f"service_tier: must be one of {known}; got {tier!r}", param="service_tier", code="invalid_value")
-
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048

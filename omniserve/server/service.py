@@ -24,19 +24,12 @@ from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.loras import LoRAModels
 from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import OutputStream
-from omniserve.server.priorities import tier_of_class
 from omniserve.server.prompts import PromptWriter, samplings_of, with_budget
-from omniserve.server.protocol import (
-    MAX_PROMPTS,
-    CallRequest,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    class_of_tier,
-)
+from omniserve.server.protocol import MAX_PROMPTS, CallRequest, ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.responses.store import ResponseStore
 from omniserve.server.sessions import session_name
 from omniserve.server.text import TextCodec
+from omniserve.server.tiers import class_of_tier, tier_of_class
 from omniserve.server.vllm_metrics import Served
 
 # As many tokens as /v1/completions of OpenAI gives when the request does not say.

@@ -17,8 +17,8 @@ from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields
 from omniserve.server.header_fields import SLO_HEADERS, HeaderFields
 from omniserve.server.metrics import ServerMetrics
-from omniserve.server.priorities import prioritised_tier, tier_of_class
-from omniserve.server.protocol import CompletionRequest, SloFields, class_of_tier, parse
+from omniserve.server.protocol import CompletionRequest, SloFields, parse
+from omniserve.server.tiers import class_of_tier, prioritised_tier, tier_of_class
 from omniserve.server.vllm_metrics import Served
 
 CLASSES = (

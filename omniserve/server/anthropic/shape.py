@@ -18,8 +18,9 @@ from omniserve.server.dialects.base import ParsedCall
 from omniserve.server.errors import ApiError
 from omniserve.server.header_fields import NO_HEADERS, HeaderFields
 from omniserve.server.jobs import Usage
-from omniserve.server.protocol import GenerationRequest, class_of_tier
+from omniserve.server.protocol import GenerationRequest
 from omniserve.server.service import Service
+from omniserve.server.tiers import class_of_tier
 
 # Some clients miss fields that are absent, also those which belong to Anthropic's own tools and refusals.
 _NO_STOP: Mapping[str, Any] = {"stop_reason": None, "stop_sequence": None, "stop_details": None, "container": None}

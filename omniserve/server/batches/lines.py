@@ -16,9 +16,9 @@ from omniserve.server.batches.endpoints import ENDPOINTS
 from omniserve.server.batches.store import new_id
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields, other_encoding, read_json, without_marks, without_nulls
-from omniserve.server.priorities import prioritised_tier
-from omniserve.server.protocol import GenerationRequest, R, SloFields, class_of_tier
+from omniserve.server.protocol import GenerationRequest, R, SloFields
 from omniserve.server.service import Service, new_call_id
+from omniserve.server.tiers import class_of_tier, prioritised_tier
 
 MAX_LINE_BYTES = 32 << 20
 """Largest line in bytes: as much as the body of an HTTP request may have."""

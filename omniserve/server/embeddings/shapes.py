@@ -22,9 +22,9 @@ from omniserve.server.embeddings.vectors import Vectors, in_base64, matrix_of
 from omniserve.server.errors import ApiError
 from omniserve.server.jobs import Job, Usage
 from omniserve.server.output_stream import OutputStream
-from omniserve.server.protocol import class_of_tier
 from omniserve.server.service import Service
 from omniserve.server.text import TooManyTokens
+from omniserve.server.tiers import class_of_tier
 
 _encode = msgspec.json.encode
 # Answers with more numbers are written beside the event loop: a million take tens of milliseconds.
