@@ -84,7 +84,7 @@ async def follow(client: httpx.AsyncClient, call: Call, seen: Seen) -> None:
                     _note_event(seen, line.removeprefix("data:").strip())
         if seen.ended_s is None and seen.error is None:
             seen.error = "the stream ended early"
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, ValueError, KeyError) as error:
         seen.error = f"{type(error).__name__}: {error}"
 
 

@@ -68,10 +68,10 @@ class EngineBooks:
 
     Args:
         number: The engine's number, from 0.
-        cache_tokens: Tokens that its prefix cache holds.
+        cache_tokens: Tokens that its prefix cache holds, if that is known.
     """
 
-    def __init__(self, number: int, cache_tokens: int) -> None:
+    def __init__(self, number: int, cache_tokens: int = 0) -> None:
         self.number = number
         self.load: EngineLoad | None = None
         """The engine's last word; None before the first."""
@@ -92,22 +92,25 @@ class EngineBooks:
         """Return how many tokens of a call's prompt it is likely to have."""
         return self._prefixes.num_cached(call.hashes)
 
-    def send(self, call: Call) -> Sent:
-        """Note a call that is sent; ``end`` takes what this returns."""
+    def expect(self, call: Call) -> Sent:
+        """Note a call that is to be sent; ``send`` and ``end`` take what this returns."""
         computed = max(call.num_prompt_tokens - self.num_cached(call), 1)
         sent = Sent(call.kind, computed, call.max_tokens * call.num_requests, call.num_requests)
-        self._prefixes.add(call.hashes)
         self.num_requests[call.kind] += sent.num_requests
         self.num_tokens[call.kind] += sent.num_tokens + sent.num_output_tokens
+        return sent
+
+    def send(self, call: Call, sent: Sent) -> None:
+        """Note that the requests of a call were sent."""
+        self._prefixes.add(call.hashes)
         self.num_routed += 1
         self._num_sent += sent.num_requests
         if call.kind is ServiceClass.LS:
-            self._unseen.append((self._num_sent, computed))
-            self._num_unseen_tokens += computed
-        return sent
+            self._unseen.append((self._num_sent, sent.num_tokens))
+            self._num_unseen_tokens += sent.num_tokens
 
     def end(self, sent: Sent) -> None:
-        """Note that a call has ended, or was refused."""
+        """Note that a call has ended, was refused, or is not sent after all."""
         self.num_requests[sent.kind] -= sent.num_requests
         self.num_tokens[sent.kind] -= sent.num_tokens + sent.num_output_tokens
 
@@ -125,12 +128,16 @@ class EngineBooks:
             self._rate = rate if self._rate is None else self._rate + _RATE_WEIGHT * (rate - self._rate)
             self._rate_since = now_s, load.be_tokens
 
+    def have_cache(self, num_tokens: int) -> None:
+        """Note how many tokens the engine's prefix cache holds."""
+        self._prefixes = SentPrefixes(num_tokens)
+
     def forget_prompts(self) -> None:
         """Note that its cache was cleared."""
         self._prefixes.clear()
 
-    def restart(self) -> None:
-        """Note that the engine was started again: it has nothing of what it had."""
+    def forget(self) -> None:
+        """Note that the engine has died: the next one has nothing of what it had."""
         self.load, self._rate, self._rate_since = None, None, None
         self._prefixes.clear()
         self._unseen.clear()

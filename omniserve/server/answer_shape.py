@@ -68,6 +68,11 @@ class CallShape(abc.ABC):
         return read() if len(body) <= MAX_INLINE_BODY else await asyncio.to_thread(read)
 
     @classmethod
+    def check_open(cls, service: Service) -> None:
+        """Raise ApiError unless new calls of the endpoint are taken."""
+        service.check_open()
+
+    @classmethod
     def check_model(cls, service: Service, name: str | None) -> None:
         """Raise ApiError if there is no such model for the endpoint."""
         service.check_model(name)
@@ -90,6 +95,11 @@ class CallShape(abc.ABC):
     @abc.abstractmethod
     def answer(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
         """Return the body of an answer that is not streamed; there is one delta per choice."""
+
+    @classmethod
+    def error_body(cls, error: ApiError) -> dict[str, Any]:
+        """Return the object of an error as the endpoint writes it."""
+        return error.body()
 
     async def written(self, deltas: Sequence[Delta], usage: Usage) -> bytes:
         """Return what ``answer`` does; where that takes long, it does not keep others waiting."""

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
 
 from omniserve.core.errors import EngineStopped, RequestRejected
 from omniserve.core.load import EngineLoad
@@ -45,7 +46,7 @@ class Fleet:
     ) -> None:
         count = len(make_engines)
         self._router = router
-        self._books: list[EngineBooks] = []
+        self._books = [EngineBooks(number) for number in range(count)]
         self.engines = [
             EngineSupervisor(
                 make_engine,
@@ -54,6 +55,7 @@ class Fleet:
                 max_restarts=max_restarts,
                 on_progress=on_progress if count == 1 else functools.partial(_tell, on_progress, number),
                 on_load=None if count == 1 else functools.partial(self._hear, number),
+                on_death=self._books[number].forget,
             )
             for number, make_engine in enumerate(make_engines)
         ]
@@ -75,9 +77,9 @@ class Fleet:
         if len(self.engines) > 1:
             await asyncio.gather(*(engine.start() for engine in self.engines[1:]))
         tokens = info.limits.pool_tokens or info.limits.max_tokens
-        self._books = [EngineBooks(number, tokens) for number in range(len(self.engines))]
-        for number, engine in enumerate(self.engines):
-            engine.on_restart = functools.partial(self._restarted, number)
+        for books, engine in zip(self._books, self.engines, strict=True):
+            books.have_cache(tokens)
+            engine.on_restart = self._restarted
             self._watching.append(asyncio.create_task(self._watch(engine)))
         return info
 
@@ -142,26 +144,40 @@ class Fleet:
     async def change_lora(self, name: str, folder: str | None) -> None:
         """Have each engine load a LoRA adapter from a folder, or unload it if that is None.
 
+        An engine that dies meanwhile gets the adapters when it is started again.
+
         Raises:
-            ApiError: One refuses, or none is there.
+            ApiError: One refuses, and then none has loaded it; or none is there.
         """
         clients = self.clients
         if not clients:
             raise engine_gone(self.failure or "the engine has stopped", None)
-        await asyncio.gather(*(client.change_lora(name, folder) for client in clients))
+        changes = (client.change_lora(name, folder) for client in clients)
+        results = await asyncio.gather(*changes, return_exceptions=True)
+        errors = [each for each in results if isinstance(each, BaseException)]
+        refusals = [each for each in errors if not isinstance(each, ApiError) or each.status == HTTPStatus.BAD_REQUEST]
+        if refusals and folder is not None:
+            took = [client for client, result in zip(clients, results, strict=True) if result is None]
+            await asyncio.gather(*(client.change_lora(name, None) for client in took), return_exceptions=True)
+            raise refusals[0]
+        if len(errors) == len(clients):
+            raise errors[0]
 
     async def clear_cache(self, sessions: list[str] | None) -> FreedKV:
         """Have each engine free its prefix cache, or what only these sessions use; return what was freed in all.
 
         Raises:
-            ApiError: No engine is there, or one died meanwhile.
+            ApiError: No engine is there.
         """
         clients = self.clients
         if not clients:
             raise engine_gone(self.failure or "the engine has stopped", None)
-        freed = await asyncio.gather(*(client.clear_cache(sessions) for client in clients))
+        found = await asyncio.gather(*(client.clear_cache(sessions) for client in clients), return_exceptions=True)
         for books in self._books:
             books.forget_prompts()
+        freed = [each for each in found if isinstance(each, FreedKV)]
+        if not freed:
+            raise next(each for each in found if isinstance(each, BaseException))
         return FreedKV(
             device=sum(each.device for each in freed),
             host=sum(each.host for each in freed),
@@ -206,11 +222,9 @@ class Fleet:
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
     def _hear(self, number: int, load: EngineLoad) -> None:
-        if self._books:
-            self._books[number].hear(load, time.monotonic())
+        self._books[number].hear(load, time.monotonic())
 
-    async def _restarted(self, number: int, client: EngineClient) -> None:
-        self._books[number].restart()
+    async def _restarted(self, client: EngineClient) -> None:
         if self.on_restart is not None:
             await self.on_restart(client)
 
@@ -252,6 +266,12 @@ class Placement:
                 return True
         return False
 
+    def note_sent(self) -> None:
+        """Note that the call's requests were sent to the engine."""
+        if self._sent is not None:
+            books, sent = self._sent
+            books.send(self._call, sent)
+
     def last_error(self, error: Exception) -> Exception:
         """Return the error to answer with if the last engine gave this one: of refusals the soonest to try again."""
         hinted = [each for each in self._refusals if each.retry_after_s is not None]
@@ -268,7 +288,7 @@ class Placement:
         self.client = engine.client
         """The engine process that has the call, or is to get it."""
         if books is not None:
-            self._sent = books, books.send(self._call)
+            self._sent = books, books.expect(self._call)
 
 
 def _is_open(engine: EngineSupervisor) -> bool:

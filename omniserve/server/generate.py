@@ -64,7 +64,7 @@ def router(service: Service) -> APIRouter:
 async def _begin(service: Service, http: Request, endpoint: type[CallShape]) -> tuple[OutputStream, CallShape]:
     """Return a call's outputs and the shape of its answer; the request itself, with its texts, is not kept."""
     arrival_s = time.monotonic()
-    service.check_open()
+    endpoint.check_open(service)
     async with take_body(http, service.bodies) as body:
         caller = caller_of(http)
         request = await endpoint.read(service, body, caller=caller.name, headers=HeaderFields.of(http.headers))

@@ -45,10 +45,12 @@ class HeaderFields:
     def add_to(self, fields: dict[str, Any]) -> None:
         """Add what a body does not say itself to its fields."""
         for name, value in (("service_tier", self.service_tier), ("session_id", self.session_id)):
-            if value is not None:
-                fields.setdefault(name, value)
-        if self.slo and isinstance(fields.setdefault("slo", {}), dict):
-            fields["slo"] = {**self.slo, **without_nulls(fields["slo"])}
+            if value is not None and fields.get(name) is None:
+                fields[name] = value
+        if self.slo:
+            said = {} if fields.get("slo") is None else fields["slo"]
+            if isinstance(said, dict):
+                fields["slo"] = {**self.slo, **without_nulls(said)}
 
 
 NO_HEADERS = HeaderFields()

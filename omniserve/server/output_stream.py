@@ -61,10 +61,10 @@ class OutputStream:
                 self._begin()
             except ApiError as refusal:
                 if job.fallback is None or refusal.status != 429:
-                    self._count_if_load(refusal)
                     raise
                 self._fall_back(job.fallback)
-        except ApiError:
+        except ApiError as refusal:
+            self._count_if_load(refusal)
             self._place.end()
             raise
 
@@ -239,6 +239,7 @@ class OutputStream:
     def _submit(self) -> None:
         for choice in self._choices.values():
             self._place.client.submit(choice.request, self.job.arrival_s, self.put_nowait)
+        self._place.note_sent()
 
     def _serve_otherwise(self, fallback: Fallback) -> None:
         """Serve the call, which was refused, as its fallback says."""

@@ -165,6 +165,8 @@ class _Main:
         self._options = options
         self._connections = connections
         self._engine = fleet_of(options, make_engine)
+        self._fleets = [self._engine]
+        """The engine, or engines, and that of the second model if there is one."""
         self._batches = BatchServing(options.batches)
         self._stop = asyncio.Event()
 
@@ -196,20 +198,16 @@ class _Main:
                     logger.info("stopped before it was ready")
                     return 0
                 service = starting.result()
+                if service.second is not None:
+                    self._fleets.append(service.second.engine)
                 return await self._serve(service, listener)
             except EngineStopped as error:
                 logger.error("cannot start: %s", error)
                 return 1
             finally:
                 starting.cancel()
-                await asyncio.gather(self._engine.close(), self._close_second(starting))
-
-    @staticmethod
-    async def _close_second(starting: asyncio.Task[Service]) -> None:
-        """End the process of the second model, if it was started."""
-        (service,) = await asyncio.gather(starting, return_exceptions=True)
-        if isinstance(service, Service) and service.second is not None:
-            await service.second.engine.close()
+                await asyncio.gather(starting, return_exceptions=True)
+                await asyncio.gather(*(engine.close() for engine in self._fleets))
 
     async def _serve(self, service: Service, listener: socket.socket) -> int:
         dashboard = Dashboard()
@@ -252,7 +250,8 @@ class _Main:
             logger.error("the engine has stopped: %s", self._engine.failure)
         else:
             logger.info("stopping: running requests have %g s", self._options.limits.shutdown_timeout_s)
-        self._engine.keep_down()
+        for engine in self._fleets:
+            engine.keep_down()
         draining = asyncio.create_task(service.drain(self._options.limits.shutdown_timeout_s))
         await self._batches.stop()
         await draining  # at once without an engine: every call got its error
@@ -268,7 +267,8 @@ class _Main:
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
             logger.warning("second signal: stopping at once")
-            self._engine.kill()
+            for engine in self._fleets:
+                engine.kill()
             os._exit(128 + number)
         self._stop.set()
 

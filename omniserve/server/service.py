@@ -112,10 +112,14 @@ class Service:
         return not self._running
 
     def check_open(self) -> None:
-        """Raise ApiError unless new calls are taken."""
+        """Raise ApiError unless new calls are taken by the served model."""
+        self.check_taking()
+        self.engine.check_room()
+
+    def check_taking(self) -> None:
+        """Raise ApiError if the server is about to stop."""
         if self._draining:
             raise shutting_down()
-        self.engine.check_room()
 
     def _salt(self, asked: str, caller: str) -> str:
         """Return a salt that a request of another key cannot have, if the caller's prefixes are private."""
@@ -239,9 +243,8 @@ class Service:
         Raises:
             ApiError: Too many of its class wait already, or no new calls are taken.
         """
-        self.check_open()
-        if reader is not None:
-            reader.check_open()
+        self.check_taking()
+        (self.engine if reader is None else reader.engine).check_room()
         outputs = OutputStream(
             job,
             place=self._place if reader is None else functools.partial(self._place, engine=reader.engine),

@@ -33,6 +33,7 @@ class EngineSupervisor:
         max_restarts: Starts in a row after a death, each of which may fail or be short; 0 for none. An engine that
             ran for ten minutes begins a new row.
         on_progress: Told how starts go on.
+        on_death: Called when an engine that took requests has died.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class EngineSupervisor:
         max_restarts: int = 3,
         on_progress: Callable[[str], None] = lambda text: None,
         on_load: Callable[[EngineLoad], None] | None = None,
+        on_death: Callable[[], None] = lambda: None,
     ) -> None:
         self._new_client = functools.partial(
             EngineClient, make_engine, log_level=log_level, log_format=log_format, on_load=on_load
         )
-        self._max_restarts = max_restarts
+        self._max_restarts, self._on_death = max_restarts, on_death
         self._on_progress = on_progress
         self.client = self._new_client()
         """The process that takes requests, or the dead one while another is not ready yet."""
@@ -116,6 +118,7 @@ class EngineSupervisor:
         while True:
             ready_s = time.monotonic()
             await self.client.stopped.wait()
+            self._on_death()
             if time.monotonic() - ready_s >= _WELL_AFTER_S:
                 num_starts = 0
             while self.client.failure is not None:

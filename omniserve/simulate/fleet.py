@@ -91,7 +91,8 @@ class Fleet:
         order = self._router.order(call, [front.books for front in by_clock])
         for i, books in enumerate(order):
             front = self._fronts[books.number]
-            sent = books.send(call)
+            sent = books.expect(call)
+            books.send(call, sent)
             try:
                 front.add(request_id, request, arrival_s)
             except RequestRejected:

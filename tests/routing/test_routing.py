@@ -24,6 +24,13 @@ def engines(count=3, cache_tokens=10_000):
     return [EngineBooks(number, cache_tokens) for number in range(count)]
 
 
+def send(books, each):
+    """Send a call, and return what ends it."""
+    sent = books.expect(each)
+    books.send(each, sent)
+    return sent
+
+
 def forecast(seconds_per_token, busy_s=0.0, num_taken=0, be_tokens=0):
     ttfts = [busy_s + seconds_per_token * size for size in PROMPT_SIZES]
     return EngineLoad(num_taken=num_taken, ttft_s={"LS": ttfts}, be_tokens=be_tokens)
@@ -38,7 +45,7 @@ def test_every_engine_is_in_the_order_once_and_idle_engines_all_get_calls(name):
         order = router.order(each, books)
         assert sorted(engine.number for engine in order) == [0, 1, 2]
         used.add(order[0].number)
-        order[0].send(each)
+        send(order[0], each)
     assert used == {0, 1, 2}
 
 
@@ -49,7 +56,7 @@ def test_books_come_out_even(seed):
     for step in range(200):
         if rng.random() < 0.5:
             each = call(rng.choice([LS, BE]), tokens=rng.randrange(1, 300), begin=rng.randrange(3) * 7)
-            open_calls.append(books.send(each))
+            open_calls.append(send(books, each))
             sent += 1
         elif open_calls:
             books.end(open_calls.pop(rng.randrange(len(open_calls))))
@@ -66,7 +73,7 @@ def test_books_come_out_even(seed):
 
 def test_cached_tokens_are_whole_blocks_of_what_was_sent_under_the_same_salt():
     books = engines(1)[0]
-    books.send(call(tokens=3 * BLOCK + 5))
+    send(books, call(tokens=3 * BLOCK + 5))
     assert books.num_cached(call(tokens=3 * BLOCK + 5)) == 3 * BLOCK
     assert books.num_cached(call(tokens=2 * BLOCK)) == BLOCK  # the last token is computed in any case
     assert books.num_cached(call(tokens=3 * BLOCK + 5, salt="other")) == 0
@@ -90,7 +97,7 @@ def test_forecasts_between_the_sizes_are_interpolated_and_go_on_beyond(num_token
 def test_what_was_sent_since_the_forecast_counts_until_the_engine_has_taken_it():
     books = engines(1)[0]
     books.hear(forecast(0.001), 0.0)
-    books.send(call(tokens=500))
+    send(books, call(tokens=500))
     assert books.ttft_s(call(tokens=100, begin=9000)) == pytest.approx(0.6)
     books.hear(forecast(0.001, num_taken=0), 0.1)
     assert books.ttft_s(call(tokens=100, begin=9000)) == pytest.approx(0.6)
@@ -101,7 +108,7 @@ def test_what_was_sent_since_the_forecast_counts_until_the_engine_has_taken_it()
 def test_predicted_prefers_the_cache_only_where_the_objective_is_kept():
     router, books = ROUTERS["predicted"](), engines(2)
     long = call(tokens=40 * BLOCK)
-    books[0].end(books[0].send(long))
+    books[0].end(send(books[0], long))
     for each in books:
         each.hear(forecast(0.0001, num_taken=1), 0.0)
     assert router.order(long, books)[0].number == 0
@@ -112,26 +119,35 @@ def test_predicted_prefers_the_cache_only_where_the_objective_is_kept():
 def test_predicted_sends_best_effort_work_where_it_gets_on():
     router, books = ROUTERS["predicted"](), engines(2)
     for each in books:
-        each.send(call(BE, tokens=1000))
+        send(each, call(BE, tokens=1000))
         each.hear(forecast(0.001), 0.0)
     books[0].hear(forecast(0.001, be_tokens=100), 1.0)
     books[1].hear(forecast(0.001, be_tokens=1000), 1.0)
     assert router.order(call(BE, begin=7000), books)[0].number == 1
     for i in range(30):
-        books[1].send(call(BE, tokens=1000, begin=10_000 * i))
+        send(books[1], call(BE, tokens=1000, begin=10_000 * i))
     assert router.order(call(BE, begin=7000), books)[0].number == 0
 
 
 def test_without_a_forecast_the_least_loaded_engine_is_first():
     router, books = ROUTERS["predicted"](), engines(2)
     books[1].hear(forecast(0.001), 0.0)  # the other has not said anything yet
-    books[1].send(call(tokens=500))
+    send(books[1], call(tokens=500))
     assert router.order(call(), books)[0].number == 0
 
 
 def test_a_started_engine_has_nothing_of_what_it_had():
     books = engines(1)[0]
     books.hear(forecast(0.001), 0.0)
-    books.send(call(tokens=3 * BLOCK + 1))
-    books.restart()
+    send(books, call(tokens=3 * BLOCK + 1))
+    books.forget()
     assert books.load is None and books.num_cached(call(tokens=3 * BLOCK + 1)) == 0 and books.be_rate is None
+
+
+def test_a_call_that_is_not_sent_after_all_leaves_nothing():
+    books = engines(1)[0]
+    for i in range(50):
+        books.end(books.expect(call(begin=1000 * i)))
+    books.end(send(books, call()))
+    books.hear(forecast(0.001, num_taken=1), 0.0)
+    assert books.ttft_s(call(begin=90_000)) == pytest.approx(0.1) and books.num_routed == 1

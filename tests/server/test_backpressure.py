@@ -53,7 +53,10 @@ class RecordingClient:
 
 def alone(client):
     """Return the place of a call with a single engine."""
-    return SimpleNamespace(client=client, end=lambda: None, move_on=lambda error: False, last_error=lambda error: error)
+    return SimpleNamespace(
+        client=client, note_sent=lambda: None, end=lambda: None, move_on=lambda error: False,
+        last_error=lambda error: error,
+    )  # fmt: skip
 
 
 def started(num_choices=1, *, max_unread_tokens=None, stop=(), tools=(), at_once=False, interval_s=0.0):

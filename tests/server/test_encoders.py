@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from omniserve.core.config import EngineConfig
-from omniserve.core.request import Request, SamplingParams
+from omniserve.core.request import FinishReason, Request, SamplingParams
 from omniserve.server.embeddings import encoder as encoders
 from omniserve.server.embeddings.encoder import Encoder, EncoderEngine
 
@@ -158,6 +158,20 @@ def test_ls_texts_do_not_wait_for_a_be_batch(tmp_path, monkeypatch):
     while engine.has_unfinished:
         order += [output.request_id for output in engine.step()]
     assert order == ["LS", "BE0", "BE1", "BE2"]
+    engine.close()
+
+
+def test_a_text_that_has_waited_for_too_long_is_not_read(tmp_path, monkeypatch):
+    _, tokenizer = make(tmp_path, "bert")
+    engine, ids = EncoderEngine(Encoder(str(tmp_path)), EngineConfig()), tokenizer("w1 w2").input_ids
+    come_s = time.monotonic()
+    engine.add(Request(request_id="late", prompt_token_ids=ids, max_queue_s=1.0), arrival_s=come_s - 2)
+    engine.add(Request(request_id="patient", prompt_token_ids=ids, max_queue_s=60.0), arrival_s=come_s - 2)
+    ended = {}
+    while engine.has_unfinished:
+        ended |= {output.request_id: output for output in engine.step()}
+    assert (ended["late"].finish_reason, ended["late"].embedding) == (FinishReason.TIMEOUT, ())
+    assert ended["patient"].embedding
     engine.close()
 
 

@@ -120,6 +120,13 @@ def test_what_the_body_says_counts(slo, ttft_s, tpot_s):
     assert request.slo is not None and (request.slo.ttft_s, request.slo.tpot_s) == (ttft_s, tpot_s)
 
 
+def test_a_null_says_nothing_where_a_header_does():
+    headers = HeaderFields("flex", {"ttft_s": 0.1}, "s1")
+    body = json.dumps({"prompt": "a", "slo": None, "service_tier": None, "session_id": None}).encode()
+    request = parse(CompletionRequest, body, UnknownFields(), headers=headers)
+    assert (request.service_tier, request.session_id, request.slo.ttft_s) == ("flex", "s1", 0.1)
+
+
 def test_a_header_gives_a_request_its_objective(server):
     """The fake engine predicts for requests with an objective for their first token, of which best effort has none."""
     body = {"prompt": [5, 6], "max_tokens": 1, "service_tier": "flex"}

@@ -22,8 +22,8 @@ _TIERS = {"standard_only": "default"}
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _SAME_AS_IN_CHATS = (
     "model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata", "cache_salt", "ignore_eos", "min_p",
-    "min_tokens", "priority", "prompt_cache_key", "repetition_penalty", "seed", "session_id", "slo", "speculation",
-    "stop_token_ids",
+    "min_tokens", "priority", "prompt_cache_key", "prompt_cache_retention", "repetition_penalty", "seed",
+    "session_id", "slo", "speculation", "stop_token_ids",
 )  # fmt: skip
 _MAX_NAME = 64
 

@@ -178,6 +178,7 @@ class MessagesBody(Conversation):
     min_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     session_id: str | None = None

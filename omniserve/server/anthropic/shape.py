@@ -61,6 +61,10 @@ class MessagesShape(AnswerShape):
         self._finish_reason: str | None = None
         self._stop_string: str | None = None
 
+    @classmethod
+    def error_body(cls, error: ApiError) -> dict[str, Any]:
+        return error_body(error)
+
     def use_tier(self, tier: str) -> None:
         self._service_tier = _service_tier(tier, self._classes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, BinaryIO, NamedTuple
@@ -17,6 +17,7 @@ from omniserve.server.batches.store import new_id
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields, other_encoding, read_json, without_marks, without_nulls
 from omniserve.server.protocol import GenerationRequest, R, SloFields
+from omniserve.server.responses.chat import ResponsesRequest
 from omniserve.server.service import Service, new_call_id
 from omniserve.server.tiers import class_of_tier, prioritised_tier
 
@@ -236,7 +237,7 @@ async def run_line(service: Service, line: PendingLine, raw: bytes, *, escalated
     try:
         request = await endpoint.read(service, body_of(raw), caller=line.caller)
         request = _classed(service, request, escalated)
-        service.check_open()
+        endpoint.check_open(service)
         endpoint.check_model(service, request.model)
         outputs = await endpoint.outputs(service, request, call_id, time.monotonic(), line.caller)
         try:
@@ -252,7 +253,7 @@ async def run_line(service: Service, line: PendingLine, raw: bytes, *, escalated
         )
         if again and not error.is_final:
             return RunAgain(max(_RETRY_S, error.retry_after_s or 0.0), engine_stopped)
-        return refused(line, error, call_id)
+        return refused(line, error, call_id, endpoint.error_body(error))
     usage = outputs.usage
     return LineResult(
         key=line.key,
@@ -264,9 +265,9 @@ async def run_line(service: Service, line: PendingLine, raw: bytes, *, escalated
     )
 
 
-def refused(line: PendingLine, error: ApiError, call_id: str) -> LineResult:
-    """Return the result of a line that has an error instead of an answer."""
-    response = _response(error.status, call_id, json.dumps(error.body()))
+def refused(line: PendingLine, error: ApiError, call_id: str, body: Mapping[str, Any] | None = None) -> LineResult:
+    """Return the result of a line that has an error instead of an answer; ``body``: as its endpoint writes it."""
+    response = _response(error.status, call_id, json.dumps(error.body() if body is None else body))
     return LineResult(key=line.key, ok=False, text=_text(line.custom_id, response))
 
 
@@ -280,6 +281,8 @@ def _classed(service: Service, request: R, escalated: bool) -> R:
     """Return the request as one of the class that it is to run in."""
     if isinstance(request, GenerationRequest) and request.stream:
         raise ApiError("a line of a batch cannot be streamed; remove stream", param="stream")
+    if isinstance(request, ResponsesRequest) and request.asked.background:
+        raise ApiError("a line of a batch has its answer in the output file; remove background", param="background")
     tier = "flex" if request.service_tier in ("auto", "default") else request.service_tier
     classes = service.info.classes
     if class_of_tier(tier, classes).kind != ServiceClass.BE:

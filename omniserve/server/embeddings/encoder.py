@@ -145,6 +145,12 @@ class _Text:
     first_scheduled_s: float | None = None
     is_dropped: bool = False
 
+    @property
+    def last_s(self) -> float:
+        """The time until which it waits to be read."""
+        patience_s = self.request.max_queue_s
+        return math.inf if patience_s is None else self.arrival_s + patience_s
+
 
 @dataclass(slots=True)
 class _Lane:
@@ -269,11 +275,15 @@ class EncoderEngine:
     def step(self) -> list[RequestOutput]:
         """Have idle lanes begin their next batch, wait a moment for one to end, and return what has been read."""
         now_s = time.monotonic()
+        late = [text for lane in self._lanes.values() for text in lane.waiting if text.last_s < now_s]
+        for text in late:
+            self.abort(text.request_id)
         for lane in self._lanes.values():
             lane.start(now_s)
         self._num_steps += 1
         wait([lane.running[1] for lane in self._lanes.values() if lane.running], _LOOK_S, FIRST_COMPLETED)
-        return [self._output(text, found) for lane in self._lanes.values() for text, found in lane.take()]
+        read = [self._output(text, found) for lane in self._lanes.values() for text, found in lane.take()]
+        return [*map(_timed_out, late), *read]
 
     def _output(self, text: _Text, found: tuple[float, ...]) -> RequestOutput:
         del self._texts[text.request_id]
@@ -336,3 +346,14 @@ class EncoderEngine:
     def close(self) -> None:
         for lane in self._lanes.values():
             lane.executor.shutdown(cancel_futures=True)
+
+
+def _timed_out(text: _Text) -> RequestOutput:
+    return RequestOutput(
+        request_id=text.request_id,
+        service_class=text.request.service_class,
+        new_token_ids=(),
+        finish_reason=FinishReason.TIMEOUT,
+        num_prompt_tokens=len(text.request.prompt_token_ids),
+        times=RequestTimes(arrival_s=text.arrival_s, finished_s=time.monotonic()),
+    )

@@ -57,6 +57,10 @@ class TextsShape(CallShape):
         self._common["service_tier"] = tier
 
     @classmethod
+    def check_open(cls, service: Service) -> None:
+        service.check_taking()  # which model reads the texts is not known yet
+
+    @classmethod
     def check_model(cls, service: Service, name: str | None) -> None:
         service.texts_model(name, pairs=cls.reads_pairs)
 
@@ -66,6 +70,9 @@ class TextsShape(CallShape):
     ) -> OutputStream:
         reader = service.texts_model(request.model, pairs=cls.reads_pairs)
         cls.check(reader, request)
+        if reader is service.second and request.wishes.deadline_s is not None:
+            message = f"the model {reader.name!r} has no deadlines, as nothing predicts its times; use slo.max_queue_s"
+            raise ApiError(message, param="slo.deadline_s", code="unsupported_parameter")
         spec = class_of_tier(request.service_tier, service.info.classes)
         prompts = await cls._prompts(reader, request, is_urgent=spec.kind is ServiceClass.LS)
         return service.open(

@@ -33,10 +33,6 @@ class TextsModel:
     num_separators: int = 0
     """Separators in a pair of texts, of a cross-encoder."""
 
-    def check_open(self) -> None:
-        """Raise ApiError unless its process is there."""
-        self.engine.check_room()
-
     @property
     def pooling_here(self) -> Pooling:
         """The pooling that its process is asked for; the second model has its own, whatever it is asked for."""
@@ -60,13 +56,17 @@ async def start_second(
     """
     engine = make_fleet(EncoderMaker(model, tuple(classes)))
     try:
-        info = await engine.start()
-        tokenizer = await asyncio.to_thread(load_tokenizer, model, False)
-    except EngineStopped:
+        return await _started(engine, model)
+    except BaseException:
         await engine.close()
         raise
+
+
+async def _started(engine: Fleet, model: str) -> TextsModel:
+    info = await engine.start()
+    try:
+        tokenizer = await asyncio.to_thread(load_tokenizer, model, False)
     except (OSError, ValueError, ImportError) as error:
-        await engine.close()
         raise EngineStopped(f"--embedding-model {model}: no tokenizer: {error}") from None
     pooling = await asyncio.to_thread(find_pooling, model, is_encoder=True)
     name = Path(model).name if Path(model).is_dir() else model

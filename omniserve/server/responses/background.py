@@ -33,6 +33,8 @@ class BackgroundRun:
         self.task: asyncio.Task[None] | None = None
         self.final: dict[str, Any] | None = None
         """The complete response."""
+        self._ends = False
+        """All is generated, and the answer is about to be stored."""
         self._outputs = outputs
         self._store = store
         self._events: list[str] = []
@@ -65,6 +67,9 @@ class BackgroundRun:
     async def cancel(self) -> dict[str, Any]:
         """End the response as it is now, unless it has ended; return it."""
         if self.task is not None and not self.task.done():
+            if self._ends:  # what is being stored cannot be taken back
+                await asyncio.gather(self.task, return_exceptions=True)
+                return self.response()
             self.task.cancel()
             await asyncio.gather(self.task, return_exceptions=True)
             if self.final is None:  # it had not begun
@@ -93,6 +98,7 @@ class BackgroundRun:
         self._changed.set()
 
     async def _end(self, response: Mapping[str, Any], last: str) -> None:
+        self._ends = True
         try:
             await self._store.change(self.shape.call_id, response, alive_s=None)
         except StorageError as error:
@@ -109,7 +115,7 @@ class BackgroundRun:
             except StorageError as error:
                 logger.warning("responses: %s", error)
                 continue
-            if not runs and self.task is not None:
+            if not runs and self.task is not None and not self._ends:
                 self.task.cancel()
 
 

@@ -78,12 +78,12 @@ def router(service: Service) -> APIRouter:
         async with take_body(request, service.bodies) as body:
             asked = await read_request(service, body, caller=caller_of(request).name, default_model=service.model_name)
             service.check_model(asked.model)
-            most = service.info.limits.max_tokens
+            most = service.most_countable_tokens
             try:
-                number = await count_tokens(service, asked, most=4 * most)
+                number = await count_tokens(service, asked, most=most)
             except TooManyTokens as error:
                 raise ApiError(
-                    f"the input has more than {4 * most} tokens, of which the model takes {most}",
+                    f"the input has more than {most} tokens, of which the model takes {service.info.limits.max_tokens}",
                     param="input",
                     code="context_length_exceeded",
                 ) from error
@@ -130,7 +130,8 @@ def router(service: Service) -> APIRouter:
             return JSONResponse(await run.cancel())
         if response["status"] in _RUNNING:  # at another server, which looks now and then
             response["status"] = "cancelled"
-            await store.change(response_id, response, alive_s=None)
+            if not await store.change(response_id, response, alive_s=None):  # it has ended meanwhile
+                response = await store.get(response_id, caller_of(request).name)
         return JSONResponse(response)
 
     @routes.get(f"{_ONE}/input_items", openapi_extra=asks(ItemQuery), responses=answers(ItemPage, *STORAGE_ERRORS))
