@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
-from omniserve.server import engine_client, serve, service
+from omniserve.server import serve, service
+from omniserve.server.access.keys import read_key_file
+from omniserve.server.access.limits import Limits
 from omniserve.server.cli import ServerOptions, build_parser
-from omniserve.server.keys import read_key_file
-from omniserve.server.limits import Limits
+from omniserve.server.engines import client as engine_client
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -206,5 +207,5 @@ def test_selectors_find_the_pod_and_the_kustomization_has_every_file() -> None:
 def test_it_scales_by_a_metric_that_there_is() -> None:
     (trigger,) = manifest("keda.yaml")["spec"]["triggers"]
     name, label = re.findall(r"(\w+)\{(\w+)=", trigger["metadata"]["query"])[0]
-    source = (ROOT / "omniserve" / "server" / "metrics.py").read_text()
+    source = (ROOT / "omniserve" / "server" / "telemetry" / "metrics.py").read_text()
     assert f'"{name}"' in source and f'"{label}"' in source

@@ -36,7 +36,7 @@ _MOST_WAIT_S = 10.0
 
 
 class BackgroundStartup:
-    """Keeps an engine's halves and profile up, as ``engine_process`` tells it when to.
+    """Keeps an engine's halves and profile up, as ``server/engines/process.py`` tells it when to.
 
     Args:
         model: The engine's.

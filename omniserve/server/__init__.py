@@ -1,7 +1,7 @@
-"""HTTP server with OpenAI's API. The API runs in one process, the engine in another.
+"""HTTP server with OpenAI's API. The API runs in one process, each engine in another.
 
-``cli`` reads flags, ``serve`` runs and stops everything, ``api`` and ``generate`` have the routes, ``protocol`` checks
-requests, ``output_stream`` drives engine requests through ``engine_client``, ``engine_process`` is the other side
-(``engine_messages`` goes between them), and ``answers`` shapes what comes back. ``process`` has what both processes set
-up for themselves.
+``cli`` reads flags, ``serve`` runs and stops everything, ``api`` and ``generate`` have the routes. ``completions``,
+``responses``, ``anthropic`` and ``embeddings`` each check the requests of an API and shape its answers; ``dialects``
+reads what models write. ``prompts`` makes token ids of requests, and ``output_stream`` drives engine requests through
+``engines``. ``access`` says who may ask for how much, ``telemetry`` what went on.
 """

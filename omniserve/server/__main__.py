@@ -4,7 +4,7 @@
 if __name__ == "__main__":
     import sys
 
-    from omniserve.server.process import start_fork_server
+    from omniserve.server.process_settings import start_fork_server
 
     start_fork_server()  # first, because what it imports takes longer than all that is imported here
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from omniserve.server.choice import Delta
+from omniserve.server.completions.protocol import GenerationRequest, parse
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import ignored_header
 from omniserve.server.header_fields import NO_HEADERS, HeaderFields
 from omniserve.server.jobs import Usage
 from omniserve.server.output_stream import OutputStream
-from omniserve.server.protocol import GenerationRequest, parse
 from omniserve.server.service import Service
 
 MAX_INLINE_BODY = 1 << 18

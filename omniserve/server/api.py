@@ -24,24 +24,24 @@ from starlette.types import ASGIApp
 from omniserve.core.errors import EngineStopped
 from omniserve.core.version import __version__
 from omniserve.server import generate, loras, openapi, sessions
+from omniserve.server.access.keys import KeyRing
+from omniserve.server.access.limits import Gate, is_free, take_body
+from omniserve.server.access.origins import PageGuard, is_loopback
 from omniserve.server.anthropic import routes as anthropic
 from omniserve.server.anthropic.errors import error_response, speaks_anthropic
+from omniserve.server.completions.messages import MAX_MESSAGES, Message, Tool
+from omniserve.server.completions.protocol import MAX_TOOLS, TemplateFields
 from omniserve.server.connections import HeadAsGet, RequestLog, UnderPath
 from omniserve.server.embeddings import routes as embedding_routes
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.fields import StrictModel, ignored_header, read_fields, validate
-from omniserve.server.keys import KeyRing
-from omniserve.server.limits import Gate, is_free, take_body
-from omniserve.server.messages import MAX_MESSAGES, Message, Tool
 from omniserve.server.openapi import answers, takes
-from omniserve.server.origins import PageGuard, is_loopback
-from omniserve.server.protocol import MAX_TOOLS, TemplateFields
 from omniserve.server.responses import routes as responses
 from omniserve.server.service import Service
-from omniserve.server.text import TooManyTokens
+from omniserve.server.tokenizing.text import TooManyTokens
 
 if TYPE_CHECKING:
-    from omniserve.server.otlp import OtlpTraces
+    from omniserve.server.telemetry.otlp import OtlpTraces
 
 
 def create_app(

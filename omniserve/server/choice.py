@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, RequestTimes, Stay, TokenLogprob, add_stay
 from omniserve.server.dialects.base import AnswerParser, ParsedCall, Said
-from omniserve.server.text import TextCodec
+from omniserve.server.tokenizing.text import TextCodec
 
 # Tokens of an answer that is read as a whole become text in such parts: each decoding keeps other requests waiting.
 _TOKENS_PER_PART = 1024

@@ -36,13 +36,13 @@ from omniserve.launch.flags import (
 )
 from omniserve.launch.loading import EngineLoader
 from omniserve.launch.models import BUILTIN_MODEL_NAME
+from omniserve.server.access.keys import ApiKey, KeyRing, digest_of, read_key_file
+from omniserve.server.access.limits import Limits
+from omniserve.server.access.origins import checked_origin
+from omniserve.server.access.tiers import class_of_tier
 from omniserve.server.batches.files import BatchSettings
 from omniserve.server.errors import ApiError
-from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
-from omniserve.server.limits import Limits
-from omniserve.server.origins import checked_origin
-from omniserve.server.tiers import class_of_tier
-from omniserve.server.traces import checked_endpoint
+from omniserve.server.telemetry.traces import checked_endpoint
 
 logger = logging.getLogger("omniserve.server")
 

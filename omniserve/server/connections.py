@@ -22,11 +22,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from omniserve.core.logs import access_logger, request_id
-from omniserve.server.calls import TRACED_PATHS, FinishedCall
 from omniserve.server.errors import ApiError
+from omniserve.server.telemetry.calls import TRACED_PATHS, FinishedCall
 
 if TYPE_CHECKING:
-    from omniserve.server.otlp import OtlpTraces
+    from omniserve.server.telemetry.otlp import OtlpTraces
 
 logger = logging.getLogger(__name__)
 

@@ -11,17 +11,17 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from omniserve.server.access.limits import caller_of, take_body
 from omniserve.server.answer_shape import AnswerShape, CallShape
-from omniserve.server.answers import ChatShape, CompletionShape
 from omniserve.server.anthropic import openapi
 from omniserve.server.anthropic.fields import MessagesBody
 from omniserve.server.anthropic.shape import MessagesShape
+from omniserve.server.completions.answers import ChatShape, CompletionShape
+from omniserve.server.completions.protocol import ChatRequest, CompletionRequest
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.header_fields import HeaderFields
-from omniserve.server.limits import caller_of, take_body
 from omniserve.server.openapi import GENERATION_ERRORS, MESSAGES_ERRORS, ChatCompletion, Completion, answers, takes
 from omniserve.server.output_stream import OutputStream
-from omniserve.server.protocol import ChatRequest, CompletionRequest
 from omniserve.server.service import Service, new_call_id
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from omniserve.server.completions.protocol import CompletionRequest
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields, validate
-from omniserve.server.protocol import CompletionRequest
 
 logger = logging.getLogger("omniserve.server")
 

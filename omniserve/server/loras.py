@@ -20,9 +20,9 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
+from omniserve.server.access.limits import BodyReader, caller_of, take_body
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import StrictModel, UnknownFields, ignored_header, read_fields, validate
-from omniserve.server.limits import BodyReader, caller_of, take_body
 from omniserve.server.openapi import answers, takes
 
 logger = logging.getLogger(__name__)

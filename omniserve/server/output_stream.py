@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from omniserve.core.errors import EngineStopped, RequestRejected
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput
+from omniserve.server.access.limits import Backlog
 from omniserve.server.choice import Choice, Delta, merge
-from omniserve.server.engine_client import Accepted, Event
+from omniserve.server.engines.client import Accepted, Event
+from omniserve.server.engines.fleet import Placement
 from omniserve.server.errors import ApiError, engine_gone, from_engine
-from omniserve.server.fleet import Placement
 from omniserve.server.jobs import Fallback, Job, Usage
-from omniserve.server.limits import Backlog
-from omniserve.server.metrics import ServerMetrics
-from omniserve.server.text import TextCodec
+from omniserve.server.telemetry.metrics import ServerMetrics
+from omniserve.server.tokenizing.text import TextCodec
 
 # Deltas that wait for a reader one by one; what comes while so many do joins the last one of its choice.
 _MAX_UNREAD_DELTAS = 64

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from omniserve.core.request import ClassSpec, RequestLimits, SamplingParams
 from omniserve.server.choice import TextForm
-from omniserve.server.constraints import GrammarWriter
+from omniserve.server.completions.constraints import GrammarWriter
+from omniserve.server.completions.messages import text_of
+from omniserve.server.completions.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.dialects.base import Dialect, Opening
 from omniserve.server.dialects.tagged import TaggedDialect
 from omniserve.server.errors import ApiError, ContextExceeded
 from omniserve.server.generation_defaults import GenerationDefaults
-from omniserve.server.messages import text_of
-from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from omniserve.server.text import TextCodec, TooManyTokens
+from omniserve.server.tokenizing.text import TextCodec, TooManyTokens
 
 # As many tokens as /v1/completions of OpenAI gives when the request does not say.
 _DEFAULT_COMPLETION_TOKENS = 16

@@ -19,6 +19,7 @@ from omniserve.core.errors import EngineStopped
 from omniserve.core.logs import set_up_logs
 from omniserve.launch.models import load_tokenizer
 from omniserve.routing.routers import ROUTERS
+from omniserve.server.access.origins import is_loopback
 from omniserve.server.api import create_app
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.routes import BatchServing
@@ -27,18 +28,17 @@ from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_co
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.embeddings.model_files import find_pooling
 from omniserve.server.embeddings.texts_model import start_second
-from omniserve.server.engine_process import EngineLike, EngineMaker
+from omniserve.server.engines.fleet import Fleet
+from omniserve.server.engines.process import EngineLike, EngineMaker
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields
-from omniserve.server.fleet import Fleet
 from omniserve.server.generation_defaults import find_generation_defaults
 from omniserve.server.loras import LoRAModels
-from omniserve.server.origins import is_loopback
-from omniserve.server.process import GarbageCollector
+from omniserve.server.process_settings import GarbageCollector
 from omniserve.server.responses.store import ResponseStore
 from omniserve.server.service import Service
-from omniserve.server.text import TextCodec
-from omniserve.server.traces import open_traces
+from omniserve.server.telemetry.traces import open_traces
+from omniserve.server.tokenizing.text import TextCodec
 
 logger = logging.getLogger("omniserve.server")
 

@@ -11,26 +11,32 @@ from typing import Any
 
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.routing.books import Call
+from omniserve.server.access.limits import MIB, Backlog, BodyReader, Limits
+from omniserve.server.access.tiers import class_of_tier, tier_of_class
+from omniserve.server.completions.protocol import (
+    MAX_PROMPTS,
+    CallRequest,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
 from omniserve.server.dialects.tagged import TaggedDialect
 from omniserve.server.embeddings.model_files import PoolingOfModel
 from omniserve.server.embeddings.texts_model import TextsModel, no_such_use
-from omniserve.server.engine_messages import EngineInfo
+from omniserve.server.engines.fleet import Fleet, Placement
+from omniserve.server.engines.messages import EngineInfo
 from omniserve.server.errors import ApiError, shutting_down
 from omniserve.server.fields import UnknownFields
-from omniserve.server.fleet import Fleet, Placement
 from omniserve.server.generation_defaults import GenerationDefaults
 from omniserve.server.jobs import Fallback, Job
-from omniserve.server.limits import MIB, Backlog, BodyReader, Limits
 from omniserve.server.loras import LoRAModels
-from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import OutputStream
 from omniserve.server.prompts import PromptWriter, samplings_of, with_budget
-from omniserve.server.protocol import MAX_PROMPTS, CallRequest, ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.responses.store import ResponseStore
 from omniserve.server.sessions import session_name
-from omniserve.server.text import TextCodec
-from omniserve.server.tiers import class_of_tier, tier_of_class
-from omniserve.server.vllm_metrics import Served
+from omniserve.server.telemetry.metrics import ServerMetrics
+from omniserve.server.telemetry.vllm_metrics import Served
+from omniserve.server.tokenizing.text import TextCodec
 
 # As many tokens as /v1/completions of OpenAI gives when the request does not say.
 _DEFAULT_COMPLETION_TOKENS = 16

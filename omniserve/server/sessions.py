@@ -9,10 +9,10 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from omniserve.server.access.limits import BodyReader, caller_of, take_body
+from omniserve.server.engines.fleet import Fleet
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import StrictModel, UnknownFields, ignored_header, read_fields, validate
-from omniserve.server.fleet import Fleet
-from omniserve.server.limits import BodyReader, caller_of, take_body
 from omniserve.server.openapi import CacheCleared, answers, takes
 
 _ERRORS = (400, 403, 408, 413, 429, 503)

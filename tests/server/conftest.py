@@ -139,8 +139,8 @@ def engines_in_threads() -> Iterator[None]:
 @pytest.fixture
 def no_pause(monkeypatch) -> None:
     """Start an engine that died again at once: what one in this process has sent needs little time to arrive."""
-    monkeypatch.setattr("omniserve.server.supervisor._FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("omniserve.server.engine_client._LAST_WORDS_S", 0.5)
+    monkeypatch.setattr("omniserve.server.engines.supervisor._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("omniserve.server.engines.client._LAST_WORDS_S", 0.5)
 
 
 @pytest.fixture(scope="session")

@@ -20,12 +20,14 @@ from unittest import mock
 import fake_engine
 from running import START_TIMEOUT_S, Server
 
-from omniserve.server import engine_client, engine_process, serve
+from omniserve.server import serve
 from omniserve.server.batches.database import Database
 from omniserve.server.batches.store import Store
 from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import Connections, allow_connections
-from omniserve.server.engine_process import EngineMaker
+from omniserve.server.engines import client as engine_client
+from omniserve.server.engines import process as engine_process
+from omniserve.server.engines.process import EngineMaker
 
 _here: contextvars.ContextVar[InProcessServer | None] = contextvars.ContextVar("in_process_server", default=None)
 """The in-process server that the running code belongs to."""

@@ -10,7 +10,7 @@ import pytest
 from fake_engine import AGE, ANNOUNCED, SCALE, SCALED_TTFT_S, SECONDS_PER_TOKEN, SLOW, FakeLoader
 
 from omniserve.core.request import SLO, Request, SamplingParams
-from omniserve.server.engine_client import Accepted, EngineClient
+from omniserve.server.engines.client import Accepted, EngineClient
 
 HEADER = "x-omniserve-predicted-ttft-ms"
 

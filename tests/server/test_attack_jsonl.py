@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from omniserve.server.batches.endpoints import ENDPOINTS
 from omniserve.server.batches.lines import body_of, check_file
+from omniserve.server.completions.protocol import parse
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields, other_encoding, without_marks
-from omniserve.server.protocol import parse
 from tests.quick import slow_except
 from tests.server.attack.bodies import COMPLETIONS, bounded, json_values
 

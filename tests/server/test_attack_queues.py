@@ -12,9 +12,9 @@ from fake_engine import FakeEngine, FakeLoader
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.request import Request, SamplingParams
-from omniserve.server import engine_client
-from omniserve.server.engine_client import EngineClient
-from omniserve.server.engine_messages import AskStats
+from omniserve.server.engines import client as engine_client
+from omniserve.server.engines.client import EngineClient
+from omniserve.server.engines.messages import AskStats
 from omniserve.server.errors import ApiError
 
 

@@ -18,19 +18,19 @@ from tokenizers_for_tests import byte_level_tokenizer
 
 from omniserve.core.errors import RequestRejected
 from omniserve.core.request import SLO, FinishReason, RequestOutput, SamplingParams, TokenLogprob
-from omniserve.server.answers import CompletionShape
+from omniserve.server.access.limits import Backlog, BodyReader
 from omniserve.server.choice import Delta, TextForm, merge
+from omniserve.server.completions.answers import CompletionShape
+from omniserve.server.completions.protocol import CompletionRequest
 from omniserve.server.dialects import choose
 from omniserve.server.dialects.base import Opening, ParsedCall
-from omniserve.server.engine_client import Accepted
+from omniserve.server.engines.client import Accepted
 from omniserve.server.errors import ApiError
 from omniserve.server.generate import EventStream
 from omniserve.server.jobs import Fallback, Job
-from omniserve.server.limits import Backlog, BodyReader
-from omniserve.server.metrics import ServerMetrics
 from omniserve.server.output_stream import OutputStream
-from omniserve.server.protocol import CompletionRequest
-from omniserve.server.text import TextCodec
+from omniserve.server.telemetry.metrics import ServerMetrics
+from omniserve.server.tokenizing.text import TextCodec
 from tests.server.attack.sockets import connect, head, read_all, send
 
 ABC = [byte_level_tokenizer()(letter).input_ids[0] for letter in "abc"]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from omniserve.server.access.limits import Limits
 from omniserve.server.batches.files import BatchSettings
 from omniserve.server.batches.lines import CheckedLine, LineKey, LineResult, PendingLine
 from omniserve.server.batches.locks import make_lock
@@ -17,7 +18,6 @@ from omniserve.server.batches.owner import Owner
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.store import NewBatch, NewFile, Store
 from omniserve.server.fields import UnknownFields
-from omniserve.server.limits import Limits
 
 PATIENCE_S = 60
 

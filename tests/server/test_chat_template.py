@@ -8,10 +8,10 @@ import json
 import pytest
 from tokenizers_for_tests import tokenizer_with
 
-from omniserve.server import chat_template, text
-from omniserve.server.chat_template import ChatTemplate, Form
 from omniserve.server.errors import ApiError
-from omniserve.server.text import TextCodec
+from omniserve.server.tokenizing import chat_template, text
+from omniserve.server.tokenizing.chat_template import ChatTemplate, Form
+from omniserve.server.tokenizing.text import TextCodec
 
 USER, SYSTEM = {"role": "user", "content": "hi there"}, {"role": "system", "content": "be kind"}
 CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}

@@ -8,8 +8,8 @@ from fake_engine import SECONDS_PER_TOKEN
 
 from omniserve.core.config import DEFAULT_CLASSES
 from omniserve.core.request import ClassSpec
+from omniserve.server.access.tiers import class_of_tier
 from omniserve.server.errors import ApiError
-from omniserve.server.tiers import class_of_tier
 
 LS, BE = DEFAULT_CLASSES
 FOUR = (

@@ -17,7 +17,7 @@ from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed, json_valu
 from omniserve.sampling.json_schema import UnsupportedSchema, enforceable
 from omniserve.server.dialects import CALL_FORMS, THINKING, choose
 from omniserve.server.dialects.base import Opening
-from omniserve.server.text import TextCodec
+from omniserve.server.tokenizing.text import TextCodec
 
 WEATHER = {
     "type": "object",

@@ -13,8 +13,8 @@ from tokenizers_for_tests import TOOL_CHAT_TEMPLATE, byte_level_tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from omniserve.server.api import DetokenizeRequest, TokenizeRequest
+from omniserve.server.completions.protocol import RESERVED_VARIABLES, ChatRequest, CompletionRequest
 from omniserve.server.fields import IGNORED_FIELDS_HEADER, NOT_HONOURED
-from omniserve.server.protocol import RESERVED_VARIABLES, ChatRequest, CompletionRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]

@@ -15,7 +15,8 @@ from fake_engine import FakeEngine
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.request import Request, RequestOutput, SamplingParams
-from omniserve.server import engine_messages, engine_process
+from omniserve.server.engines import messages as engine_messages
+from omniserve.server.engines import process as engine_process
 
 
 class Idle:

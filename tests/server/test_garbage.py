@@ -7,7 +7,7 @@ import sys
 
 CODE = """
 import gc, weakref
-from omniserve.server.process import GarbageCollector
+from omniserve.server.process_settings import GarbageCollector
 
 class Node:
     def __init__(self):
@@ -22,7 +22,7 @@ print(old() is None, new() is None, collected, len(gc.get_objects()) < gc.get_fr
 
 FLOOD = """
 import gc
-from omniserve.server.process import GarbageCollector
+from omniserve.server.process_settings import GarbageCollector
 
 class Node:
     def __init__(self):
@@ -44,7 +44,7 @@ print(*told, before - len(gc.get_objects()) > 399_000)
 """
 
 SHARE = """
-from omniserve.server.process import GarbageCollector
+from omniserve.server.process_settings import GarbageCollector
 
 ticks = iter([0.0, *(t for now in (10.0,) for t in (now, now + 2.0)), 211.0, *(212.0, 212.5), 222.4, 222.6, 222.7])
 collector = GarbageCollector(lambda: next(ticks))
@@ -62,7 +62,9 @@ def test_only_what_is_new_is_looked_at() -> None:
 
 
 def test_a_process_that_does_not_serve_is_left_as_it_is() -> None:
-    assert run("import gc, omniserve.server.serve, omniserve.server.process; print(gc.get_freeze_count())") == ["0"]
+    assert run(
+        "import gc, omniserve.server.serve, omniserve.server.process_settings; print(gc.get_freeze_count())"
+    ) == ["0"]
 
 
 def test_at_the_end_all_is_let_go() -> None:

@@ -13,13 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from omniserve.core.config import DEFAULT_CLASSES
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
 from omniserve.core.stats import EngineStats, KVUsage, SchedulerStats
+from omniserve.server.access.tiers import class_of_tier, prioritised_tier, tier_of_class
+from omniserve.server.completions.protocol import CompletionRequest, SloFields, parse
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields
 from omniserve.server.header_fields import SLO_HEADERS, HeaderFields
-from omniserve.server.metrics import ServerMetrics
-from omniserve.server.protocol import CompletionRequest, SloFields, parse
-from omniserve.server.tiers import class_of_tier, prioritised_tier, tier_of_class
-from omniserve.server.vllm_metrics import Served
+from omniserve.server.telemetry.metrics import ServerMetrics
+from omniserve.server.telemetry.vllm_metrics import Served
 
 CLASSES = (
     ClassSpec(name="gold", kind="LS"),

@@ -11,10 +11,10 @@ import openai
 import pytest
 from tokenizers_for_tests import byte_level_tokenizer
 
+from omniserve.server.completions.protocol import ChatRequest, CompletionRequest, parse
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields
 from omniserve.server.generation_defaults import GenerationDefaults, find_generation_defaults
-from omniserve.server.protocol import ChatRequest, CompletionRequest, parse
 
 Z = 65
 SAID = {

@@ -13,7 +13,7 @@ from omniserve.core.stats import EngineStats, KVUsage, LatencyStats, SchedulerSt
 from omniserve.server.choice import Times
 from omniserve.server.dashboard.history import History
 from omniserve.server.dashboard.series import Reading, chart_values, quantile, read
-from omniserve.server.metrics import ServerMetrics
+from omniserve.server.telemetry.metrics import ServerMetrics
 
 LS_SLO = SLO(ttft_s=0.33, tpot_s=0.055)
 CLASSES = (ClassSpec(name="LS", kind="LS", slo=LS_SLO), ClassSpec(name="BE", kind="BE"))

@@ -11,12 +11,12 @@ import pytest
 
 from omniserve.core.request import ClassSpec
 from omniserve.core.stats import EngineStats, SchedulerStats, TenantStats
+from omniserve.server.access.keys import ApiKey, KeyRing, digest_of, read_key_file
+from omniserve.server.access.limits import Caller
 from omniserve.server.cli import parse_args
-from omniserve.server.engine_metrics import MOST_TENANTS, OTHER_TENANTS
 from omniserve.server.errors import ApiError
-from omniserve.server.keys import ApiKey, KeyRing, digest_of, read_key_file
-from omniserve.server.limits import Caller
-from omniserve.server.metrics import ServerMetrics
+from omniserve.server.telemetry.engine_metrics import MOST_TENANTS, OTHER_TENANTS
+from omniserve.server.telemetry.metrics import ServerMetrics
 
 KEYS = [
     {"name": "owner", "key": "owner-key"},

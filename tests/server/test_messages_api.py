@@ -29,7 +29,7 @@ from omniserve.server.errors import ApiError
 from omniserve.server.fields import IGNORED_FIELDS_HEADER, UnknownFields
 from omniserve.server.generation_defaults import GenerationDefaults
 from omniserve.server.jobs import Usage
-from omniserve.server.text import TextCodec
+from omniserve.server.tokenizing.text import TextCodec
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 TOKENIZER = byte_level_tokenizer()

@@ -7,8 +7,8 @@ import asyncio
 import httpx
 import pytest
 
+from omniserve.server.access.origins import PageGuard, checked_origin, is_loopback
 from omniserve.server.cli import parse_args
-from omniserve.server.origins import PageGuard, checked_origin, is_loopback
 
 NAMED = "https://chat.example.org"
 

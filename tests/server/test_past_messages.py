@@ -10,10 +10,10 @@ import pytest
 from openai.types.chat import ParsedChatCompletionMessage
 from tokenizers_for_tests import CHAT_TEMPLATE, TOOL_CHAT_TEMPLATE, byte_level_tokenizer
 
+from omniserve.server.completions.protocol import ChatRequest, parse
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import IGNORED_FIELDS_HEADER, UnknownFields
-from omniserve.server.protocol import ChatRequest, parse
-from omniserve.server.text import TextCodec
+from omniserve.server.tokenizing.text import TextCodec
 
 CHAT = "/v1/chat/completions"
 TOKENIZER = byte_level_tokenizer()

@@ -15,7 +15,7 @@ from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, Sa
 from omniserve.server.choice import Choice, TextForm, merge
 from omniserve.server.dialects import choose
 from omniserve.server.dialects.base import Opening
-from omniserve.server.text import TextCodec
+from omniserve.server.tokenizing.text import TextCodec
 
 TOKENIZER = byte_level_tokenizer()
 [ASSISTANT] = TOKENIZER("<|assistant|>").input_ids

@@ -33,7 +33,7 @@ from omniserve.server.responses.fields import CreateResponse
 from omniserve.server.responses.items import sealed, unsealed
 from omniserve.server.responses.output_items import OutputItems
 from omniserve.server.responses.store import ResponseStore
-from omniserve.server.text import TextCodec
+from omniserve.server.tokenizing.text import TextCodec
 
 TOKENIZER = byte_level_tokenizer()
 [ASSISTANT] = TOKENIZER("<|assistant|>").input_ids

@@ -20,8 +20,8 @@ from running import wait_until
 
 from omniserve.core.errors import EngineStopped
 from omniserve.core.request import Request, SamplingParams
-from omniserve.server import engine_client
-from omniserve.server.supervisor import EngineSupervisor, pause_before
+from omniserve.server.engines import client as engine_client
+from omniserve.server.engines.supervisor import EngineSupervisor, pause_before
 from tests.server.attack.processes import engine_pid
 
 ENDLESS = {"model": "fake", "prompt": [SLOW, 5], "max_tokens": 400}

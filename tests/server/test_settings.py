@@ -19,8 +19,8 @@ from omniserve.core.config import (
     PrefillConfig,
 )
 from omniserve.core.request import ClassSpec
+from omniserve.server.access.limits import Limits
 from omniserve.server.cli import build_parser, parse_args
-from omniserve.server.limits import Limits
 
 # Field of EngineConfig -> the setting for it, a value of that, and what the field is then; not its default.
 SETTINGS = {

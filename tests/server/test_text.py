@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from tokenizers_for_tests import CHAT_TEMPLATE, byte_level_tokenizer, sentencepiece_tokenizer, tokenizer_with
 from transformers import PreTrainedTokenizerFast
 
-from omniserve.server.lanes import Lane
-from omniserve.server.text import TextCodec, TooManyTokens
-from omniserve.server.token_bound import TokenBound
+from omniserve.server.tokenizing.lanes import Lane
+from omniserve.server.tokenizing.text import TextCodec, TooManyTokens
+from omniserve.server.tokenizing.token_bound import TokenBound
 
 USER = {"role": "user", "content": "hi there"}
 

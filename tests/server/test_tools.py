@@ -14,11 +14,11 @@ from tokenizers_for_tests import TOOL_CHAT_TEMPLATE, byte_level_tokenizer
 
 from omniserve.sampling.detokenizer import Detokenizer, special_token_ids
 from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed
+from omniserve.server.completions.messages import Tool
 from omniserve.server.dialects.base import Opening
 from omniserve.server.dialects.hermes import Hermes
 from omniserve.server.dialects.tagged import TaggedDialect, ToolCallParser
-from omniserve.server.messages import Tool
-from omniserve.server.text import TextCodec
+from omniserve.server.tokenizing.text import TextCodec
 
 TOKENIZER = byte_level_tokenizer()
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'

@@ -15,7 +15,7 @@ from otlp_receiver import receiving
 
 from omniserve.core.request import add_stay
 from omniserve.server.cli import parse_args
-from omniserve.server.traces import open_traces
+from omniserve.server.telemetry.traces import open_traces
 from tests.quick import slow_except
 
 SOON = {"OTEL_BSP_SCHEDULE_DELAY": "50"}  # milliseconds
@@ -174,7 +174,7 @@ def test_the_environment_switches_it_on_and_the_end_sends_what_is_left(start_ser
 
 @pytest.mark.parametrize("answers", slow_except(("nobody listens",), ["nobody listens", "nobody answers"]))
 def test_a_collector_that_is_gone_costs_no_request(start_server, monkeypatch, answers):
-    monkeypatch.setattr("omniserve.server.otlp._FLUSH_S", 1.0)
+    monkeypatch.setattr("omniserve.server.telemetry.otlp._FLUSH_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         if answers == "nobody listens":
@@ -197,7 +197,7 @@ def test_without_flag_and_environment_there_are_none(monkeypatch):
 
 @pytest.fixture
 def no_sdk(monkeypatch):
-    monkeypatch.delitem(sys.modules, "omniserve.server.otlp", raising=False)
+    monkeypatch.delitem(sys.modules, "omniserve.server.telemetry.otlp", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 from omniserve.server.anthropic.blocks import TextBlock
 from omniserve.server.anthropic.fields import Conversation, CountedConversation, CustomTool, HostedTool, MessagesBody
 from omniserve.server.anthropic.writer import ChatWriter, joined
-from omniserve.server.constraints import Constraint, with_format_of
+from omniserve.server.completions.constraints import Constraint, with_format_of
+from omniserve.server.completions.protocol import ChatRequest, check_combinations
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import read_fields, validate, without_nulls
 from omniserve.server.header_fields import NO_HEADERS, HeaderFields
-from omniserve.server.protocol import ChatRequest, check_combinations
 from omniserve.server.service import Service
 
 # The begin of the system block in which Claude Code tells its version, with a hash of the conversation or of the call.

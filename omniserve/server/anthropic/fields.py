@@ -8,9 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from omniserve.server.anthropic.blocks import Block, PastMessage, Texts
+from omniserve.server.completions.messages import MAX_MESSAGES, TOOL_NAME
+from omniserve.server.completions.protocol import (
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    MAX_TOOLS,
+    SloFields,
+)
 from omniserve.server.fields import Fate, StrictModel
-from omniserve.server.messages import MAX_MESSAGES, TOOL_NAME
-from omniserve.server.protocol import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, MAX_STOP_TOKENS, MAX_TOOLS, SloFields
 
 _NO_EFFECT = Fate()
 _DROPPED = Fate(())

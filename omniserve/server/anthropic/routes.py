@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from omniserve.core.logs import request_id
+from omniserve.server.access.limits import take_body
 from omniserve.server.answer_shape import MAX_INLINE_BODY
 from omniserve.server.anthropic.chat import MessagesRequest, read_conversation
 from omniserve.server.anthropic.errors import REQUEST_ID_HEADER
@@ -18,10 +19,9 @@ from omniserve.server.anthropic.fields import Conversation
 from omniserve.server.anthropic.openapi import InputTokens, MessagesError
 from omniserve.server.errors import ContextExceeded
 from omniserve.server.fields import ignored_header
-from omniserve.server.limits import take_body
 from omniserve.server.openapi import answers, takes
 from omniserve.server.service import Service
-from omniserve.server.text import TooManyTokens
+from omniserve.server.tokenizing.text import TooManyTokens
 
 
 def router(service: Service) -> APIRouter:

@@ -9,18 +9,18 @@ from typing import Any
 
 from omniserve.core.logs import request_id
 from omniserve.core.request import ClassSpec, FinishReason, ServiceClass
+from omniserve.server.access.tiers import class_of_tier
 from omniserve.server.answer_shape import MAX_INLINE_BODY, AnswerShape
 from omniserve.server.anthropic.chat import MessagesRequest, read_request
 from omniserve.server.anthropic.errors import REQUEST_ID_HEADER, error_body
 from omniserve.server.anthropic.signatures import signature_of
 from omniserve.server.choice import Delta
+from omniserve.server.completions.protocol import GenerationRequest
 from omniserve.server.dialects.base import ParsedCall
 from omniserve.server.errors import ApiError
 from omniserve.server.header_fields import NO_HEADERS, HeaderFields
 from omniserve.server.jobs import Usage
-from omniserve.server.protocol import GenerationRequest
 from omniserve.server.service import Service
-from omniserve.server.tiers import class_of_tier
 
 # Some clients miss fields that are absent, also those which belong to Anthropic's own tools and refusals.
 _NO_STOP: Mapping[str, Any] = {"stop_reason": None, "stop_sequence": None, "stop_details": None, "container": None}

@@ -17,12 +17,12 @@ from omniserve.core.arguments import ArgumentParser
 from omniserve.core.logs import set_up_logs
 from omniserve.launch.dataclass_flags import add_field_flags, integer
 from omniserve.launch.flags import add_engine_flags, config_from, loras_from, model_from
+from omniserve.server.access.limits import Limits
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.endpoints import ENDPOINTS
 from omniserve.server.batches.files import FileFolder
 from omniserve.server.cli import ServerOptions
 from omniserve.server.fields import other_encoding, read_json, without_marks
-from omniserve.server.limits import Limits
 
 _POLL_S = 2.0
 _TIMEOUT_S = 60.0

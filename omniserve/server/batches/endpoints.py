@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from omniserve.server.answer_shape import CallShape
-from omniserve.server.answers import ChatShape, CompletionShape
 from omniserve.server.anthropic.shape import MessagesShape
+from omniserve.server.completions.answers import ChatShape, CompletionShape
 from omniserve.server.embeddings.shapes import EmbeddingShape
 from omniserve.server.responses.shape import ResponseShape
 

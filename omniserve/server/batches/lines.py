@@ -11,15 +11,15 @@ from http import HTTPStatus
 from typing import Any, BinaryIO, NamedTuple
 
 from omniserve.core.request import ServiceClass
+from omniserve.server.access.tiers import class_of_tier, prioritised_tier
 from omniserve.server.batches.database import SUSPECT_STOPS
 from omniserve.server.batches.endpoints import ENDPOINTS
 from omniserve.server.batches.store import new_id
+from omniserve.server.completions.protocol import GenerationRequest, R, SloFields
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields, other_encoding, read_json, without_marks, without_nulls
-from omniserve.server.protocol import GenerationRequest, R, SloFields
 from omniserve.server.responses.chat import ResponsesRequest
 from omniserve.server.service import Service, new_call_id
-from omniserve.server.tiers import class_of_tier, prioritised_tier
 
 MAX_LINE_BYTES = 32 << 20
 """Largest line in bytes: as much as the body of an HTTP request may have."""

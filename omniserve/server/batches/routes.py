@@ -21,6 +21,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.types import Message
 
 from omniserve.server import openapi
+from omniserve.server.access.limits import MIB, Limits, caller_of, take_body
 from omniserve.server.batches.database import BATCHES, FILES, TIMED_STATUSES, Database, Row, StorageError
 from omniserve.server.batches.endpoints import ENDPOINTS
 from omniserve.server.batches.files import BatchSettings, read_parts, storage_errors
@@ -29,7 +30,6 @@ from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.store import NewBatch, NewFile, Page, Store
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import StrictModel, ignored_header, read_fields, validate
-from omniserve.server.limits import MIB, Limits, caller_of, take_body
 from omniserve.server.openapi import STORAGE_ERRORS, answers, asks, takes
 from omniserve.server.service import Service
 

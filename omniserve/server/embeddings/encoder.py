@@ -7,7 +7,7 @@ that neither waits for it; where they leave none, it nearly stands still. The la
 usual priority, as these are LS work like any other, and never waits for a batch of the other lane. Both use the same
 weights. A batch is bounded in texts and in tokens, so that a text waits for one short batch of its kind at most.
 
-It is what ``engine_process`` takes for an engine: its process is started again like the served model's.
+It is what ``engines.process`` takes for an engine: its process is started again like the served model's.
 
 Legend: B texts of a batch, T tokens of the longest, D hidden.
 """

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from omniserve.server.completions.protocol import MAX_PROMPTS, CallRequest, prompts_of
 from omniserve.server.fields import StrictModel, without_nulls
-from omniserve.server.protocol import MAX_PROMPTS, CallRequest, prompts_of
 
 _Text = Annotated[str, Field(min_length=1)]
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from omniserve.core.request import SamplingParams, ServiceClass
+from omniserve.server.access.tiers import class_of_tier
 from omniserve.server.answer_shape import CallShape
 from omniserve.server.choice import Delta, TextForm
 from omniserve.server.embeddings.protocol import EmbeddingRequest, RerankRequest, ScoreRequest, TextsRequest
@@ -23,8 +24,7 @@ from omniserve.server.errors import ApiError
 from omniserve.server.jobs import Job, Usage
 from omniserve.server.output_stream import OutputStream
 from omniserve.server.service import Service
-from omniserve.server.text import TooManyTokens
-from omniserve.server.tiers import class_of_tier
+from omniserve.server.tokenizing.text import TooManyTokens
 
 _encode = msgspec.json.encode
 # Answers with more numbers are written beside the event loop: a million take tens of milliseconds.

@@ -13,10 +13,10 @@ from omniserve.core.request import ClassSpec, Pooling
 from omniserve.launch.models import load_tokenizer
 from omniserve.server.embeddings.encoder import EncoderMaker
 from omniserve.server.embeddings.model_files import PoolingOfModel, find_pooling
-from omniserve.server.engine_messages import EngineInfo
+from omniserve.server.engines.fleet import Fleet
+from omniserve.server.engines.messages import EngineInfo
 from omniserve.server.errors import ApiError
-from omniserve.server.fleet import Fleet
-from omniserve.server.text import TextCodec
+from omniserve.server.tokenizing.text import TextCodec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import PrivateAttr
 
-from omniserve.server.constraints import Constraint, with_format_of
+from omniserve.server.completions.constraints import Constraint, with_format_of
+from omniserve.server.completions.protocol import ChatRequest, check_combinations
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields, validate
-from omniserve.server.protocol import ChatRequest, check_combinations
 from omniserve.server.responses.fields import (
     INCLUDE_LOGPROBS,
     PASSED_ON,

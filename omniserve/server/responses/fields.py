@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, create_model, model_validator
 
+from omniserve.server.completions.messages import TOOL_NAME
+from omniserve.server.completions.protocol import MAX_TOOLS, ChatRequest
 from omniserve.server.fields import Fate, StrictModel, without_nulls
-from omniserve.server.messages import TOOL_NAME
-from omniserve.server.protocol import MAX_TOOLS, ChatRequest
 from omniserve.server.responses.items import Input
 
 INCLUDE_LOGPROBS, INCLUDE_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"

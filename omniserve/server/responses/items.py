@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from omniserve.server.completions.messages import TextContent, text_of
 from omniserve.server.fields import StrictModel, without_nulls
-from omniserve.server.messages import TextContent, text_of
 
 MAX_ITEMS = 4096
 CUSTOM_INPUT = "input"

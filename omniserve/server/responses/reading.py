@@ -14,7 +14,7 @@ from omniserve.server.responses.chat import ResponsesRequest, chat_of
 from omniserve.server.responses.fields import CreateResponse, ResponseFields
 from omniserve.server.responses.items import MAX_ITEMS, Item, ItemMessage, ItemReference, read_item
 from omniserve.server.service import Service
-from omniserve.server.text import TooManyTokens
+from omniserve.server.tokenizing.text import TooManyTokens
 
 T = TypeVar("T")
 

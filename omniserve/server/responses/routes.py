@@ -8,10 +8,10 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
+from omniserve.server.access.limits import caller_of, take_body
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import ignored_header, validate
 from omniserve.server.generate import generate
-from omniserve.server.limits import caller_of, take_body
 from omniserve.server.openapi import (
     GENERATION_ERRORS,
     STORAGE_ERRORS,
@@ -29,7 +29,7 @@ from omniserve.server.responses.reading import count_tokens, read_request
 from omniserve.server.responses.shape import ResponseShape
 from omniserve.server.responses.store import ResponseStore
 from omniserve.server.service import Service
-from omniserve.server.text import TooManyTokens
+from omniserve.server.tokenizing.text import TooManyTokens
 
 _ONE = "/v1/responses/{response_id}"
 _RUNNING = ("queued", "in_progress")

@@ -12,10 +12,10 @@ from omniserve.core.request import TokenLogprob
 from omniserve.server.answer_shape import AnswerShape, finite
 from omniserve.server.batches.database import StorageError
 from omniserve.server.choice import Delta
+from omniserve.server.completions.protocol import GenerationRequest
 from omniserve.server.errors import ApiError
 from omniserve.server.header_fields import NO_HEADERS, HeaderFields
 from omniserve.server.jobs import Usage
-from omniserve.server.protocol import GenerationRequest
 from omniserve.server.responses.chat import ResponsesRequest
 from omniserve.server.responses.fields import (
     INCLUDE_REASONING,

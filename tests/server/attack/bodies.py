@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from omniserve.server.api import DetokenizeRequest, TokenizeRequest
+from omniserve.server.completions.protocol import ChatRequest, CompletionRequest
 from omniserve.server.fields import NOT_HONOURED
-from omniserve.server.protocol import ChatRequest, CompletionRequest
 from omniserve.server.responses.fields import CreateResponse
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"

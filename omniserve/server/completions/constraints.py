@@ -13,10 +13,10 @@ from typing import Any
 
 from omniserve.sampling.grammar import json_value
 from omniserve.sampling.json_schema import UnsupportedSchema, check, enforceable
+from omniserve.server.completions.messages import Tool
 from omniserve.server.dialects.base import Dialect, Opening
 from omniserve.server.errors import ApiError
-from omniserve.server.messages import Tool
-from omniserve.server.text import TextCodec
+from omniserve.server.tokenizing.text import TextCodec
 
 MAX_SCHEMA_CHARACTERS = 128 << 10
 """Most characters of a request's schemas together. A waiting request keeps little, whatever the size of bodies."""

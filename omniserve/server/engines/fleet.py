@@ -17,11 +17,11 @@ from omniserve.core.load import EngineLoad
 from omniserve.core.stats import EngineStats, FreedKV, total
 from omniserve.routing.books import Call, EngineBooks, Sent
 from omniserve.routing.routers import Router
-from omniserve.server.engine_client import EngineClient
-from omniserve.server.engine_messages import EngineInfo
-from omniserve.server.engine_process import EngineMaker
+from omniserve.server.engines.client import EngineClient
+from omniserve.server.engines.messages import EngineInfo
+from omniserve.server.engines.process import EngineMaker
+from omniserve.server.engines.supervisor import EngineSupervisor
 from omniserve.server.errors import ApiError, engine_gone
-from omniserve.server.supervisor import EngineSupervisor
 
 
 class Fleet:

@@ -14,8 +14,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from omniserve.core.request import ClassSpec
+from omniserve.server.access.tiers import class_of_tier
 from omniserve.server.errors import ApiError
-from omniserve.server.tiers import class_of_tier
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -14,7 +14,7 @@ from omniserve.core.stats import EngineStats, TenantStats
 
 if TYPE_CHECKING:
     from omniserve.routing.books import EngineBooks
-    from omniserve.server.fleet import Fleet
+    from omniserve.server.engines.fleet import Fleet
 
 F = TypeVar("F", bound=GaugeMetricFamily | CounterMetricFamily)
 

@@ -11,13 +11,13 @@ from prometheus_client.core import Metric
 
 from omniserve.core.request import SLO, FinishReason
 from omniserve.core.stats import EngineStats
-from omniserve.server.engine_metrics import EngineCollector
 from omniserve.server.errors import ApiError
-from omniserve.server.vllm_metrics import Served, VllmMetrics
+from omniserve.server.telemetry.engine_metrics import EngineCollector
+from omniserve.server.telemetry.vllm_metrics import Served, VllmMetrics
 
 if TYPE_CHECKING:
     from omniserve.server.choice import Choice
-    from omniserve.server.fleet import Fleet
+    from omniserve.server.engines.fleet import Fleet
 
 _TTFT_BUCKETS_S = (
     0.01,

@@ -17,17 +17,14 @@ from pydantic import (
 )
 
 from omniserve.core.request import SLO
-from omniserve.server.constraints import (
+from omniserve.server.completions.constraints import (
     MAX_SCHEMA_CHARACTERS,
     BudgetConstraint,
     CallConstraint,
     Constraint,
     FormatConstraint,
 )
-from omniserve.server.errors import ApiError
-from omniserve.server.fields import StrictModel, UnknownFields, read_fields, validate, without_nulls
-from omniserve.server.header_fields import NO_HEADERS, HeaderFields
-from omniserve.server.messages import (
+from omniserve.server.completions.messages import (
     MAX_MESSAGES,
     AllowedToolChoice,
     Message,
@@ -37,6 +34,9 @@ from omniserve.server.messages import (
     ToolChoice,
     text_of,
 )
+from omniserve.server.errors import ApiError
+from omniserve.server.fields import StrictModel, UnknownFields, read_fields, validate, without_nulls
+from omniserve.server.header_fields import NO_HEADERS, HeaderFields
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048

@@ -26,10 +26,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from omniserve.core.request import FinishReason
 from omniserve.core.version import __version__
-from omniserve.server.calls import TRACED_PATHS, FinishedCall
 from omniserve.server.choice import Choice
 from omniserve.server.errors import ApiError
 from omniserve.server.output_stream import OutputStream
+from omniserve.server.telemetry.calls import TRACED_PATHS, FinishedCall
 
 logger = logging.getLogger(__name__)
 

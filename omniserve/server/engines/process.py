@@ -30,7 +30,7 @@ from omniserve.core.request import SLO, Arrival, Request, RequestLimits, Request
 from omniserve.core.stats import EngineStats, FreedKV
 from omniserve.core.upkeep import Upkeep
 from omniserve.sampling.grammar import Grammar
-from omniserve.server.engine_messages import (
+from omniserve.server.engines.messages import (
     Abort,
     Add,
     AskStats,
@@ -51,7 +51,7 @@ from omniserve.server.engine_messages import (
     decode_command,
     encode,
 )
-from omniserve.server.process import GarbageCollector
+from omniserve.server.process_settings import GarbageCollector
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from omniserve.core.request import ClassSpec
+from omniserve.server.access.keys import ApiKey, KeyRing
+from omniserve.server.access.tiers import prioritised_tier
 from omniserve.server.anthropic.errors import error_response
+from omniserve.server.completions.protocol import R
 from omniserve.server.errors import ApiError
-from omniserve.server.keys import ApiKey, KeyRing
-from omniserve.server.protocol import R
-from omniserve.server.tiers import prioritised_tier
 
 MIB = 1 << 20
 # Largest bodies that may be in memory at a time.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from omniserve.server.byte_alphabet import BYTE_OF, BYTE_TOKEN
+from omniserve.server.tokenizing.byte_alphabet import BYTE_OF, BYTE_TOKEN
 
 # Characters that are looked at at a time; the sum is often large enough after the first ones.
 _PIECE = 1 << 16

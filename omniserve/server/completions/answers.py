@@ -15,10 +15,10 @@ from typing import Any
 from omniserve.core.request import TokenLogprob
 from omniserve.server.answer_shape import AnswerShape, finite
 from omniserve.server.choice import Delta
+from omniserve.server.completions.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.dialects.base import ParsedCall
 from omniserve.server.errors import ApiError
 from omniserve.server.jobs import Usage
-from omniserve.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from omniserve.server.service import Service
 
 _DONE = "data: [DONE]\n\n"

@@ -18,11 +18,11 @@ from omniserve.core.load import EngineLoad
 from omniserve.core.logs import request_id as http_request_id
 from omniserve.core.request import SLO, Request, RequestOutput
 from omniserve.core.stats import EngineStats, FreedKV
-from omniserve.server import engine_messages
-from omniserve.server.engine_messages import EngineInfo
-from omniserve.server.engine_process import EngineMaker, run_engine_process
+from omniserve.server.engines import messages as engine_messages
+from omniserve.server.engines.messages import EngineInfo
+from omniserve.server.engines.process import EngineMaker, run_engine_process
 from omniserve.server.errors import ApiError, engine_gone
-from omniserve.server.process import engine_context, set_engine_environment
+from omniserve.server.process_settings import engine_context, set_engine_environment
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from omniserve.server.otlp import OtlpTraces
+    from omniserve.server.telemetry.otlp import OtlpTraces
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def checked_endpoint(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError(f"--otlp-endpoint must be the URL of a collector, such as http://127.0.0.1:4318, got {url!r}")
     try:
-        importlib.import_module("omniserve.server.otlp")
+        importlib.import_module("omniserve.server.telemetry.otlp")
     except ImportError as error:
         raise ValueError(f"--otlp-endpoint needs {_INSTALL} ({error})") from None
     return url
@@ -42,7 +42,7 @@ def open_traces(endpoint: str | None, *, model_name: str) -> OtlpTraces | None:
     if endpoint is None and not any(os.environ.get(name) for name in _ENDPOINT_VARIABLES):
         return None
     try:
-        from omniserve.server.otlp import OtlpTraces
+        from omniserve.server.telemetry.otlp import OtlpTraces
     except ImportError as error:
         logger.warning(
             "%s asks for traces, but there will be none without %s (%s)",

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 
 from omniserve.core.errors import EngineStopped
 from omniserve.core.load import EngineLoad
-from omniserve.server.engine_client import EngineClient
-from omniserve.server.engine_messages import EngineInfo
-from omniserve.server.engine_process import EngineMaker
+from omniserve.server.engines.client import EngineClient
+from omniserve.server.engines.messages import EngineInfo
+from omniserve.server.engines.process import EngineMaker
 from omniserve.server.errors import ApiError
 
 logger = logging.getLogger(__name__)

@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 
 from omniserve.sampling.detokenizer import Detokenizer, special_token_ids
 from omniserve.server import dialects
-from omniserve.server.byte_alphabet import BYTE_OF, BYTE_TOKEN
-from omniserve.server.chat_template import ChatTemplate
 from omniserve.server.dialects.base import Dialect
 from omniserve.server.dialects.grammar_text import SpecialTokens, special_tokens
 from omniserve.server.errors import ApiError
-from omniserve.server.lanes import Lane
-from omniserve.server.token_bound import TokenBound
+from omniserve.server.tokenizing.byte_alphabet import BYTE_OF, BYTE_TOKEN
+from omniserve.server.tokenizing.chat_template import ChatTemplate
+from omniserve.server.tokenizing.lanes import Lane
+from omniserve.server.tokenizing.token_bound import TokenBound
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Who may use a server, for how much: API keys, limits, tiers, origins of web pages."""

@@ -1,0 +1,1 @@
+"""From texts and chats to token ids, and back to text."""
