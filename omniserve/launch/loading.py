@@ -66,10 +66,6 @@ class EngineLoader:
     quantize: str | None = None
     replica: tuple[int, int] = (0, 1)
 
-    def __post_init__(self) -> None:
-        if self.quantize is not None and self.config.parallel.num_ranks > 1:
-            raise ValueError(f"--quantize {self.quantize} does not work with several ranks; leave it out")
-
     def for_replica(self, number: int, count: int) -> EngineLoader:
         """Return the maker of one of several engines, which takes its share of the machine."""
         return dataclasses.replace(self, replica=(number, count))
@@ -192,11 +188,15 @@ class EngineLoader:
 
         device = self._device_of_rank(place.rank)
         if device != "cpu":
+            if self.quantize is not None:
+                raise ValueError("weights are quantised on the CPU alone; give --device cpu")
             _select_gpu(torch.device(device))
         on_cpu = dataclasses.replace(self, device="cpu")
         try:
             if is_of_codes(self.model):
-                raise NotInParts("its weights are codes, which are widened first")
+                raise NotInParts("its weights are codes")
+            if self.quantize is not None:
+                raise NotInParts("its weights are quantised as a whole")
             with unread_weights():
                 model = on_cpu.load_model(progress)
         except NotInParts as why:

@@ -16,11 +16,13 @@ from torch import nn
 from omniserve import Engine, EngineConfig, ExecutionConfig, UnsupportedModelError
 from omniserve.core.config import DiskKVConfig, ParallelConfig
 from omniserve.core.errors import PeerLost
-from omniserve.layers.weights.sharding import shard
+from omniserve.layers.weights.quantized_modules import QuantizedLinear
+from omniserve.layers.weights.sharding import RowParallelLinear, shard
 from omniserve.parallel.place import Place
 from omniserve.sched import SCHEDULERS
 from tests.parallel.ranks import ForkedRanks, load_tiny, ranks_of, reference_of, whole_model
 from tests.parity.engine_histories import Tally, run_histories, run_history
+from tests.parity.formats import of_codes
 from tests.parity.models import tiny_model
 from tests.parity.reference import Reference
 from tests.quick import slow_except
@@ -55,6 +57,42 @@ def test_kv_of_int8_on_two_ranks() -> None:
             model, Reference(whole_model("llama"), int8_kv=True), range(2), reach=("host_tokens", "swaps_out"),
             has_profile=False, group=group, parallel=parallel, kv_dtype="int8", **sizes,
         )  # fmt: skip
+
+
+def _load_codes(family: str, is_tied: bool, in_order: bool, place: Place) -> Any:
+    return shard(_of_codes(family, is_tied, in_order), place.shard, place.num_shards)
+
+
+def _of_codes(family: str, is_tied: bool, in_order: bool) -> Any:
+    return of_codes(tiny_model(family, tie_word_embeddings=is_tied), in_order=in_order)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="this CPU has no vector kernel")
+@pytest.mark.parametrize(
+    ("family", "is_tied", "in_order"),
+    slow_except(
+        [("llama", True, True)],
+        [
+            ("llama", True, True), ("llama", False, True), ("llama", False, False), ("phi3", False, True),
+            ("qwen3_moe", True, True),
+        ],
+    ),
+)  # fmt: skip
+def test_ranks_read_their_parts_of_codes(family: str, is_tied: bool, in_order: bool) -> None:
+    """Only inputs in another order are dense: no form has a part of them."""
+    load = functools.partial(_load_codes, family, is_tied, in_order)
+    with ranks_of(family, load=load) as (model, group, parallel):
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        dense = [each for each in linears if not isinstance(each, QuantizedLinear)]
+        assert linears and (all(each in _row_parallel(model) for each in dense) if not in_order else not dense)
+        run_histories(
+            model, Reference(_of_codes(family, is_tied, in_order)), range(2), reach=("host_tokens", "swaps_out"),
+            has_profile=False, group=group, parallel=parallel, **_sizes(model),
+        )  # fmt: skip
+
+
+def _row_parallel(model: nn.Module) -> list[nn.Module]:
+    return [module.inner for module in model.modules() if isinstance(module, RowParallelLinear)]
 
 
 @pytest.mark.parametrize(("family", "num_ranks"), slow_except((), [("llama", 6), ("gpt_neox", 3)]))

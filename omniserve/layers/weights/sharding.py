@@ -11,6 +11,7 @@ each rank: a lookup reads one row, and a sharded one would have to be summed.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +21,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
+from omniserve.layers.weights.quantized import remembered
+from omniserve.layers.weights.quantized_parts import remember_inputs, remember_outputs
 from omniserve.ops.collectives import shard_range
+
+logger = logging.getLogger(__name__)
 
 _all_reduce = torch.ops.omniserve.all_reduce.default
 _all_gather = torch.ops.omniserve.all_gather.default
@@ -111,10 +116,11 @@ def num_shards(model: nn.Module) -> int:
 def shard(model: PreTrainedModel, rank: int, num_ranks: int) -> PreTrainedModel:
     """Make of a whole model a rank's part of it, in place; return it.
 
-    KV heads that are fewer than the ranks are on several of them.
+    KV heads that are fewer than the ranks are on several of them. Codes that were noted of a weight are noted of its
+    part, if a form of codes has that (``quantized_parts``).
 
     Raises:
-        UnsupportedModelError: Its type has no plan, or one with a style that is not known; a weight is quantised.
+        UnsupportedModelError: Its type has no plan, or an unknown style in it; a linear has no parts.
         ValueError: The model is patched or sharded, or its heads do not go into ``num_ranks`` parts.
     """
     name = type(model).__name__
@@ -161,7 +167,10 @@ def _untie_head(model: PreTrainedModel, plan: Mapping[str, str]) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     path = next((path for path, module in model.named_modules() if module is head), "")
     if head is not None and path in plan and getattr(head, "weight", None) is embedding.weight:
+        noted = remembered(embedding.weight)
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        if noted is not None:
+            remember_outputs(head.weight, noted, torch.arange(len(head.weight)))
 
 
 def _shard_parameter(
@@ -203,7 +212,7 @@ def _shard_module(model: PreTrainedModel, path: str, module: nn.Module, style: s
         if type(module) is not nn.Linear:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: {path} is a {type(module).__name__}, of which no rank can keep a part; "
-                "tensor_parallel_size needs weights that are not quantised, and no adapters"
+                "tensor_parallel_size needs linears that are plain: no adapters of PEFT, no rows rounded to int8"
             )
         setattr(parent, name, _shard_linear(model, parent, path, module, style, rank, num_ranks))
     else:
@@ -215,9 +224,8 @@ def _shard_linear(
 ) -> nn.Module:
     num_outputs, num_inputs = linear.out_features, linear.in_features
     if style.startswith("rowwise"):
-        begin, end = shard_range(num_inputs, rank, num_ranks)
-        _keep(linear, lambda weight: _part_of(weight, 1, rank, num_ranks, 1, path), None)
-        return RowParallelLinear(linear, None if style == "rowwise" else (begin, end))
+        _keep_inputs(linear, rank, num_ranks, path)
+        return RowParallelLinear(linear, None if style == "rowwise" else shard_range(num_inputs, rank, num_ranks))
     head_size, name = getattr(parent, "head_dim", None), path.rpartition(".")[2]
     num_heads = model.config.get_text_config(decoder=True).num_attention_heads
     if style == "colwise" and name in _FUSED_PROJECTIONS and num_heads % num_ranks:
@@ -230,7 +238,7 @@ def _shard_linear(
         def cut(weight: Tensor) -> Tensor:
             return _part_of(weight, 0, rank, num_ranks, parts, path)
 
-    _keep(linear, cut, cut)
+    _keep_outputs(linear, cut)
     return linear if style in ("colwise", "packed_colwise") else GatheredLinear(linear, num_outputs, num_ranks)
 
 
@@ -249,11 +257,23 @@ def _heads_part(
     return lambda weight: weight.narrow(0, first * head_size, per_rank * head_size).clone()
 
 
-def _keep(linear: nn.Linear, of_weight: Callable[[Tensor], Tensor], of_bias: Callable[[Tensor], Tensor] | None) -> None:
-    linear.weight = nn.Parameter(of_weight(linear.weight.data), requires_grad=False)
-    if linear.bias is not None and of_bias is not None:
-        linear.bias = nn.Parameter(of_bias(linear.bias.data), requires_grad=False)
-    linear.out_features, linear.in_features = linear.weight.shape
+def _keep_outputs(linear: nn.Linear, cut: Callable[[Tensor], Tensor]) -> None:
+    noted = remembered(linear.weight)
+    linear.weight = nn.Parameter(cut(linear.weight.data), requires_grad=False)
+    if noted is not None:
+        remember_outputs(linear.weight, noted, cut(torch.arange(linear.out_features)))
+    if linear.bias is not None:
+        linear.bias = nn.Parameter(cut(linear.bias.data), requires_grad=False)
+    linear.out_features = linear.weight.shape[0]
+
+
+def _keep_inputs(linear: nn.Linear, rank: int, num_ranks: int, path: str) -> None:
+    begin, end = shard_range(linear.in_features, rank, num_ranks)
+    noted = remembered(linear.weight)
+    linear.weight = nn.Parameter(_part_of(linear.weight.data, 1, rank, num_ranks, 1, path), requires_grad=False)
+    if noted is not None and not remember_inputs(linear.weight, noted, linear.in_features, begin, end):
+        logger.warning("%s is not held as codes: its inputs from %d to %d are no whole groups", path, begin, end)
+    linear.in_features = end - begin
 
 
 def _uneven(model: PreTrainedModel, path: str, num_heads: int, kind: str, num_ranks: int) -> ValueError:

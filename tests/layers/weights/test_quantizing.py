@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from omniserve.launch.loading import EngineLoader
 from omniserve.layers.weights.quantized import Scales, dense_of, remembered, still_quantized
 from omniserve.layers.weights.quantized_modules import QuantizedLinear
 from omniserve.layers.weights.quantizing import quantize_weights
+from omniserve.parallel.place import Place
 from tests.parity.models import tiny_model
 
 pytest.importorskip("torchao")
@@ -99,10 +101,21 @@ def test_the_codes_of_a_patched_model_are_there_once() -> None:
     assert torch.equal(held.weight, before) and remembered(held.weight) is None
 
 
-def test_several_ranks_are_refused() -> None:
+@pytest.mark.parametrize("how", ["int8", "int4"])
+def test_a_rank_keeps_the_codes_of_its_part(how: str, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
     config = EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2))
-    with pytest.raises(ValueError, match="--quantize int8 does not work with several ranks"):
-        EngineLoader(model="m", dtype="auto", device="cpu", config=config, quantize="int8")
+    loader = EngineLoader(model=str(tmp_path), dtype="auto", device="cpu", config=config, quantize=how)  # type: ignore[arg-type]
+    whole = quantize_weights(reference := tiny_model("llama"), how)  # type: ignore[arg-type]
+    assert not whole.left
+    for rank in range(2):
+        part = loader.load_rank(Place(rank, 2, 1))
+        down = part.model.layers[1].mlp.down_proj.inner.weight
+        read = still_quantized(down)
+        expected = reference.model.layers[1].mlp.down_proj.weight.chunk(2, 1)[rank]
+        assert read is not None and torch.equal(down, expected) and read.form.bits == (8 if how == "int8" else 4)
+        omniserve.patch(part, compile=False)
+        assert all(isinstance(each, QuantizedLinear) for each in part.modules() if isinstance(each, nn.Linear))
 
 
 def test_a_model_without_linears_is_refused() -> None:
