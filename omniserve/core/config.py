@@ -363,10 +363,15 @@ class EngineConfig:
             )
         if self.prefill.prefill_engines and not self.host_kv_bytes:
             raise ValueError("the KV of prefill_engines comes into host memory: give host_kv_bytes")
-        if self.lora.max_loras and (self.parallel.num_ranks > 1 or self.prefill.is_prefill_engine):
+        if self.lora.max_loras and self.prefill.is_prefill_engine:
             raise ValueError(
-                "adapters can be named on one rank, and not on a prefill engine: leave --lora-modules, --lora-dir and "
-                "--max-loras away, or merge the adapter into the model"
+                "no adapters can be named on a prefill engine: leave --lora-modules, --lora-dir and --max-loras away, "
+                "or merge the adapter into the model"
+            )
+        if self.lora.max_loras and self.parallel.num_ranks > 1 and not self.host_kv_bytes:
+            raise ValueError(
+                "the host tiers of ranks tell when adapters are loaded: give host_kv_bytes (--host-kv-gib), if only a "
+                "little, or leave --lora-modules, --lora-dir and --max-loras away"
             )
         if self.execution.latent_kv and self.execution.kv_dtype != "auto":
             raise ValueError(

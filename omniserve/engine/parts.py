@@ -135,7 +135,7 @@ class EngineParts:
             log = _until_done(undo, make_log(setup.config, spec, latency))
             hosts = _until_done(undo, connect_hosts(setup, tier))
             prefills = _until_done(undo, connect_prefill_engines(setup.config, patched, tier, kv, clock))
-            loras = _until_done(undo, make_lora_loads(patched))
+            loras = _until_done(undo, make_lora_loads(patched, tier))
             executors, sources = side_workers(tier, disk, hosts, prefills, loras)
             parts = RunnerParts(
                 model=patched,
@@ -471,13 +471,16 @@ def connect_prefill_engines(
     return prefills
 
 
-def make_lora_loads(model: PatchedModel) -> LoRALoads | None:
+def make_lora_loads(model: PatchedModel, tier: HostTier | None) -> LoRALoads | None:
     """Make what reads adapters beside the steps; None: the model was made for none."""
     if model.lora is None:
         return None
     from omniserve.runner.lora_loads import LoRALoads
 
-    return LoRALoads(model.lora, model.device)
+    loads = LoRALoads(model.lora, model.device)
+    if tier is not None and (of_ranks := _of_ranks(tier)) is not None:
+        of_ranks.use_loras(loads)
+    return loads
 
 
 def side_workers(
@@ -504,7 +507,8 @@ def side_workers(
             sources.append(prefills)
     if loras is not None:
         executors[LoadLoRA] = loras.start
-        sources.append(loras)
+        if tier is None or _of_ranks(tier) is None:
+            sources.append(loras)
     return executors, sources
 
 

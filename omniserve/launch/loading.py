@@ -146,7 +146,9 @@ class EngineLoader:
         )
         try:
             model = self.load_rank(group.place, progress)
-            patched = patched_model(model, compile=self.config.execution.compile, keep=group.place.layers)
+            patched = patched_model(
+                model, compile=self.config.execution.compile, keep=group.place.layers, lora=self.config.lora
+            )
             take_weights(patched)
             progress("waiting for the other ranks' parts of the model")
             group.await_loaded(summary_of(patched))

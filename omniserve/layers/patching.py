@@ -148,7 +148,7 @@ def patched_model(
         if "_omniserve_patch" in inner.__dict__:
             raise ValueError("layers are chosen when a model is patched, and this one is")
         check_loaded(model)
-        inner.__dict__["_omniserve_patch"] = _Patch(inner, _Options(compile, prepack, latent_kv), keep)
+        inner.__dict__["_omniserve_patch"] = _Patch(inner, _Options(compile, prepack, latent_kv), keep, lora=lora)
     elif "omniserve" not in inner.__dict__:
         check_loaded(model)
         inner.__dict__["_omniserve_patch"] = _Patch(inner, _Options(compile, prepack, latent_kv), lora=lora)
@@ -197,7 +197,7 @@ class _Patch:
                     self._latents = HeldLatents(family.overridden, kept.freed)
                 self._prepack(family, kept.freed, is_required=options.prepack is True)
             if lora is not None:
-                self._lora = self._make_adaptable(family, lora)
+                self._lora = self._make_adaptable(family, kept.freed, lora)
         except BaseException:
             self._hooks.put_back()
             raise
@@ -227,13 +227,19 @@ class _Patch:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # the old weights leave free blocks whose sizes nothing else needs
 
-    def _make_adaptable(self, family: TracedFamily, lora: LoRAConfig) -> LoRAStacks:
+    def _make_adaptable(self, family: TracedFamily, freed: frozenset[int], lora: LoRAConfig) -> LoRAStacks:
         adapted = in_adapters(self._model)
         linears = [each for each in family.row_linears if id(each) not in adapted]
         linears = [each for each in linears if isinstance(each, GroupLinear) or is_plain(each)]
         if not linears:
             raise UnsupportedModelError(f"{type(self._model).__name__} has no linear that adapters could be named for")
-        return LoRAStacks(self._model, linears, num_slots=lora.max_loras, max_rank=lora.max_lora_rank)
+        return LoRAStacks(
+            self._model,
+            [each for each in linears if id(each) not in freed],
+            num_slots=lora.max_loras,
+            max_rank=lora.max_lora_rank,
+            elsewhere=[each for each in linears if id(each) in freed],
+        )
 
     def remove(self) -> None:
         """Undo everything, last change first."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from omniserve.core.config import PREFILL_SECRET_VARIABLE, EngineConfig
 from omniserve.core.errors import OmniServeError, PeerLost
 from omniserve.core.link import Link, read_secret
+from omniserve.core.lora import LoadLoRA
 from omniserve.core.setup import RunnerSetup
 from omniserve.core.work import CancelPrefill, HostEvent, RemotePrefill, SideWork
 from omniserve.host.arrived_results import ArrivedResults, StageEvents
@@ -30,6 +31,7 @@ from omniserve.remote.handshake import Hello, introduce
 from omniserve.remote.network_hosts import HostUser, NetworkHosts
 from omniserve.remote.prefill_ranks import RankReceiver, RankSender
 from omniserve.runner.executors import Executor
+from omniserve.runner.lora_loads import LoRALoads
 from omniserve.runner.rank_broadcast import RankBroadcast
 from omniserve.runner.runner import ModelRunner, RunnerParts
 from omniserve.runner.staged_loop import loop_of_stage
@@ -102,6 +104,7 @@ class _Follower:
         self._network: NetworkHosts | None = None
         self._receiver: RankReceiver | None = None
         self._sender: RankSender | None = None
+        self._loras: LoRALoads | None = None
         self._arrived = ArrivedResults()
         self._untold: list[HostEvent] = []
         """Events that a step came upon."""
@@ -113,8 +116,9 @@ class _Follower:
 
     def run(self) -> None:
         place = self._place
-        model = self._assignment.load(place)
-        patched = patched_model(model, compile=self._assignment.compile, keep=place.layers)
+        assignment = self._assignment
+        model = assignment.load(place)
+        patched = patched_model(model, compile=assignment.compile, keep=place.layers, lora=assignment.lora)
         take_weights(patched)
         logger.info("rank %d of %d has its part of the model", place.rank, place.num_shards * place.num_stages)
         self._link.send(messages.Loaded(summary_of(patched)))
@@ -183,12 +187,12 @@ class _Follower:
         self._is_over.set()
         if self._teller is not None:
             self._teller.join()
-        for each in (self._network, self._receiver, self._sender):
+        for each in (self._network, self._receiver, self._sender, self._loras):
             if each is not None:
                 each.close()
         if self._tier is not None:
             self._tier.close()
-        self._runner = self._tier = self._network = self._receiver = self._sender = self._teller = None
+        self._runner = self._tier = self._network = self._receiver = self._sender = self._teller = self._loras = None
         self._arrived, self._untold, self._told_health = ArrivedResults(), [], (True, False)
         self._is_over.clear()
 
@@ -249,6 +253,9 @@ class _Follower:
         executors: dict[type[SideWork], Executor] = {}
         if self._receiver is not None:
             executors = {RemotePrefill: self._receiver.start, CancelPrefill: self._receiver.cancel}
+        if model.lora is not None:
+            self._loras = LoRALoads(model.lora, model.device)
+            executors[LoadLoRA] = self._loras.start
         in_stages = self._place.num_stages > 1
         parts = RunnerParts(
             model=model,
@@ -279,6 +286,8 @@ class _Follower:
         events = self._tier.poll()
         if self._network is not None:
             events = self._network.poll(events)
+        if self._loras is not None:
+            events += self._loras.poll()
         self._arrived.note(events)
         return events
 

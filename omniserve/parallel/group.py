@@ -92,7 +92,7 @@ class RankGroup:
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
         self._config = config.parallel
-        self._compile, self._numa = config.execution.compile, config.execution.numa
+        self._compile, self._numa, self._lora = config.execution.compile, config.execution.numa, config.lora
         self.size = self._config.num_ranks
         """The number of ranks, rank 0 included."""
         self.place = Place.of(0, self._config)
@@ -176,7 +176,7 @@ class RankGroup:
             raise PeerLost(f"{new.name} is refused: {why}")
         new.name = f"rank {rank}"
         place = Place.of(rank, self._config)
-        assignment = messages.Assignment(place, self._load, self._compile, self._config.rank_timeout_s)
+        assignment = messages.Assignment(place, self._load, self._compile, self._lora, self._config.rank_timeout_s)
         new.send(Welcome(assignment))
         waiting[rank] = new
 

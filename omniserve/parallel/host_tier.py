@@ -32,6 +32,7 @@ from omniserve.parallel import messages
 from omniserve.parallel.place import Place
 from omniserve.remote.network_hosts import NetworkHosts
 from omniserve.remote.prefill_engines import PrefillEngines
+from omniserve.runner.lora_loads import LoRALoads
 
 _Joined = HostJoined | PrefillEngineJoined
 _Lost = HostLost | PrefillEngineLost
@@ -192,6 +193,7 @@ class GroupHostTier(HostTier):
         self._news, self._tell, self._tell_each = news, tell, tell_each
         self._network: NetworkHosts | None = None
         self._prefills: PrefillEngines | None = None
+        self._loras: LoRALoads | None = None
         self._lost: list[_Lost] = []
         self._others_healthy, self._others_stalled = True, False
         self.arrived = ArrivedResults()
@@ -206,6 +208,8 @@ class GroupHostTier(HostTier):
             of_prefills = self._prefills.poll()
             self._have_others_join(of_prefills, self._prefills)
             own += of_prefills
+        if self._loras is not None:
+            own += self._loras.poll()
         self.arrived.note(own)
         merged = self._merge.add(own)
         told, self._others_healthy, self._others_stalled = self._news()
@@ -220,6 +224,10 @@ class GroupHostTier(HostTier):
     def use_prefills(self, prefills: PrefillEngines) -> None:
         """Take the events of prefill engines, too; the other ranks have the same."""
         self._prefills = prefills
+
+    def use_loras(self, loras: LoRALoads) -> None:
+        """Take the ends of the loads of adapters, too; the other ranks read them as well."""
+        self._loras = loras
 
     def _have_others_join(self, events: Iterable[HostEvent], prefills: PrefillEngines) -> None:
         """Have the other ranks connect to a prefill engine that this one has joined."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from omniserve.core.config import LoRAConfig
 from omniserve.core.plan import StepPlan
 from omniserve.core.setup import RunnerSetup
 from omniserve.core.work import HostEvent
@@ -27,6 +28,7 @@ class Assignment:
     place: Place
     load: Callable[[Place], Any]
     compile: bool
+    lora: LoRAConfig
     timeout_s: float
 
 

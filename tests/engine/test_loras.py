@@ -88,8 +88,8 @@ def test_an_engine_without_slots_takes_no_adapters(tmp_path: Path) -> None:
 
 
 def test_what_cannot_have_adapters_says_so() -> None:
-    with pytest.raises(ValueError, match="one rank"):
-        EngineConfig(lora=LoRAConfig(max_loras=1), parallel=ParallelConfig(tensor_parallel_size=2))
+    with pytest.raises(ValueError, match="host tiers of ranks"):
+        EngineConfig(host_kv_bytes=0, lora=LoRAConfig(max_loras=1), parallel=ParallelConfig(tensor_parallel_size=2))
     with pytest.raises(ValueError, match="from 0 to 255"):
         LoRAConfig(max_loras=256)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from omniserve import EngineConfig, ExecutionConfig
 from omniserve.core import link
-from omniserve.core.config import ParallelConfig
+from omniserve.core.config import LoRAConfig, ParallelConfig
 from omniserve.launch.loading import EngineLoader
 from omniserve.layers.patching import patched_model
 from omniserve.layers.weights.sharding import shard
@@ -27,6 +27,8 @@ from omniserve.parallel.place import Place
 from tests.parity.engine_histories import Reference
 from tests.parity.models import MODELS, tiny_model
 from tests.parity.zoo import tiny
+
+NO_LORA = LoRAConfig()
 
 PRELOADED = ["tests.prefill.servers"]
 """Modules that the server from which ranks and prefill engines are forked imports: all that either uses."""
@@ -110,7 +112,7 @@ def whole_model(family: str) -> PreTrainedModel:
 @contextlib.contextmanager
 def ranks_of(
     family: str, num_shards: int = 2, *, num_stages: int = 1, timeout_s: float = 20.0, compile: bool = False,
-    load: Callable[[Place], Any] | None = None, uses_sockets: bool = False,
+    load: Callable[[Place], Any] | None = None, uses_sockets: bool = False, lora: LoRAConfig = NO_LORA,
 ) -> Iterator[tuple[PreTrainedModel, ForkedRanks, ParallelConfig]]:  # fmt: skip
     """Start the ranks of a tiny model; they serve one engine after the other.
 
@@ -119,13 +121,15 @@ def ranks_of(
     parallel = ParallelConfig(
         tensor_parallel_size=num_shards, pipeline_parallel_size=num_stages, rank_timeout_s=timeout_s
     )
-    config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=compile))
+    config = EngineConfig(
+        parallel=parallel, execution=ExecutionConfig(compile=compile), lora=lora, host_kv_bytes=1 << 20
+    )
     load = load or functools.partial(load_part, checkpoint_of(family))
     group = ForkedRanks(config, load, progress=lambda what: None, shares_cores=False, keeps_ranks=True)
     group.uses_sockets = uses_sockets
     try:
         model = load(group.place)
-        patched = patched_model(model, compile=compile, keep=group.place.layers)
+        patched = patched_model(model, compile=compile, keep=group.place.layers, lora=lora)
         group.await_loaded(summary_of(patched))
         if compile:
             patched.warm_up()

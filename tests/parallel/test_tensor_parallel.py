@@ -7,15 +7,25 @@ import logging
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from omniserve import Engine, EngineConfig, ExecutionConfig, UnsupportedModelError
+from omniserve import (
+    Engine,
+    EngineConfig,
+    ExecutionConfig,
+    FinishReason,
+    Request,
+    SamplingParams,
+    UnsupportedModelError,
+)
 from omniserve.core.config import DiskKVConfig, ParallelConfig
 from omniserve.core.errors import PeerLost
+from omniserve.core.lora import LoRAError
 from omniserve.layers.weights.quantized_modules import QuantizedLinear
 from omniserve.layers.weights.sharding import RowParallelLinear, shard
 from omniserve.parallel.place import Place
@@ -25,6 +35,7 @@ from tests.parity.engine_histories import Tally, run_histories, run_history
 from tests.parity.formats import of_codes
 from tests.parity.models import tiny_model
 from tests.parity.reference import Reference
+from tests.parity.test_lora import LORA, saved, with_adapters
 from tests.quick import slow_except
 from tests.sched import hybrid, preemptible
 
@@ -89,6 +100,48 @@ def test_ranks_read_their_parts_of_codes(family: str, is_tied: bool, in_order: b
             model, Reference(_of_codes(family, is_tied, in_order)), range(2), reach=("host_tokens", "swaps_out"),
             has_profile=False, group=group, parallel=parallel, **_sizes(model),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "num_stages", "in_codes"),
+    slow_except([(2, 1, False), (1, 2, False)], [(2, 1, False), (1, 2, False), (2, 1, True), (2, 2, False)]),
+)
+def test_requests_name_adapters(num_shards: int, num_stages: int, in_codes: bool, tmp_path: Path) -> None:
+    """There are more adapters than slots: all ranks read one into the same slot before a row names it."""
+    model = _of_codes("llama", False, True) if in_codes else tiny_model("llama")
+    targets = {"target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]} if in_codes else {}
+    reference = with_adapters(model, tmp_path, **targets)
+    load = functools.partial(_load_codes, "llama", False, True) if in_codes else None
+    with ranks_of("llama", num_shards, num_stages=num_stages, load=load, lora=LORA) as (part, group, parallel):
+        run_histories(
+            part, reference, range(3), reach=("host_tokens", "loras_left"), lora=LORA, has_profile=False, group=group,
+            parallel=parallel, **_sizes(part),
+        )  # fmt: skip
+
+
+def test_an_adapter_that_one_rank_cannot_read_ends_its_requests_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tiny_model("llama"), tmp_path / "a", r=4)
+    with ranks_of("llama", lora=LORA) as (model, group, parallel):
+        config = EngineConfig(parallel=parallel, execution=ExecutionConfig(compile=False), lora=LORA, **_sizes(model))
+        with Engine(model, config, group=group) as engine:
+            engine.load_lora("a", tmp_path / "a")
+            requests = [
+                Request(prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=4, ignore_eos=True), lora=lora)
+                for lora in ("a", None)
+            ]
+            with monkeypatch.context() as patched:
+                patched.setattr("omniserve.runner.lora_loads.read_lora", _unreadable)
+                adapted, alone = engine.generate(requests)
+            assert adapted.finish_reason is FinishReason.ERROR and "no disk" in str(adapted.stop_reason)
+            assert alone.finish_reason is FinishReason.LENGTH
+            again, _ = engine.generate(requests)
+            assert again.finish_reason is FinishReason.LENGTH and again.token_ids != alone.token_ids
+
+
+def _unreadable(folder: str) -> Any:
+    raise LoRAError(f"{folder}: no disk")
 
 
 def _row_parallel(model: nn.Module) -> list[nn.Module]:

@@ -24,6 +24,7 @@ from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
 from omniserve.core.lora import LoRAError
 from omniserve.layers.weights.lora_files import LoRAFiles, LoRAWeight
 from omniserve.layers.weights.packed import PANEL
+from omniserve.layers.weights.sharding import part_of, whole_names
 
 _RANK_STEP = 8
 
@@ -81,17 +82,27 @@ class LoRAStacks:
 
     Args:
         model: The model whose linears they are.
-        linears: Those that can be adapted. Their classes change.
+        linears: Those that can be adapted. Their classes change. On a rank each has its part of an adapter.
+        elsewhere: Those that other stages of a pipeline have.
         num_slots: S.
         max_rank: R, rounded up to a multiple of 8.
     """
 
-    def __init__(self, model: PreTrainedModel, linears: Iterable[nn.Module], *, num_slots: int, max_rank: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        linears: Iterable[nn.Linear],
+        *,
+        num_slots: int,
+        max_rank: int,
+        elsewhere: Iterable[nn.Linear] = (),
+    ) -> None:
         self.sizes = num_slots, max_rank
         self.max_rank = -(-max_rank // _RANK_STEP) * _RANK_STEP
         self._dtype, self._device = model.dtype, model.device
-        wanted = {id(linear) for linear in linears}
-        self._linears: dict[str, Any] = {name: each for name, each in model.named_modules() if id(each) in wanted}
+        names = whole_names(model)
+        self._linears: dict[str, Any] = {names[id(linear)]: linear for linear in linears}
+        self._parts = {names[id(linear)]: part_of(linear) for linear in (*self._linears.values(), *elsewhere)}
         dtype, device = self._dtype, self._device
         for linear in self._linears.values():
             a_shape: tuple[int, ...] = (num_slots, self.max_rank, linear.in_features)
@@ -121,14 +132,14 @@ class LoRAStacks:
             LoRAError: It is of another model or of too high a rank, or adapts what cannot be adapted here.
         """
         for path, weight in files.weights.items():
-            linear = self._linears.get(path)
-            if linear is None:
+            part = self._parts.get(path)
+            if part is None:
                 raise LoRAError(f"{files.folder} adapts {path}, {self._why_not}")
             (rank, num_in), num_out = weight.a.shape, weight.b.shape[0]
-            if (num_in, num_out) != (linear.in_features, linear.out_features):
+            if (num_in, num_out) != (part.num_inputs, part.num_outputs):
                 raise LoRAError(
-                    f"{files.folder} is of another model: {path} has {linear.in_features} inputs and "
-                    f"{linear.out_features} outputs here, {num_in} and {num_out} there"
+                    f"{files.folder} is of another model: {path} has {part.num_inputs} inputs and "
+                    f"{part.num_outputs} outputs here, {num_in} and {num_out} there"
                 )
             if rank > self.max_rank:
                 raise LoRAError(
@@ -138,7 +149,7 @@ class LoRAStacks:
 
     @property
     def _why_not(self) -> str:
-        kinds = sorted({name.rpartition(".")[2] for name in self._linears})
+        kinds = sorted({name.rpartition(".")[2] for name in self._parts})
         return f"which this model does not have, or which cannot be adapted by name; these can: {', '.join(kinds)}"
 
     def load(self, slot: int, files: LoRAFiles) -> None:
@@ -146,7 +157,15 @@ class LoRAStacks:
         self.check(files)
         with torch.inference_mode(False), torch.no_grad():
             for path, linear in self._linears.items():
-                self._write(linear, slot - 1, files.weights.get(path))
+                self._write(linear, slot - 1, self._part(path, files.weights.get(path)))
+
+    def _part(self, path: str, weight: LoRAWeight | None) -> LoRAWeight | None:
+        """Return this rank's part. Where it is of the inputs, the products of all ranks are summed, as the base's."""
+        if weight is None:
+            return None
+        part = self._parts[path]
+        b = weight.b if part.outputs is None else weight.b[part.outputs]
+        return LoRAWeight(weight.a[:, slice(*part.inputs)], b, weight.scale)
 
     def _write(self, linear: Any, index: int, weight: LoRAWeight | None) -> None:
         if weight is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,7 +48,37 @@ _FUSED_PROJECTIONS = ("qkv_proj", "query_key_value")
 _HEAD_PROJECTIONS = ("q_proj", *_KV_PROJECTIONS)
 
 
-class _Around(nn.Module):
+@dataclass(frozen=True, slots=True)
+class LinearPart:
+    """What a rank has of a linear."""
+
+    num_inputs: int
+    """Inputs of the whole linear."""
+    num_outputs: int
+    """Outputs of the whole linear."""
+    inputs: tuple[int, int | None] = 0, None
+    """Where they begin and end."""
+    outputs: Tensor | None = None
+    """Their indices; None: all."""
+
+
+def part_of(linear: nn.Linear) -> LinearPart:
+    """Return what this process has of a linear."""
+    part: LinearPart = linear.__dict__.get("_omniserve_part", LinearPart(linear.in_features, linear.out_features))
+    return part
+
+
+def whole_names(model: nn.Module) -> dict[int, str]:
+    """Return the names that modules have in the whole model, by their ids."""
+    names: dict[int, str] = {}
+    for name, module in model.named_modules():
+        name = names.setdefault(id(module), name)
+        if isinstance(module, Around):
+            names[id(module.inner)] = name
+    return names
+
+
+class Around(nn.Module):
     """A module with a collective behind it; its other attributes are the module's."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -62,14 +93,14 @@ class _Around(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
 
-class AllReduced(_Around):
+class AllReduced(Around):
     """Sums a module's output over the ranks: each has computed a part of the experts' features, say."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return _all_reduce(self.inner(*args, **kwargs))
 
 
-class RowParallelLinear(_Around):
+class RowParallelLinear(Around):
     """A linear with a part of the inputs on each rank. ``part`` is this rank's, if it is given the whole input."""
 
     def __init__(self, linear: nn.Linear, part: tuple[int, int] | None) -> None:
@@ -85,7 +116,7 @@ class RowParallelLinear(_Around):
         return y if self.added_bias is None else y + self.added_bias
 
 
-class GatheredLinear(_Around):
+class GatheredLinear(Around):
     """A linear with a part of the outputs on each rank, which returns all of them."""
 
     def __init__(self, linear: nn.Linear, num_outputs: int, num_ranks: int) -> None:
@@ -96,7 +127,7 @@ class GatheredLinear(_Around):
         return _all_gather(self.inner(x), self._num_outputs, self._num_ranks)
 
 
-class IdentityOfAll(_Around):
+class IdentityOfAll(Around):
     """An expert that returns its input, among experts whose outputs are summed over the ranks."""
 
     def __init__(self, inner: nn.Module, num_ranks: int) -> None:
@@ -258,10 +289,11 @@ def _heads_part(
 
 
 def _keep_outputs(linear: nn.Linear, cut: Callable[[Tensor], Tensor]) -> None:
-    noted = remembered(linear.weight)
+    noted, outputs = remembered(linear.weight), cut(torch.arange(linear.out_features))
+    linear.__dict__["_omniserve_part"] = LinearPart(linear.in_features, linear.out_features, outputs=outputs)
     linear.weight = nn.Parameter(cut(linear.weight.data), requires_grad=False)
     if noted is not None:
-        remember_outputs(linear.weight, noted, cut(torch.arange(linear.out_features)))
+        remember_outputs(linear.weight, noted, outputs)
     if linear.bias is not None:
         linear.bias = nn.Parameter(cut(linear.bias.data), requires_grad=False)
     linear.out_features = linear.weight.shape[0]
@@ -269,6 +301,7 @@ def _keep_outputs(linear: nn.Linear, cut: Callable[[Tensor], Tensor]) -> None:
 
 def _keep_inputs(linear: nn.Linear, rank: int, num_ranks: int, path: str) -> None:
     begin, end = shard_range(linear.in_features, rank, num_ranks)
+    linear.__dict__["_omniserve_part"] = LinearPart(linear.in_features, linear.out_features, inputs=(begin, end))
     noted = remembered(linear.weight)
     linear.weight = nn.Parameter(_part_of(linear.weight.data, 1, rank, num_ranks, 1, path), requires_grad=False)
     if noted is not None and not remember_inputs(linear.weight, noted, linear.in_features, begin, end):
