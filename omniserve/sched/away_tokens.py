@@ -50,13 +50,13 @@ class AwayTokens:
         self.num_token_steps = 0
         """Counter: steps that the tokens which passed all layers took for it, from their entry on."""
         self._used: list[set[tuple[int, int, int]]] = [set() for _ in range(slots.num_free)]
-        """Results of each slot that late joins have used before their events came: (epoch, layer, position)."""
+        """Results of each slot's newest token that late joins have used before their events came: (epoch, layer,
+        position). Of most of them no event comes any more."""
+        self._used_before: list[set[tuple[int, int, int]]] = [set() for _ in range(slots.num_free)]
+        """Those of the token that the slot had before, be it another request's. Later than that no event comes: a token
+        takes a step for each layer."""
         self.ready: list[RequestQueue] = [RequestQueue() for _ in range(num_layers)]
         """Requests with a result that waits to join, by layer."""
-
-    def begin(self, state: RequestState) -> None:
-        """Forget the used results of a slot's earlier holders but the last: a request has just taken the slot."""
-        self._used[state.slot] = {key for key in self._used[state.slot] if key[0] >= state.epoch - 1}
 
     def forget(self, state: RequestState) -> None:
         """Forget a request's token: the request gives its slot back."""
@@ -115,9 +115,11 @@ class AwayTokens:
         Then the request may have gone on, or ended. Other stages tell of their events later than of their joins.
         """
         key = (event.epoch, event.layer, event.position)
-        was_used = event.ok and key in self._used[event.slot]
-        self._used[event.slot].discard(key)
-        return was_used
+        for used in (self._used[event.slot], self._used_before[event.slot]):
+            if key in used:
+                used.remove(key)
+                return event.ok
+        return False
 
     def _set_ready(self, state: RequestState, away: AwayToken) -> None:
         away.ready = True
@@ -155,7 +157,8 @@ class AwayTokens:
 
     def enter(self, state: RequestState, position: int, draft_ids: tuple[int, ...] = ()) -> None:
         """Book that a token went away at layer 0, with these drafts."""
-        now = self._num_steps
+        now, slot = self._num_steps, state.slot
+        self._used_before[slot], self._used[slot] = self._used[slot], set()
         state.away = AwayToken(position=position, layer=0, entered=now, sent=now, draft_ids=draft_ids)
 
     def arrive(self, state: RequestState) -> None:

@@ -31,7 +31,6 @@ class HostResidents:
     def take_slot(self, state: RequestState) -> None:
         """Give a request a slot."""
         self.slots.take(state)
-        self.tokens.begin(state)
 
     def release_slot(self, state: RequestState) -> None:
         """Take a request's slot back; none of its tasks may be running."""

@@ -63,3 +63,15 @@ def test_only_a_result_that_no_token_awaits_is_logged_as_dropped(caplog: pytest.
     stale = AttentionResult(slot=0, epoch=0, layer=1, position=9)
     bench.scheduler.notify([stale])
     assert [record.getMessage() for record in caplog.records] == [f"dropped a stale host result: {stale}"]
+
+
+def test_used_results_are_forgotten_as_a_request_decodes_on_the_host() -> None:
+    bench = Bench("omniserve", device_blocks=8, host_blocks=200, late_layers=2)
+    bench.checks = False
+    for number in range(2):
+        bench.add(f"be{number}", prompt=7, output=300)
+    tokens = bench.requests.residents.tokens
+    while len(bench.finished) < 2:
+        bench.step(host_chance=0.3)
+        assert all(len(used) <= 2 for used in (*tokens._used, *tokens._used_before)), "more than a token's layers"
+    assert bench.device.num_late_joins > 50
