@@ -9,7 +9,6 @@ device in the order of their launch, so whichever request is given the blocks wr
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 import logging
 import math
@@ -31,6 +30,7 @@ from omniserve.sched.batch import Batch
 from omniserve.sched.features.base import PLAIN_SETTINGS, FeatureSettings, Row
 from omniserve.sched.host_booking import HostBooking
 from omniserve.sched.options import PolicyOptions, SchedulerLimits
+from omniserve.sched.patience import Patience
 from omniserve.sched.policy import Policy, checked
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.state import BE, LS, Phase, RequestState
@@ -82,8 +82,7 @@ class Scheduler:
         self._in_flight: dict[int, list[Told]] = {}
         """Steps that were advanced and are not settled, by id."""
         self._orders = itertools.count()
-        self._patience: list[tuple[float, int, RequestState]] = []
-        """A heap of the times until which requests wait at most, with the requests; some have begun or ended."""
+        self._patience = Patience(self.requests.states)
         self._output_tokens: Counter[str] = Counter()
         self._prompt_tokens: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter(dict.fromkeys(self._classes, 0))
@@ -128,8 +127,7 @@ class Scheduler:
             lora=lora,
         )
         self.requests.add(state)
-        if request.max_queue_s is not None:
-            heapq.heappush(self._patience, (arrival_s + request.max_queue_s, state.order, state))
+        self._patience.note(state)
         self._tell_time(now_s)
         try:
             state.predicted_ttft_s = self.policy.on_arrival(state, now_s)
@@ -173,11 +171,9 @@ class Scheduler:
             logger.error("request %s failed: %s", state.request_id, message)
             self.requests.end(state)
             outputs.append(state.output(reason=FinishReason.ERROR, stop_reason=message, now_s=now_s))
-        while self._patience and self._patience[0][0] <= now_s:
-            _, _, state = heapq.heappop(self._patience)
-            if self.requests.states.get(state.request_id) is state and state.first_scheduled_s is None:
-                self.requests.end(state)
-                outputs.append(state.output(reason=FinishReason.TIMEOUT, now_s=now_s))
+        for state in self._patience.ended(now_s):
+            self.requests.end(state)
+            outputs.append(state.output(reason=FinishReason.TIMEOUT, now_s=now_s))
         return outputs
 
     # -- a step --------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import random
 import pytest
 
 from omniserve.core.errors import RequestRejected
-from omniserve.core.request import FinishReason
 from tests.quick import slow_except
 from tests.sched.benches import Bench, Clock, names
 
@@ -168,20 +167,3 @@ def test_objectives_of_a_class_are_told_and_learned_from_as_they_are():
     assert state.told_slo is not None and (state.told_slo.ttft_s, state.told_slo.tpot_s) == (5.0, 1.0)
     assert state.slo.ttft_s is not None and state.slo.tpot_s is not None
     assert state.slo.ttft_s + 19 * state.slo.tpot_s <= 1.0
-
-
-# -- the longest time in the queue --
-
-
-def test_a_request_that_no_step_has_had_in_time_ends():
-    bench = Bench("omniserve", device_blocks=8, max_num_seqs=1)
-    bench.add("be1", prompt=4, output=20)
-    bench.add("be2", prompt=4, output=20, max_queue=0.05)
-    bench.add("be3", prompt=4, output=20, max_queue=50.0)
-    ended = []
-    while not bench.finished:
-        bench.step()
-        ended += bench.scheduler.end_failed(bench.now_s)
-    assert [(output.request_id, output.finish_reason) for output in ended] == [("be2", FinishReason.TIMEOUT)]
-    bench.run_until(lambda: "be3" in bench.finished)
-    assert not bench.scheduler.end_failed(1000.0), "one that has begun goes on"
