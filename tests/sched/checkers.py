@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from omniserve.core.errors import RequestRejected
-from omniserve.core.plan import Bound, StepPlan
-from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, Stay
+from omniserve.core.lora import LoadLoRA
+from omniserve.core.plan import Bound, PiggybackEntry, StepPlan
+from omniserve.core.request import SLO, FinishReason, Pooling, Request, RequestOutput, ServiceClass, Stay
 from omniserve.core.work import MoveDirection
 from omniserve.kv import Tier
 from omniserve.kv.base import KVManager
@@ -75,6 +76,9 @@ class Tokens(Checker):
         want = want[: stops[0] + 1] if stops else want
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
             want = want[: len(got)]
+        elif reason is FinishReason.TIMEOUT:
+            assert request.max_queue_s is not None
+            want = []
         else:
             assert reason is (FinishReason.STOP if stops else FinishReason.LENGTH), request_id
         assert got == want, request_id
@@ -338,4 +342,41 @@ class BoundedSteps(Checker):
         self.reached["bounded"] += any(left_out.bound is Bound.TIME for left_out in decision.left_out)
 
 
-CHECKERS = (Tokens, HostStays, LSOnDevice, Places, Blocks, Prefixes, Drafts, Halts, Admission, BoundedSteps)
+class Kinds(Checker):
+    """Prompts are read once for what they tell, and rows have the slot of their adapter, which has been read."""
+
+    @classmethod
+    def applies(cls, history: History) -> bool:
+        return history.options.has_kinds
+
+    def after_plan(self, plan: StepPlan) -> None:
+        states = self.sched.requests.states
+        begun = (row for row in plan.pipelined if isinstance(row, PiggybackEntry))
+        for row in (*plan.chunks, *plan.entries, *begun):
+            if (state := states.get(row.request_id)) is None:
+                continue  # it has ended since the plan was made
+            digest = None if state.lora is None else state.lora.digest
+            assert self.device.adapters.get(row.lora_slot) == digest, (row.request_id, row.lora_slot)
+        used = {state.lora_slot for state in states.values() if state.has_kv}
+        assert not any(load.slot in used for load in plan.side_work(LoadLoRA)), "an adapter that is used is replaced"
+
+    def after_results(self, step: int, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            request = self.history.requests[output.request_id]
+            prompt, is_whole = request.prompt_token_ids, output.finish_reason is FinishReason.LENGTH
+            if output.prompt_logprobs or (is_whole and request.sampling.max_tokens == 0):
+                told = [] if request.sampling.prompt_logprobs is None else prompt[1:]
+                assert [each.token_id for each in output.prompt_logprobs] == [*told], output.request_id
+                assert [each.logprob for each in output.prompt_logprobs] == [-row for row in range(len(told))]
+                self.reached["scored"] += bool(told)
+            if is_whole and request.sampling.pooling is not None:
+                num_rows = len(prompt) if request.sampling.pooling == Pooling.MEAN else 1
+                assert output.embedding == (num_rows, len(prompt) - 1)
+                self.reached["pooled"] += 1
+            self.reached["impatient"] += output.finish_reason is FinishReason.TIMEOUT
+
+    def at_end(self) -> None:
+        self.reached["adapters"] += self.device.num_loads
+
+
+CHECKERS = (Tokens, Kinds, HostStays, LSOnDevice, Places, Blocks, Prefixes, Drafts, Halts, Admission, BoundedSteps)

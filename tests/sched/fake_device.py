@@ -11,7 +11,17 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 
-from omniserve.core.plan import PENDING_TOKEN, PiggybackEntry, PiggybackJoin, SampledToken, StepOutput, StepPlan
+from omniserve.core.lora import LoadLoRA
+from omniserve.core.plan import (
+    PENDING_TOKEN,
+    DeviceChunk,
+    PiggybackEntry,
+    PiggybackJoin,
+    SampledToken,
+    StepOutput,
+    StepPlan,
+)
+from omniserve.core.request import TokenLogprob
 from omniserve.core.work import AttentionResult, CancelTask, DiskCopy, Done, HostEvent, KVMove, MoveDirection, SlotCopy
 from tests.sched.fake_states import FakeStates
 
@@ -68,6 +78,14 @@ class FakeDevice:
         """Slot of the file -> the key and the tokens that it holds."""
         self.num_read_blocks = 0
         self.num_failed_disk_copies = 0
+        self.lora_rng = random.Random(0)
+        self.loads: dict[int, LoadLoRA] = {}
+        """Adapters that are being read."""
+        self.adapters: dict[int, str] = {}
+        """Slot -> digest of the adapter that has been read into it."""
+        self.num_loads = 0
+        self.pooled: dict[str, list[int]] = {}
+        """Request id -> positions of the rows in the sum of its mean."""
         self.abandoned: Set[int] = frozenset()
         """The scheduler's abandoned moves: they read blocks that others write, and write blocks that nobody reads."""
         self.sharers: Mapping[int, tuple[str, str]] = {}
@@ -242,9 +260,15 @@ class FakeDevice:
                 self._seen[copy.move_id] = [self.kv.get(("host", slot)) for slot in self._slots(copy.host_block_ids)]
                 for slot in copy.slots:
                     self.disk.pop(slot, None)
+        for load in plan.side_work(LoadLoRA):
+            assert all(other.slot != load.slot for other in self.loads.values()), "two loads write one slot"
+            self.loads[load.move_id] = load
+            self.adapters.pop(load.slot, None)
         tokens: dict[str, tuple[SampledToken, ...]] = {}
         ids = [c.request_id for c in plan.chunks] + [e.request_id for e in (*plan.entries, *plan.pipelined)]
         assert len(ids) == len(set(ids)), "a request is scheduled twice"
+        logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
+        embeddings: dict[str, tuple[float, ...]] = {}
         halted: dict[str, int] = {}
         halt_at = self.rng.randrange(self.num_layers) if plan.preemptible and self.rng.random() < self.halt_rate else 0
         keeps = self.rng.random() < 0.7
@@ -279,6 +303,11 @@ class FakeDevice:
                 slot = self._slot(chunk.block_ids, chunk.start + offset, is_reversed=chunk.is_reversed)
                 self.kv["device", slot] = token
             self.states.advance(chunk.state_slot, 0, None, chunk.start, chunk.token_ids)
+            if chunk.scores is not None:
+                first = chunk.start + chunk.scores.first_row
+                told = enumerate(chunk.scores.token_ids, start=first)
+                logprobs[chunk.request_id] = tuple(TokenLogprob(token_id=t, logprob=-float(row)) for row, t in told)
+            embeddings |= self._pool(chunk)
             if chunk.samples:
                 length = chunk.start + len(chunk.token_ids)
                 context = self._context("device", chunk.block_ids, length, is_reversed=chunk.is_reversed)
@@ -321,7 +350,23 @@ class FakeDevice:
         lost = frozenset(
             row.request_id for row in plan.pipelined if not self._run_through(row, busy["host"], written, tokens)
         )
-        return StepOutput(missed=frozenset(missed), tokens=tokens, halted=halted, lost=lost)
+        return StepOutput(
+            missed=frozenset(missed), tokens=tokens, prompt_logprobs=logprobs, embeddings=embeddings, halted=halted,
+            lost=lost,
+        )  # fmt: skip
+
+    def _pool(self, chunk: DeviceChunk) -> dict[str, tuple[float, ...]]:
+        """Add the rows of a chunk that are pooled; return the number of all and the last one, if these are the last."""
+        if chunk.pooled is None:
+            return {}
+        rows = range(chunk.start + chunk.pooled.first_row, chunk.start + len(chunk.token_ids))
+        summed = [*self.pooled.pop(chunk.request_id, ()), *rows] if rows.start else [*rows]
+        assert rows and summed == sorted(set(summed)), "a row is pooled twice"
+        if chunk.pooled.total is None:
+            self.pooled[chunk.request_id] = summed
+            return {}
+        assert len(summed) == chunk.pooled.total, "a row is not pooled"
+        return {chunk.request_id: (float(len(summed)), float(summed[-1]))}
 
     def _run_through(
         self, row: PiggybackEntry | PiggybackJoin, busy: set[int], written: set[int],
@@ -414,6 +459,14 @@ class FakeDevice:
                 self.num_failed_disk_copies += failed
                 seconds = self.disk_rng.choice([0.0, 0.001, 0.1])
                 events.append(Done(move_id=copy.move_id, ok=not failed, seconds=seconds))
+        for load in list(self.loads.values()):
+            if self.lora_rng.random() < chance:
+                del self.loads[load.move_id]
+                failed = self.lora_rng.random() < self.failure_rate
+                self.num_loads += 1
+                if not failed:
+                    self.adapters[load.slot] = load.lora.digest
+                events.append(Done(move_id=load.move_id, ok=not failed, message="gone" if failed else ""))
         self.rng.shuffle(events)
         return events
 

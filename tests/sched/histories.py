@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from omniserve.core.config import ParallelConfig
+from omniserve.core.config import LoRAConfig, ParallelConfig
 from omniserve.core.errors import RequestRejected
+from omniserve.core.lora import LoRA
 from omniserve.core.plan import StepOutput, StepPlan
 from omniserve.core.request import SLO, Request, RequestOutput, SamplingParams, ServiceClass
 from omniserve.core.work import KVMove, MoveDirection, TierDown
@@ -28,6 +29,10 @@ from tests.sched.limits import BLOCK, make_limits
 from tests.sched.predictor import forecast
 from tests.sched.stepping import OverlappingStepping, StagedStepping, Stepping
 
+ADAPTERS = {
+    name: LoRA(name=name, folder="", digest=digest) for name, digest in {"a": "A", "b": "B", "c": "C", "d": "A"}.items()
+}
+"""LoRA adapters by name; two have the same files."""
 MOST_STEPS = 20_000
 """A request that has not ended by then starves."""
 
@@ -60,6 +65,9 @@ class Options:
     """Device memory is short and host memory is not."""
     is_host_short: bool = False
     """Host memory is short, and a prefix cache is on disk, too."""
+    has_kinds: bool = False
+    """Some requests are for an embedding or for log-probabilities of their prompt, name a LoRA adapter, or wait for a
+    short time only."""
 
 
 class History:
@@ -91,6 +99,7 @@ class History:
         self._classes = ["GOLD", "GOLD", "SILVER", "SILVER", "BRONZE", "BE"] if self.defers else ["LS", "BE", "BE"]
         self.requests = {f"r{i}": self._draw_request(guesses) for i in range(self.rng.randint(5, 30))}
         self._give_tenants(random.Random(f"{seed} tenants"))
+        self._give_kinds(random.Random(f"{seed} kinds"))
         self._arrivals = list(self.requests)
         self._speed = self.rng.choice([0.02, 0.1, 0.5, 1.0])
         self._down_at = self.rng.randint(5, 60) if options.tier_down else None
@@ -115,9 +124,10 @@ class History:
             self._abort()
             self._notify(step)
             plan = self.sched.schedule(self.now_s)
+            ended = self.sched.end_failed(self.now_s)
             for checker in self.checkers:
                 checker.after_plan(plan)
-            outputs = self._step(plan, step)
+            outputs = ended + self._step(plan, step)
             for checker in self.checkers:
                 checker.after_results(step, outputs)
         else:
@@ -134,7 +144,9 @@ class History:
         request_id = self._arrivals.pop(0)
         slo, arrival_s = self._slo_of(request_id), self.now_s - self.rng.choice([0.0, 0.01])
         try:
-            self.sched.add(request_id, self.requests[request_id], slo, self.now_s, arrival_s=arrival_s)
+            request = self.requests[request_id]
+            lora = None if request.lora is None else ADAPTERS[request.lora]
+            self.sched.add(request_id, request, slo, self.now_s, arrival_s=arrival_s, lora=lora)
         except RequestRejected as error:
             for checker in self.checkers:
                 checker.on_reject(self.requests[request_id], slo, error)
@@ -148,6 +160,7 @@ class History:
         output = self.sched.abort(victim, self.now_s)
         if output is None:
             return
+        self.device.pooled.pop(victim, None)
         for checker in self.checkers:
             checker.on_abort(victim, output)
         if self.options.overlaps and self.oracle is None and self._ends.random() < 0.5:
@@ -220,6 +233,25 @@ class History:
                 tenant, weight = rng.choice([("a", 1.0), ("b", 1.0), ("c", 2.0)])
                 self.requests[request_id] = dataclasses.replace(request, tenant=tenant, weight=weight)
 
+    def _give_kinds(self, rng: random.Random) -> None:
+        """Let requests be of several kinds."""
+        if not self.options.has_kinds:
+            return
+        for request_id, request in self.requests.items():
+            sampling = request.sampling
+            match rng.choice(["", "", "embedding", "scores", "prompt", "patience"]):
+                case "embedding":
+                    request = dataclasses.replace(request, speculation=None, predicted_token_ids=())
+                    sampling = dataclasses.replace(sampling, max_tokens=0, pooling=rng.choice(["last", "mean", "mean"]))
+                case "scores":
+                    sampling = dataclasses.replace(sampling, prompt_logprobs=0)
+                case "prompt":
+                    sampling = dataclasses.replace(sampling, max_tokens=0, prompt_logprobs=0)
+                case "patience":
+                    request = dataclasses.replace(request, max_queue_s=rng.choice([0.03, 0.2]))
+            adapter = rng.choice([None, *ADAPTERS]) if self.sched.requests.loras is not None else None
+            self.requests[request_id] = dataclasses.replace(request, sampling=sampling, lora=adapter)
+
     def _with_stop_tokens(self, request: Request) -> Request:
         """Let about one in 30 of its tokens end a request."""
         stops = tuple(self._ends.sample(range(VOCAB), VOCAB // 30))
@@ -251,6 +283,8 @@ class History:
             drawn["num_state_slots"] = 2 * drawn["max_num_seqs"] + drawn["num_host_slots"]
         if self.options.has_drafts:
             drawn["max_host_drafts"] = guesses.choice([1, 3, 8] if self.options.is_crowded else [0, 1, 3, 8])
+        if self.options.has_kinds and self.options.num_stages == 1:  # adapters by name need one rank
+            drawn["lora"] = LoRAConfig(max_loras=1 + num_blocks % 3)
         drawn |= _without_some(random.Random(f"{self.seed} mechanisms"))
         if self.defers:
             drawn |= {"defer_classes": True, "classes": preemptible.CLASSES, "max_num_batched_tokens": 64}

@@ -43,6 +43,7 @@ STATES, PREFIXES = ("has_states", True), ("has_prefixes", True)
 CROWDED, HOST_SHORT = ("is_crowded", True), ("is_host_short", True)
 FAILURES, DEATH, DEATH_AT_RETURN = ("failure_rate", 0.2), ("tier_down", True), ("down_at_return", True)
 HALTS = ("halt_rate", 0.4)
+KINDS = ("has_kinds", True)
 ON_DISK = {"content": PREFIXES, "memory": HOST_SHORT}
 HOST_DRAFTS = {"drafts": DRAFTS, "memory": CROWDED, "trouble": PLAIN, "content": PLAIN}
 RESTORES = {"content": PLAIN, "memory": HOST_SHORT, "steps": PLAIN}
@@ -76,7 +77,7 @@ def choices(scheduler: str, kv: str) -> dict[str, list[Choice]]:
     """Return what a history of a policy and a KV manager may have: what excludes one another is one choice."""
     abilities = KV_MANAGERS.get(kv).abilities
     steps = [PLAIN, OVERLAPS] if scheduler in NOT_IN_STAGES else [PLAIN, OVERLAPS, STAGES]
-    choices = {"steps": steps, "forecast": [PLAIN, FORECAST], "drafts": [PLAIN, DRAFTS]}
+    choices = {"steps": steps, "forecast": [PLAIN, FORECAST], "drafts": [PLAIN, DRAFTS], "kinds": [PLAIN, KINDS]}
     choices["content"] = [PLAIN, STATES, PREFIXES] if abilities.prefixes else [PLAIN, STATES]
     if abilities.moves:
         choices["memory"] = [PLAIN, CROWDED, HOST_SHORT]
@@ -98,6 +99,7 @@ def goals(scheduler: str, kv: str, *, is_long: bool) -> Counter[str]:
     """
     abilities, with_admission = KV_MANAGERS.get(kv).abilities, scheduler in WITH_ADMISSION
     goals = ["preemptions", "overtaken", "pending", "stopped", "failed", "reused", "right_drafts", "wrong_drafts"]
+    goals += ["scored", "pooled", "impatient", "adapters"]
     goals += ["rejected", "bounded"] if with_admission else []
     goals += REACHED.get(scheduler, ()) if kv == "tiered" else ()
     if abilities.prefixes:
