@@ -7,19 +7,25 @@ adapter has a slot again, and the slot is given up when none of the former is le
 others wait lets in as many requests as can run at a time. So adapters take turns, and none starves behind others,
 however busy these are.
 
-Adapters with an LS request wait before those without, and otherwise in the order in which they came.
+Adapters with an LS request wait before those without, and otherwise in the order in which they came. For an adapter
+with an LS request the BE requests of a closing one that have not begun wait again at once: LS work may keep them from
+running for as long as it comes. Of an adapter the requests are let in as they would be in their queue: by class, tenant
+and due time.
+
+Adapters are told apart by the digest of their files: two names of the same files have one slot, and share their KV.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from omniserve.core.lora import LoadLoRA, LoRA
+from omniserve.core.request import ServiceClass
 from omniserve.core.work import Done
 from omniserve.sched.side_work import SideWorkQueue
-from omniserve.sched.state import LS, RequestState
+from omniserve.sched.state import BE, LS, RequestQueue, RequestState
 
 
 @dataclass(slots=True)
@@ -39,6 +45,8 @@ class _Resident:
     go and nothing run."""
     has_sent_back: bool = False
     """Since it closed, those that had not begun wait again."""
+    has_sent_back_be: bool = False
+    """Likewise, the BE ones among them."""
     num_users: int = 0
     """Unfinished requests that may run."""
     used: int = 0
@@ -50,11 +58,13 @@ class _Waiting:
     """An adapter that has no slot, or takes no requests, and the requests that wait for it."""
 
     lora: LoRA
-    states: list[RequestState] = field(default_factory=list)
+    states: RequestQueue = field(default_factory=RequestQueue)
+    """The requests; classes of kind LS come before those of kind BE."""
 
     @property
     def is_urgent(self) -> bool:
-        return any(state.kind is LS for state in self.states)
+        first = self.states.first
+        return first is not None and first.kind is LS
 
 
 class LoRASlots:
@@ -65,8 +75,8 @@ class LoRASlots:
         turn: Most requests that an adapter lets in at once while others wait.
         side_work: Takes the loads.
         release: To be called with requests that need not wait any more.
-        withdraw: Takes the requests of an adapter that have not begun from their queues, to wait for it, and returns
-            them.
+        withdraw: Takes the requests of an adapter, by its digest, that are of some kinds and have not begun from their
+            queues, to wait for it, and returns them.
     """
 
     def __init__(
@@ -76,7 +86,7 @@ class LoRASlots:
         side_work: SideWorkQueue,
         *,
         release: Callable[[Iterable[RequestState]], None],
-        withdraw: Callable[[LoRA], list[RequestState]],
+        withdraw: Callable[[str, Sequence[ServiceClass]], list[RequestState]],
     ) -> None:
         self._num_slots, self._turn, self._side_work = num_slots, turn, side_work
         self._release, self._withdraw = release, withdraw
@@ -99,7 +109,7 @@ class LoRASlots:
         if resident is not None and resident.is_ready and not resident.is_closing:
             self._use(resident, state)
             return True
-        self._waiting.setdefault(lora.digest, _Waiting(lora)).states.append(state)
+        self._waiting.setdefault(lora.digest, _Waiting(lora)).states.add(state)
         self._hand_out()
         return False
 
@@ -140,12 +150,16 @@ class LoRASlots:
         wanted = self._give_slots()
         taken = [each for each in self._residents.values() if each.is_ready and each.num_users]
         for resident in taken[len(wanted) :]:
-            resident.is_closing = resident.is_in_turn = resident.has_sent_back = False
+            resident.is_closing = resident.is_in_turn = resident.has_sent_back = resident.has_sent_back_be = False
             self._let_in(resident)
-        for resident in taken[: len(wanted)]:
+        for resident, other in zip(taken, wanted, strict=False):
             resident.is_closing = True
             if resident.has_served and not (resident.is_in_turn or resident.has_sent_back):
-                self._send_back(resident)
+                resident.has_sent_back = True
+                self._send_back(resident, (LS, BE))
+            if other.is_urgent and not resident.has_sent_back_be:
+                resident.has_sent_back_be = True
+                self._send_back(resident, (BE,))
         if any(not resident.num_users for resident in taken[: len(wanted)]):
             self._hand_out()
 
@@ -187,28 +201,25 @@ class LoRASlots:
         self._hand_out()
 
     def _let_in(self, resident: _Resident, most: int | None = None) -> None:
-        """Let requests run that wait for an adapter which is there, LS before BE; None: all."""
+        """Let the first requests run that wait for an adapter which is there, or all of them (None)."""
         waiting = self._waiting.get(resident.lora.digest)
         if waiting is None:
             return
-        states = sorted(waiting.states, key=lambda state: state.kind is not LS)
-        chosen, waiting.states = states[:most], states[len(states[:most]) :]
+        chosen = [*itertools.islice(waiting.states, most)]
+        for state in chosen:
+            waiting.states.remove(state)
         if not waiting.states:
             del self._waiting[resident.lora.digest]
         for state in chosen:
             self._use(resident, state)
         self._release(chosen)
 
-    def _send_back(self, resident: _Resident) -> None:
-        """Have the requests of a closing adapter wait that have not begun."""
-        resident.has_sent_back = True
-        states = self._withdraw(resident.lora)
-        for state in states:
+    def _send_back(self, resident: _Resident, kinds: Sequence[ServiceClass]) -> None:
+        """Have the requests of a closing adapter wait for it that are of these kinds and have not begun."""
+        for state in self._withdraw(resident.lora.digest, kinds):
             state.lora_slot = 0
             resident.num_users -= 1
-        if states:
-            waiting = self._waiting.setdefault(resident.lora.digest, _Waiting(resident.lora))
-            waiting.states = sorted([*waiting.states, *states], key=lambda state: state.priority_key)
+            self._waiting.setdefault(resident.lora.digest, _Waiting(resident.lora)).states.add(state)
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 

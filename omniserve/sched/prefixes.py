@@ -68,12 +68,12 @@ class Prefixes:
         """Look up a new request."""
         if self.index is None:
             return
-        adapter = state.lora.digest if state.lora is not None else ""
-        state.prefix = PrefixUse(PrefixKeys(self._block_size, salt=state.request.cache_salt, lora=adapter))
+        keys = PrefixKeys(self._block_size, salt=state.request.cache_salt, lora=state.adapter)
+        state.prefix = PrefixUse(keys)
         self.found(state)
         if state.kind is ServiceClass.LS:
-            keys = state.prefix.keys.up_to(state.token_ids, self._most_found(state)) if not self.has_states else ()
-            self.index.note_ls_prompt(keys, state.num_tokens)
+            findable = keys.up_to(state.token_ids, self._most_found(state)) if not self.has_states else ()
+            self.index.note_ls_prompt(findable, state.num_tokens)
 
     def note_session(self, state: RequestState, now_s: float) -> None:
         """Note that a new request, which was not refused, is the newest of the session that it names."""

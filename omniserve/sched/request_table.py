@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING
 
-from omniserve.core.lora import LoRA
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import AttentionResult, CancelTask, Done, HostEvent, KVMove, SideWork, TierDown
 from omniserve.kv.base import KVManager
@@ -176,6 +175,7 @@ class RequestTable:
                 self._leave_host(state)
         elif phase is Phase.LOADING:
             self.loads.forget(state)
+            self.kv.free(state.request_id)  # it has no table, but the manager may know of it
         elif phase in (Phase.WAITING, Phase.DEVICE):
             (self.waiting if phase is Phase.WAITING else self.device)[state.kind].remove(state)
             self.kv.free(state.request_id)
@@ -309,11 +309,11 @@ class RequestTable:
         if not self.residents.is_up or (self._network is not None and self._network.is_lost(state)):
             self.preempt(state)
 
-    def _wait_for_lora(self, lora: LoRA) -> list[RequestState]:
+    def _wait_for_lora(self, digest: str, kinds: Iterable[ServiceClass]) -> list[RequestState]:
         """Take requests of an adapter that have not begun from their queues: it will not be in memory for them."""
         assert self.loras is not None
-        waiting = (state for queue in self.waiting.values() for state in queue.everyone())
-        found = [state for state in waiting if state.lora == lora and state.first_scheduled_s is None]
+        waiting = (state for kind in kinds for state in self.waiting[kind].everyone())
+        found = [state for state in waiting if state.adapter == digest and state.first_scheduled_s is None]
         for state in found:
             self.waiting[state.kind].remove(state)
             self.loads.hold(state, self.loras)

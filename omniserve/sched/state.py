@@ -231,6 +231,11 @@ class RequestState:
         return self.request.service_class
 
     @property
+    def adapter(self) -> str:
+        """The digest of its LoRA adapter; empty: it has none."""
+        return self.lora.digest if self.lora is not None else ""
+
+    @property
     def has_scaled_ttft(self) -> bool:
         return self.later_s > 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -24,17 +24,21 @@ class Table:
     def __init__(self, num_slots: int, turn: int = 2) -> None:
         self.side_work, self.queue, self.running = SideWorkQueue(), list[RequestState](), list[RequestState]()
         self.states: list[RequestState] = []
+        self.accounts = ClassAccounts()
         self.loads: list[LoadLoRA] = []
         self.slots = LoRASlots(num_slots, turn, self.side_work, release=self.release, withdraw=self.withdraw)
         self._numbers = itertools.count()
 
-    def add(self, name: str, kind: ServiceClass = ServiceClass.BE) -> RequestState:
+    def add(
+        self, name: str, kind: ServiceClass = ServiceClass.BE, *, rank: int = 0, tenant: str = "", digest: str = ""
+    ) -> RequestState:
         number = next(self._numbers)
         state = RequestState(
             request_id=f"{name}{number}", request=Request(prompt_token_ids=[1]), slo=SLO(), kind=kind,
-            priority_key=(int(kind is ServiceClass.BE), math.inf, number), account=ClassAccounts().of("", 1.0),
+            priority_key=(2 * (kind is ServiceClass.BE) + rank, math.inf, number),
+            account=self.accounts.of(tenant, 1.0),
             arrival_s=0.0, token_ids=[1],
-            lora=LoRA(name=name, folder="", digest=name) if name else None,
+            lora=LoRA(name=name, folder="", digest=digest or name) if name else None,
         )  # fmt: skip
         self.states.append(state)
         if self.slots.enter(state):
@@ -49,8 +53,8 @@ class Table:
             state.phase = Phase.WAITING
             self.queue.append(state)
 
-    def withdraw(self, lora: LoRA) -> list[RequestState]:
-        found = [state for state in self.queue if state.lora == lora]
+    def withdraw(self, digest: str, kinds: Sequence[ServiceClass]) -> list[RequestState]:
+        found = [state for state in self.queue if state.adapter == digest and state.kind in kinds]
         for state in found:
             self.queue.remove(state)
             state.phase = Phase.LOADING
@@ -175,6 +179,53 @@ def test_adapters_of_latency_sensitive_requests_come_first():
     table.end(running)
     table.finish_loads()
     assert [state.request_id for state in table.queue] == ["c2"]
+
+
+def test_best_effort_requests_that_have_not_begun_make_way_for_a_latency_sensitive_one() -> None:
+    """Other LS work could keep them from running for ever."""
+    table = Table(1)
+    waiting = [table.add("a"), table.add("a")]
+    table.finish_loads()
+    assert table.queue == waiting
+    urgent = table.add("b", ServiceClass.LS)
+    table.finish_loads()
+    assert table.queue == [urgent]
+    table.end(table.begin())
+    table.finish_loads()
+    assert table.queue == waiting
+
+
+def test_requests_of_an_adapter_are_let_in_by_class_and_then_fairly_between_tenants() -> None:
+    table = Table(1, turn=3)
+    table.add("a")
+    table.finish_loads()
+    running = table.begin()
+    many = [table.add("b", tenant="x") for _ in range(4)]
+    other, low = table.add("b", tenant="y"), table.add("b", ServiceClass.LS, rank=1)
+    high = table.add("b", ServiceClass.LS)
+    table.add("c")
+    table.end(running)
+    table.finish_loads()
+    assert table.queue == [high, low, many[0]]
+    for _ in range(3):
+        table.end(table.begin())
+    table.finish_loads()
+    table.end(table.begin())
+    table.finish_loads()
+    assert other in table.queue
+
+
+def test_two_names_of_the_same_files_have_one_slot_and_make_way_together() -> None:
+    table = Table(1)
+    first, second = table.add("a", digest="A"), table.add("a2", digest="A")
+    table.finish_loads()
+    third = table.add("a2", digest="A")
+    assert table.queue == [first, second, third] and {state.lora_slot for state in table.queue} == {1}
+    table.begin()
+    other = table.add("b")
+    table.end(first)
+    table.finish_loads()
+    assert table.queue == [other], "those of both names wait again"
 
 
 def test_a_load_that_fails_fails_its_requests_alone():

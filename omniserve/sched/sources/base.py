@@ -174,6 +174,8 @@ class KVLoads:
         for state in states:
             del self._loading[state]
             state.phase = Phase.WAITING
+            if state.prefix is not None:
+                state.prefix.num_coming = 0
             self._waiting[state.kind].add(state)
 
     def forget(self, state: RequestState) -> None:
