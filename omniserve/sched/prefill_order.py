@@ -45,6 +45,7 @@ def ahead_of(new: RequestState, others: Iterable[RequestState], now_s: float) ->
     """Return which of the LS requests with prefill left are computed before a new one."""
     prompts = [*others, new]
     if not _compete(prompts):
-        return [state for state in prompts if state.prefill_key < new.prefill_key]
+        key = new.prefill_key
+        return [state for state in prompts if state.prefill_key < key]
     ordered = prefill_order(prompts, now_s)
     return ordered[: ordered.index(new)]

@@ -201,7 +201,9 @@ class QueueingControl:
         # Blocks that several requests share count for each, so BE requests have no more than all others.
         num_free = free + min(of_be, max(0, memory.num_device_blocks - free - of_ls))
         num_places = self._view.limits.config.max_num_seqs - memory.num_admitted(LS)
-        return LSQueue(decoding, prompts, held, num_free, num_places)
+        known = {*decoding, *prompts}
+        behind = [state for state in device[LS] if state not in known]
+        return LSQueue(decoding, prompts, held, num_free, num_places, behind)
 
     # -- bounds --------------------------------------------------------------------------------------------------
 

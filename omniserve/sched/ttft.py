@@ -117,6 +117,8 @@ class LSQueue:
     """Blocks that are free, or can be taken from BE requests."""
     num_places: int
     """Places of ``max_num_seqs`` that are free."""
+    behind: Sequence[RequestState] = ()
+    """Other requests on the device: they have places, but nothing of theirs is computed before what is predicted."""
 
 
 # The LS requests that say what the next one may be like: the last 8, and of the last 64 those of the last minute.
@@ -297,7 +299,8 @@ class TTFTEstimator:
             state, num_steps = queue.prompts[i], 0
             prefill_s, _ = prefill_time(decodes, prompts[: i + 1], bound_s, bound_s, max_tokens)
             if state.phase is Phase.WAITING and state not in batch:
-                ahead = dataclasses.replace(queue, prompts=queue.prompts[:i])
+                behind = (*queue.behind, *queue.prompts[i + 1 :])
+                ahead = dataclasses.replace(queue, prompts=queue.prompts[:i], behind=behind)
                 num_steps = self._steps_until_room(state, ahead)
             # Where room is what it waits for, so many steps come before its own.
             left_s = ttft_left_s(state, begin_s, self._headrooms.ttft) - prefill_s
@@ -352,11 +355,12 @@ class TTFTEstimator:
         waiting = [state for state in queue.prompts if state.phase in (Phase.WAITING, Phase.LOADING)]
         if len(waiting) < queue.num_places:
             return 0
-        running = [state for state in (*queue.prompts, *queue.decoding) if state.request_id in queue.blocks]
-        lower = [state for state in running if state.priority_key[0] > new.priority_key[0]]
-        ends = [(self._steps_left(state), 1) for state in running if state not in lower]
+        having = (*queue.prompts, *queue.decoding, *queue.behind)
+        running = [state for state in having if state.request_id in queue.blocks]
+        staying = [state for state in running if state.priority_key[0] <= new.priority_key[0]]
+        ends = [(self._steps_left(state), 1) for state in staying]
         starts = [(self._steps_left(state), 1) for state in waiting]
-        return steps_until_room(ends, starts, 1, queue.num_places + len(lower))
+        return steps_until_room(ends, starts, 1, queue.num_places + len(running) - len(staying))
 
     def _steps_until_memory(self, num_tokens: int, queue: LSQueue) -> int:
         """Return after how many steps there will be memory for ``num_tokens`` behind the queue.
@@ -368,13 +372,14 @@ class TTFTEstimator:
         if sum(self._blocks(state.num_tokens) for state in waiting) + self._blocks(num_tokens) <= queue.num_free:
             return 0
         running = [state for state in (*queue.prompts, *queue.decoding) if state.request_id in held]
-        ends = [(self._steps_left(state), self._blocks_in_the_end(state)) for state in running]
-        starts = [(self._steps_left(state), self._blocks_in_the_end(state)) for state in waiting]
+        ends, starts = [*map(self._until_end, running)], [*map(self._until_end, waiting)]
         num_free = queue.num_free + sum(held[state.request_id] for state in running) - sum(blocks for _, blocks in ends)
         return steps_until_room(ends, starts, self._blocks(num_tokens), num_free)
 
-    def _blocks_in_the_end(self, state: RequestState) -> int:
-        return self._blocks(state.num_tokens + self._steps_left(state))
+    def _until_end(self, state: RequestState) -> tuple[int, int]:
+        """Return how many tokens a request will still put out, and the blocks that it has then."""
+        num_steps = self._steps_left(state)
+        return num_steps, self._blocks(state.num_tokens + num_steps)
 
     def _steps_left(self, state: RequestState) -> int:
         """Return how many tokens a request will still put out, if its output is like that of others."""
@@ -384,9 +389,9 @@ class TTFTEstimator:
     def _fitting(self, queue: LSQueue) -> Iterator[RequestState]:
         """Yield the prompts for which there is memory at a time, beside those that decode."""
         held = (queue.blocks.get(state.request_id, 0) for state in (*queue.prompts, *queue.decoding))
-        left = queue.num_free + sum(held) - sum(map(self._blocks_in_the_end, queue.decoding))
+        left = queue.num_free + sum(held) - sum(self._until_end(state)[1] for state in queue.decoding)
         for state in queue.prompts:
-            left -= self._blocks_in_the_end(state)
+            left -= self._until_end(state)[1]
             if left < 0:
                 return
             yield state

@@ -242,6 +242,18 @@ def test_a_higher_class_goes_first_where_all_places_are_taken() -> None:
     bench.run_until(lambda: {"ls1", "ls2", "gold"} <= bench.finished)
 
 
+def test_a_prediction_knows_that_a_prompt_of_a_lower_class_gives_its_place() -> None:
+    bench = gold_bench()
+    bench.add("gold", prompt=4, output=200, tpot=0.1)
+    bench.run_until(lambda: "gold" in bench.first_s)
+    bench.add("ls", prompt=1000, output=5, ttft=50.0)
+    bench.step()
+    predicted_s, sent_s = bench.add("gold2", prompt=20, output=5, ttft=0.3), bench.now_s
+    bench.run_until(lambda: "gold2" in bench.first_s, most=5)
+    assert predicted_s is not None and bench.first_s["gold2"] - sent_s == pytest.approx(predicted_s, rel=0.1)
+    bench.run_until(lambda: {"ls", "gold", "gold2"} <= bench.finished)
+
+
 def test_a_prediction_knows_that_places_are_taken() -> None:
     bench = gold_bench()
     for name in ("ls1", "ls2"):
