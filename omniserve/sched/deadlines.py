@@ -92,7 +92,7 @@ class Deadlines:
         self._usable = 1 - HEADROOM if has_headroom else 1.0
         self._output_share = {LS: 1.0, BE: 1.0}
         self._open: list[RequestState] = []
-        """BE requests with a deadline in their order; some may have ended."""
+        """BE requests with a deadline in their order; some may have ended, or wait for nothing but their last token."""
 
     def note_end(self, state: RequestState) -> None:
         """Learn from the length of a request's output."""
@@ -102,10 +102,11 @@ class Deadlines:
 
     @property
     def has_any(self) -> bool:
-        """There is a BE request with a deadline."""
+        """There is a BE request with a deadline that has something left to compute."""
         if self._open:
             states = self._view.states
-            self._open = [state for state in self._open if states.get(state.request_id) is state]
+            unfinished = (state for state in self._open if states.get(state.request_id) is state)
+            self._open = [state for state in unfinished if state.phase is not Phase.ENDING]
         return bool(self._open)
 
     # -- arrivals ------------------------------------------------------------------------------------------------

@@ -162,8 +162,6 @@ class RequestTable:
         """Take a request from where it is; its phase is ``into``, or DRAINING if something still uses its KV."""
         phase, state.phase = state.phase, into
         self.features.on_phase(state, into)
-        if self.loras is not None and into is Phase.FINISHED:
-            self.loras.leave(state)
         if phase is Phase.MOVING:
             state.phase = Phase.DRAINING
         elif phase is Phase.HOST:
@@ -179,6 +177,8 @@ class RequestTable:
         elif phase in (Phase.WAITING, Phase.DEVICE):
             (self.waiting if phase is Phase.WAITING else self.device)[state.kind].remove(state)
             self.kv.free(state.request_id)
+        if self.loras is not None and into is Phase.FINISHED:
+            self.loras.leave(state)  # last: others of its adapter may be taken from their queue
 
     def ended(self) -> Iterator[RequestState]:
         """Yield the requests that have ended, but a copy or a host task still uses their KV."""

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from omniserve.core.lora import LoRA
 from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request, RequestOutput, SamplingParams
 from omniserve.core.work import KVMove
@@ -69,7 +70,8 @@ class Machine:
         self, name: str, *, prompt: int = 4, output: int = 100, ttft: float | None = None, tpot: float | None = None,
         waited: float = 0.0, scores_prompt: bool = False, salt: str | None = None, by_default: bool = False,
         deadline: float | None = None, max_queue: float | None = None,
-        tenant: str = "", weight: float = 1.0,
+        tenant: str = "", weight: float = 1.0, lora: str | None = None,
+        pooling: str | None = None,
     ) -> float | None:  # fmt: skip
         """Add a request. With a prefix cache it shares its prompt with those of the same ``salt``; None: with none.
 
@@ -79,15 +81,17 @@ class Machine:
         request = Request(
             prompt_token_ids=[7] * prompt,
             cache_salt=name if salt is None else salt,
-            sampling=SamplingParams(max_tokens=output, prompt_logprobs=0 if scores_prompt else None),
+            sampling=SamplingParams(max_tokens=output, prompt_logprobs=0 if scores_prompt else None, pooling=pooling),
             service_class=class_of(name),
             slo=None if by_default else slo,
             deadline_s=deadline,
             max_queue_s=max_queue,
             tenant=tenant,
             weight=weight,
+            lora=lora,
         )
-        return self.scheduler.add(name, request, slo, self.now_s, arrival_s=self.now_s - waited)
+        adapter = LoRA(name=lora, folder="", digest=lora) if lora is not None else None
+        return self.scheduler.add(name, request, slo, self.now_s, arrival_s=self.now_s - waited, lora=adapter)
 
     def step(self) -> Any:
         raise NotImplementedError

@@ -167,3 +167,11 @@ def test_objectives_of_a_class_are_told_and_learned_from_as_they_are():
     assert state.told_slo is not None and (state.told_slo.ttft_s, state.told_slo.tpot_s) == (5.0, 1.0)
     assert state.slo.ttft_s is not None and state.slo.tpot_s is not None
     assert state.slo.ttft_s + 19 * state.slo.tpot_s <= 1.0
+
+
+def test_a_request_for_an_embedding_may_have_a_deadline_if_steps_overlap() -> None:
+    bench = Clock(overlaps=True)
+    bench.add("be", prompt=20, output=10, deadline=50.0)
+    bench.step()
+    bench.add("be-pooled", prompt=6, output=0, pooling="mean", deadline=50.0)
+    bench.run_until(lambda: {"be", "be-pooled"} <= bench.finished)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
+from omniserve.core.config import LoRAConfig
 from omniserve.core.lora import LoadLoRA, LoRA
 from omniserve.core.request import SLO, Request, ServiceClass
 from omniserve.core.work import Done
@@ -16,6 +17,7 @@ from omniserve.sched.fairness import ClassAccounts
 from omniserve.sched.lora_slots import LoRASlots
 from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.state import Phase, RequestState
+from tests.sched.benches import Bench
 
 
 class Table:
@@ -226,6 +228,18 @@ def test_two_names_of_the_same_files_have_one_slot_and_make_way_together() -> No
     table.end(first)
     table.finish_loads()
     assert table.queue == [other], "those of both names wait again"
+
+
+def test_the_end_of_a_waiting_request_of_a_closing_adapter_is_no_trouble() -> None:
+    bench = Bench("omniserve", device_blocks=8, max_num_seqs=1, lora=LoRAConfig(max_loras=1))
+    bench.add("be1", output=20, lora="a"), bench.add("be2", lora="a"), bench.add("be3", output=1, lora="a")
+    bench.run_until(lambda: "a" in bench.requests.loras.in_memory())
+    bench.step()
+    bench.add("be4", output=1, lora="b")
+    assert bench.requests.states["be2"].phase is Phase.WAITING
+    bench.scheduler.abort("be2", bench.now_s)
+    bench.scheduler.check_integrity()
+    bench.run_until(lambda: {"be1", "be3", "be4"} <= bench.finished)
 
 
 def test_a_load_that_fails_fails_its_requests_alone():
