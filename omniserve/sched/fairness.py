@@ -24,7 +24,8 @@ from typing import Protocol, TypeVar
 from omniserve.core.request import INPUT_COST, OUTPUT_COST
 
 MOST_ACCOUNTS = 4096
-"""Accounts of a class above which those without requests are forgotten, unless they are ahead of the others."""
+"""Accounts of a class above which those without requests are forgotten, but for some that are ahead of the others."""
+_MOST_AHEAD = MOST_ACCOUNTS // 2
 
 
 class ClassAccounts:
@@ -34,6 +35,7 @@ class ClassAccounts:
         self._accounts: dict[str, Account] = {}
         self.level = 0.0
         """The largest virtual time at which a request was admitted."""
+        self._most = MOST_ACCOUNTS
 
     def of(self, tenant: str, weight: float) -> Account:
         """Return a tenant's account, with the weight that it has now."""
@@ -63,10 +65,14 @@ class ClassAccounts:
         return max(self.level, min((each.virtual_time for each in self if each.num_unfinished), default=0.0))
 
     def forget_idle(self) -> None:
-        """Forget accounts that would begin again where they are now, if there are many."""
-        if len(self._accounts) > MOST_ACCOUNTS:
-            kept = (each for each in self if each.num_unfinished or each.virtual_time > self.level)
-            self._accounts = {each.tenant: each for each in kept}
+        """Forget accounts that would begin again where they are now, if there are many, and those ahead by least."""
+        if len(self._accounts) <= self._most:
+            return
+        kept = [each for each in self if each.num_unfinished]
+        ahead = (each for each in self if not each.num_unfinished and each.virtual_time > self.level)
+        kept += heapq.nlargest(_MOST_AHEAD, ahead, key=lambda account: account.virtual_time)
+        self._accounts = {each.tenant: each for each in kept}
+        self._most = max(MOST_ACCOUNTS, 2 * len(kept))
 
 
 class Account:

@@ -139,7 +139,7 @@ class RequestTable:
                 "still uses; choose another"
             )
         self.features.on_arrival(state)
-        state.account.enter(self.waiting[state.kind].accounts)
+        state.account.enter(self._waiting_accounts(state.kind))
         self.states[state.request_id] = state
         self.prefixes.note_arrival(state)
         if self.loras is not None and not self.loras.enter(state):
@@ -150,7 +150,11 @@ class RequestTable:
     def account_of_newcomer(self, service_class: str) -> Account:
         """Return the account that a request of a class and of the tenant without a name would have if it came now."""
         kind = ServiceClass(self.limits.config.class_named(service_class).kind)
-        return self.accounts[service_class].at_entry("", self.waiting[kind].accounts)
+        return self.accounts[service_class].at_entry("", self._waiting_accounts(kind))
+
+    def _waiting_accounts(self, kind: ServiceClass) -> Iterator[Account]:
+        """Yield the accounts with requests of a kind that wait, and with LOADING ones of both kinds; some twice."""
+        return itertools.chain(self.waiting[kind].accounts, self.loads.accounts)
 
     def end(self, state: RequestState) -> None:
         """Forget a request; its KV is freed now, or when the copy or host task that uses it is over."""

@@ -286,6 +286,8 @@ class History:
         if self.options.has_kinds and self.options.num_stages == 1:  # adapters by name need one rank
             drawn["lora"] = LoRAConfig(max_loras=1 + num_blocks % 3)
         drawn |= _without_some(random.Random(f"{self.seed} mechanisms"))
+        if self.options.has_kinds:
+            drawn["be_max_wait_s"] = guesses.choice([None, 0.02, 0.2])
         if self.defers:
             drawn |= {"defer_classes": True, "classes": preemptible.CLASSES, "max_num_batched_tokens": 64}
             drawn |= {"defer_tokens": ("off", "late", "always")[num_blocks % 3], "most_token_steps": 2 + num_blocks % 5}

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from omniserve.core.config import LoRAConfig
 from omniserve.core.errors import RequestRejected
 from omniserve.core.request import INPUT_COST, OUTPUT_COST, Request
 from omniserve.core.stats import TenantStats
@@ -108,6 +109,23 @@ def test_a_single_request_passes_thousands_of_another_tenant(kind: str, policy: 
         bench.step()
     bench.add(f"{kind}-b", prompt=16, output=4, tenant="b")
     bench.run_until(lambda: f"{kind}-b" in bench.finished, most=12)
+
+
+def test_a_tenant_whose_request_waits_for_its_adapter_keeps_its_turn() -> None:
+    bench = Bench(
+        "omniserve", device_blocks=400, max_num_batched_tokens=16, max_num_seqs=8, lora=LoRAConfig(max_loras=1)
+    )
+    for number in range(100):
+        bench.add(f"be-a{number}", prompt=16, output=1, tenant="a")
+    bench.add("be-b0", prompt=16, output=1, tenant="b", lora="adapter")
+    begun = bench.requests.states["be-b0"].account.virtual_time
+    for _ in range(30):
+        bench.step(host_chance=0.0)  # the adapter is being read
+    bench.add("be-b1", prompt=16, output=1, tenant="b", lora="adapter")
+    assert bench.requests.states["be-b1"].account.virtual_time == begun
+    for _ in range(6):
+        bench.step()
+    assert {"be-b0", "be-b1"} <= bench.finished
 
 
 def test_a_new_tenant_is_not_given_what_it_never_asked_for() -> None:
@@ -335,6 +353,19 @@ def test_accounts_of_idle_tenants_are_forgotten_unless_they_are_ahead() -> None:
         account.enter([])
         account.leave()
     assert len([*of_class]) < 20 and of_class.of("ahead", 1.0) is ahead
+
+
+def test_accounts_are_few_however_many_tenants_send_one_request_each() -> None:
+    """Each is ahead of a newcomer by its request: nothing that came later has raised the level."""
+    of_class = ClassAccounts()
+    most = 0
+    for number in range(4 * MOST_ACCOUNTS):
+        account = of_class.of(str(number), 1.0)
+        account.enter([])
+        account.admit(1 + number % 1000)
+        account.leave()
+        most = max(most, len([*of_class]) if number % 100 == 0 else 0)
+    assert most <= MOST_ACCOUNTS + 1
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), 1e6])

@@ -17,6 +17,7 @@ from omniserve.core.request import ServiceClass
 from omniserve.core.work import HostEvent
 from omniserve.kv.base import KVManager
 from omniserve.sched import prefixes_on_host
+from omniserve.sched.fairness import Account
 from omniserve.sched.lora_slots import LoRASlots
 from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.prefixes_on_host import Coming, PrefixesOnHost
@@ -131,6 +132,8 @@ class KVLoads:
         )
         self.sources = [kind(context) for kind in kinds]
         self._loading: dict[RequestState, KVSource | LoRASlots] = {}
+        self._accounts: Counter[Account] = Counter()
+        """Numbers of LOADING requests by account, without zeros."""
         self._prefixes, self._waiting, self._block_size = prefixes, waiting, kv.block_size
 
     def __contains__(self, state: RequestState) -> bool:
@@ -140,6 +143,11 @@ class KVLoads:
     def __iter__(self) -> Iterator[RequestState]:
         """Yield the requests that are LOADING."""
         yield from self._loading
+
+    @property
+    def accounts(self) -> Iterable[Account]:
+        """The accounts with requests that are LOADING."""
+        return self._accounts.keys()
 
     def start(
         self, forecast: Forecast | None, now_s: float, *, running_ls: Iterable[RequestState], reserve_blocks: int
@@ -168,11 +176,12 @@ class KVLoads:
         """Have a request that is in no queue wait, for KV or for its adapter."""
         state.phase = Phase.LOADING
         self._loading[state] = source
+        self._accounts[state.account] += 1
 
     def release(self, states: Iterable[RequestState]) -> None:
         """Put requests back into their queues, whatever has come."""
         for state in states:
-            del self._loading[state]
+            self._take(state)
             state.phase = Phase.WAITING
             if state.prefix is not None:
                 state.prefix.num_coming = 0
@@ -180,7 +189,13 @@ class KVLoads:
 
     def forget(self, state: RequestState) -> None:
         """Forget a LOADING request that has ended."""
-        self._loading.pop(state).forget(state)
+        self._take(state).forget(state)
+
+    def _take(self, state: RequestState) -> KVSource | LoRASlots:
+        self._accounts[state.account] -= 1
+        if not self._accounts[state.account]:
+            del self._accounts[state.account]
+        return self._loading.pop(state)
 
     def look_again(self, state: RequestState) -> None:
         """Look a request up again that comes to wait anew, as it was preempted."""
