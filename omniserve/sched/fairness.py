@@ -35,6 +35,8 @@ class ClassAccounts:
         self._accounts: dict[str, Account] = {}
         self.level = 0.0
         """The largest virtual time at which a request was admitted."""
+        self.unfinished: set[Account] = set()
+        """Accounts with unfinished requests."""
         self._most = MOST_ACCOUNTS
 
     def of(self, tenant: str, weight: float) -> Account:
@@ -62,14 +64,14 @@ class ClassAccounts:
 
     def level_now(self) -> float:
         """Return the virtual time at which a tenant begins while nothing of the class waits."""
-        return max(self.level, min((each.virtual_time for each in self if each.num_unfinished), default=0.0))
+        return max(self.level, min((each.virtual_time for each in self.unfinished), default=0.0))
 
     def forget_idle(self) -> None:
         """Forget accounts that would begin again where they are now, if there are many, and those ahead by least."""
         if len(self._accounts) <= self._most:
             return
-        kept = [each for each in self if each.num_unfinished]
-        ahead = (each for each in self if not each.num_unfinished and each.virtual_time > self.level)
+        kept = [*self.unfinished]
+        ahead = (each for each in self if each not in self.unfinished and each.virtual_time > self.level)
         kept += heapq.nlargest(_MOST_AHEAD, ahead, key=lambda account: account.virtual_time)
         self._accounts = {each.tenant: each for each in kept}
         self._most = max(MOST_ACCOUNTS, 2 * len(kept))
@@ -94,6 +96,7 @@ class Account:
         """Take note of a request that comes to wait; ``waiting`` are the accounts with requests that wait already."""
         self.virtual_time = self.time_at_entry(waiting)
         self.num_unfinished += 1
+        self.of_class.unfinished.add(self)
 
     def time_at_entry(self, waiting: Iterable[Account]) -> float:
         """Return the virtual time with which a request that comes to wait now finds the account; see ``enter``."""
@@ -107,6 +110,7 @@ class Account:
         """Take note of the end of a request."""
         self.num_unfinished -= 1
         if not self.num_unfinished:
+            self.of_class.unfinished.remove(self)
             self.of_class.forget_idle()
 
     def admit(self, num_tokens: int) -> float:
