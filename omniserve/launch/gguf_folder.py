@@ -3,7 +3,7 @@
     python -m omniserve.launch.gguf_folder FILE.gguf     # prints the folder
 
 transformers takes a while to read the vocabulary of such a file, and needs torch for it. So a process of its own does
-it, at the first start; the folder is kept in ``~/.cache/omniserve/gguf``. What the file says of the end of a turn is
+it, at the first start; the folder is kept in ``gguf`` of the cache folder. What the file says of the end of a turn is
 in ``generation_config.json``.
 """
 
@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from omniserve.core.version import __version__
+from omniserve.latency.profile import cache_folder
 
 _POINTER = "gguf.json"
 """A file of the folder that names the GGUF file."""
@@ -138,7 +139,7 @@ def _place_of(file: Path) -> Path:
     versions = f"{__version__} {importlib.metadata.version('transformers')}"
     parts = f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0{versions}"
     key = hashlib.sha256(parts.encode()).hexdigest()[:16]
-    return Path.home() / ".cache" / "omniserve" / "gguf" / key / file.stem
+    return cache_folder() / "gguf" / key / file.stem
 
 
 def _make(file: Path) -> Path:

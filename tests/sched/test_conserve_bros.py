@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 from omniserve.core.plan import DeviceChunk, StepOutput, StepPlan
+from omniserve.core.request import SLO, Request
 from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv import Tier
 from omniserve.sched import SCHEDULERS, bros
@@ -416,3 +417,17 @@ def test_a_step_that_only_begins_copies_needs_no_plan_of_the_policy(policy: str)
     plan = bench.scheduler.schedule_moves(bench.now_s)
     assert plan.is_empty and bench.scheduler.update(plan, StepOutput(), bench.now_s) == []
     bench.run_until(lambda: "be" in bench.finished)
+
+
+def test_best_effort_rows_leave_for_requests_that_are_late_together_though_none_is_alone() -> None:
+    bench = Clock(policy="conserve", device_blocks=2000, max_num_batched_tokens=2000)
+    bench.add("be", prompt=100, output=5)
+    policy, step = bench.scheduler.policy, bench.scheduler.schedule(0.0)
+    assert names(step) == ["be"] and step.decision is not None and step.decision.predicted_s is not None
+    request, ends_s = Request(prompt_token_ids=[7] * 50), step.decision.predicted_s
+    alone_s = bench.forecast.step().seconds_with(0, 50, samples=1)  # type: ignore[union-attr]
+    slo = SLO(ttft_s=ends_s + 1.1 * alone_s)
+    assert policy.to_preempt(request, slo, 0.0, 0.0) == frozenset()
+    assert policy.to_preempt(request, SLO(), 0.0, 0.0) == {"be"}, "the first one would come late"
+    bench.scheduler.schedule(0.0)
+    assert policy.to_preempt(request, slo, 0.0, 0.0) == frozenset()
