@@ -271,8 +271,11 @@ def load_matching(folder: Path, fingerprint: Fingerprint) -> Profile | None:
     not its own, is logged and left out.
     """
     path = path_in(folder, fingerprint)
-    if not path.exists():
-        return None
+    return read_matching(path, fingerprint) if path.exists() else None
+
+
+def read_matching(path: Path, fingerprint: Fingerprint) -> Profile | None:
+    """Return a file's profile; None, and a warning, if it is none for this fingerprint."""
     try:
         return Profile.read(path).require(fingerprint)
     except (OSError, ValueError) as error:

@@ -6,7 +6,7 @@ by sample, while the engine has no request; a sample is short enough for one tha
 
 Before each sample ``profile_model`` asks whether requests wait, and serves them. A sample is predicted to last no
 longer than a quarter of the shortest TTFT. The predictions of a coarse profile are multiplied by a margin. Measuring
-has KV pools of its own.
+has KV pools of its own. Of several engines of a server one measures, and the others take what it has measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from omniserve.core.request import ClassSpec, ServiceClass
 from omniserve.core.upkeep import Others
 from omniserve.engine.compiling import BackgroundCompile
 from omniserve.engine.engine import Engine
-from omniserve.engine.fingerprint import has_constant_steps
+from omniserve.engine.fingerprint import fingerprint_of, has_constant_steps
+from omniserve.latency.profile import Profile, default_folder
+from omniserve.latency.shared_profile import SharedProfile
 from omniserve.profiling.measure import keep_profile, profile_model
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ _SHARE_OF_TTFT = 0.25
 """Largest share of a sample in the TTFT of a request that comes as the sample begins."""
 _MOST_WAIT_S = 10.0
 """Seconds that compiled halves wait for a quiet moment to be taken; then they are taken between two steps."""
+_TURN_EVERY_S = 1.0
+"""Seconds after which an engine asks again whether another one has measured a profile, or has ended measuring."""
 
 
 class BackgroundStartup:
@@ -45,6 +49,7 @@ class BackgroundStartup:
         refines: Measure a profile, as the engine's is coarse.
         time_limit_s: Seconds that measuring it may take.
         folder: Where it is kept; None: ``default_folder()``.
+        shared_since_s: As ``find_or_make_profile`` takes it.
         clock: Monotonic seconds.
     """
 
@@ -58,6 +63,7 @@ class BackgroundStartup:
         refines: bool,
         time_limit_s: float,
         folder: Path | None = None,
+        shared_since_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._model, self._config = engine, model, config
@@ -67,6 +73,11 @@ class BackgroundStartup:
         self._else_compile = False
         self._refines, self._time_limit_s, self._folder = refines, time_limit_s, folder
         self._clock = clock
+        self._shared: SharedProfile | None = None
+        self._refines_at_s = -math.inf
+        if refines and shared_since_s is not None:
+            fingerprint = fingerprint_of(model, config)
+            self._shared = SharedProfile(folder or default_folder(), fingerprint, shared_since_s, clock=clock)
 
     @property
     def is_done(self) -> bool:
@@ -76,7 +87,9 @@ class BackgroundStartup:
     @property
     def is_due(self) -> bool:
         """The start-up has something to do in a quiet moment."""
-        return self._compiled_at_s is not None or (self._refines and self._compiling is None)
+        if self._compiled_at_s is not None:
+            return True
+        return self._refines and self._compiling is None and self._clock() >= self._refines_at_s
 
     def poll(self) -> None:
         """Look after the child; to be called between steps."""
@@ -98,12 +111,15 @@ class BackgroundStartup:
         """
         if self._compiled_at_s is not None:
             self._take_halves()
-        elif self._refines:
-            self._refines = False
+        elif self._shared is None:
+            self._refine(others)
+        elif self._shared.begin():
             try:
-                self._refine(others)
-            except (RuntimeError, ValueError):
-                logger.exception("the latency profile stays coarse: it could not be refined")
+                self._take_or_refine(self._shared, others)
+            finally:
+                self._shared.end()
+        else:
+            self._refines_at_s = self._clock() + _TURN_EVERY_S
 
     def close(self) -> None:
         """End the child process, if there is one."""
@@ -121,18 +137,39 @@ class BackgroundStartup:
             # One that cannot be kept: it is in torch's own cache.
             self._else_compile = True
 
+    def _take_or_refine(self, shared: SharedProfile, others: Others) -> None:
+        """Take a profile that another engine has refined; else measure one."""
+        profile = shared.find()
+        if profile is None or profile.is_coarse:
+            self._refine(others)
+            return
+        self._refines = False
+        self._engine.use_profile(profile)
+        logger.info("the latency profile is refined: another engine of this server has measured it")
+
     def _refine(self, others: Others) -> None:
+        """Measure a profile; one that cannot be measured is logged."""
+        self._refines = False
+        try:
+            profile = self._measure(others)
+        except (RuntimeError, ValueError):
+            logger.exception("the latency profile stays coarse: it could not be refined")
+            return
+        self._engine.use_profile(profile)
+        keep_profile(profile, self._folder)
+        if self._shared is not None:
+            self._shared.tell(profile)
+        logger.info("the latency profile is refined, after %.0f s of measuring", profile.seconds)
+
+    def _measure(self, others: Others) -> Profile:
         logger.info("refining the latency profile whenever there are no requests")
-        profile = profile_model(
+        return profile_model(
             self._model,
             self._config,
             time_limit_s=self._time_limit_s,
             others=others,
             longest_s=longest_sample_s(self._config.classes),
         )
-        self._engine.use_profile(profile)
-        keep_profile(profile, self._folder)
-        logger.info("the latency profile is refined, after %.0f s of measuring", profile.seconds)
 
 
 def longest_sample_s(classes: Iterable[ClassSpec]) -> float:

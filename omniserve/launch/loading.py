@@ -52,6 +52,7 @@ class EngineLoader:
             a coarse profile, measured in ``profile_start_s``, is refined later; with 0 s both are done before.
         quantize: One of QUANTIZE: quantise the weights when they are loaded; None leaves them.
         replica: Number of the engine, and of engines that share the machine.
+        replicas_since_s: Unix time at which a server began to make several engines; None: it has one.
     """
 
     model: str
@@ -65,10 +66,11 @@ class EngineLoader:
     profile_start_s: float = 4.0
     quantize: str | None = None
     replica: tuple[int, int] = (0, 1)
+    replicas_since_s: float | None = None
 
     def for_replica(self, number: int, count: int) -> EngineLoader:
         """Return the maker of one of several engines, which takes its share of the machine."""
-        return dataclasses.replace(self, replica=(number, count))
+        return dataclasses.replace(self, replica=(number, count), replicas_since_s=time.time())
 
     def __call__(self, progress: Callable[[str], None]) -> Engine:
         """Load the model, find or make its latency profile, and make the engine; tell ``progress`` about it.
@@ -102,8 +104,9 @@ class EngineLoader:
         refines = profile is not None and profile.is_coarse
         if compiling is not None or refines:
             engine.upkeep = BackgroundStartup(
-                engine, model, self.config, compiling=compiling, refines=refines, time_limit_s=self.profile_time_limit_s
-            )
+                engine, model, self.config, compiling=compiling, refines=refines,
+                time_limit_s=self.profile_time_limit_s, shared_since_s=self.replicas_since_s,
+            )  # fmt: skip
         return engine
 
     def _make_with_ranks(self, progress: Callable[[str], None]) -> Engine:
@@ -280,7 +283,14 @@ class EngineLoader:
 
         limit_s = min(self.profile_start_s, self.profile_time_limit_s) if is_coarse else self.profile_time_limit_s
         return find_or_make_profile(
-            model, self.config, path=self.profile, time_limit_s=limit_s, progress=tell, is_coarse=is_coarse, group=group
+            model,
+            self.config,
+            path=self.profile,
+            time_limit_s=limit_s,
+            progress=tell,
+            is_coarse=is_coarse,
+            group=group,
+            shared_since_s=self.replicas_since_s,
         )
 
 

@@ -15,6 +15,7 @@ from omniserve.engine.fingerprint import fingerprint_of, has_constant_steps
 from omniserve.engine.parts import check_disk, check_policy
 from omniserve.latency.features import AlphaBeta, ModelShape
 from omniserve.latency.profile import Profile, default_folder, load_matching, path_in
+from omniserve.latency.shared_profile import SharedProfile
 from omniserve.layers.patching import patched_model
 from omniserve.ops.collectives import alone
 from omniserve.parallel.group import RankGroup
@@ -126,6 +127,7 @@ def find_or_make_profile(
     progress: Progress = lambda what, spent: None,
     is_coarse: bool = False,
     group: RankGroup | None = None,
+    shared_since_s: float | None = None,
 ) -> Profile:
     """Return a profile that holds for this model, these settings and this machine, as ``profile_model`` would make.
 
@@ -136,6 +138,8 @@ def find_or_make_profile(
         folder: Where profiles are kept; None: ``default_folder()``.
         group: As of ``profile_model``.
         is_coarse: If one must be measured, a coarse one will do, which is not kept.
+        shared_since_s: Unix time since when engines of one server share what they measure (``SharedProfile``); None:
+            there is one engine.
 
     Raises:
         OSError: ``path`` cannot be read.
@@ -151,19 +155,24 @@ def find_or_make_profile(
     if found is not None:
         logger.info("latency profile %s", kept_at)
         return found
-    if is_coarse:
-        longest_s = _COARSE_SAMPLE * time_limit_s
-        return profile_model(
-            model,
-            config,
-            time_limit_s=time_limit_s,
-            progress=progress,
-            is_coarse=True,
-            longest_s=longest_s,
-            group=group,
-        )
-    profile = profile_model(model, config, time_limit_s=time_limit_s, progress=progress, group=group)
-    keep_profile(profile, folder)
+    shared = None if shared_since_s is None else SharedProfile(kept_at.parent, fingerprint, shared_since_s)
+    if shared is not None and (found := shared.find()) is not None:
+        logger.info("the latency profile is that of another engine of this server")
+        return found
+    longest_s = _COARSE_SAMPLE * time_limit_s if is_coarse else math.inf
+    profile = profile_model(
+        model,
+        config,
+        time_limit_s=time_limit_s,
+        progress=progress,
+        is_coarse=is_coarse,
+        longest_s=longest_s,
+        group=group,
+    )
+    if not is_coarse:
+        keep_profile(profile, folder)
+    if shared is not None:
+        shared.tell(profile)
     return profile
 
 

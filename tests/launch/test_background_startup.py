@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from omniserve.latency import Profile
 from omniserve.latency.profile import Conditions
 from omniserve.latency.trace import read_steps
 from omniserve.launch.background_startup import BackgroundStartup, longest_sample_s
-from omniserve.profiling import find_or_make_profile
+from omniserve.profiling import find_or_make_profile, profile_model
 from tests.parity.models import tiny_model
 
 BLOCK, PATIENCE_S = 8, 500.0
@@ -100,6 +101,53 @@ def test_a_profile_is_refined_between_requests_whose_tokens_it_does_not_change(
     assert len(read_steps(trace).steps) == num_steps, "measured steps are not traced"
     found = find_or_make_profile(model, config, folder=tmp_path, time_limit_s=1e9)  # would take years to measure
     assert not found.is_coarse and found.steps
+
+
+@pytest.mark.parametrize("disturbances", [[], ["others kept 2 cores busy"]])
+def test_of_the_engines_of_a_server_one_measures_and_the_others_take_what_it_has_measured(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disturbances: list[str]
+) -> None:
+    monkeypatch.setattr(Conditions, "disturbances", lambda self: disturbances)
+    config, since_s = config_for(model, compile=False), time.time() - 1
+    clock, num_measured = [100.0], list[bool]()
+
+    def counted(*arguments: Any, **options: Any) -> Profile:
+        num_measured.append(options.get("is_coarse", False))
+        return profile_model(*arguments, **options)
+
+    monkeypatch.setattr("omniserve.profiling.measure.profile_model", counted)
+    monkeypatch.setattr("omniserve.launch.background_startup.profile_model", counted)
+
+    def begun() -> Profile:
+        return find_or_make_profile(
+            model, config, folder=tmp_path, time_limit_s=0.3, is_coarse=True, shared_since_s=since_s
+        )
+
+    first, second = begun(), begun()
+    assert first == second and first.is_coarse and num_measured == [True]
+    with Engine(model, config, profile=first) as one, Engine(model, config, profile=second) as other:
+        upkeeps = [
+            BackgroundStartup(
+                engine, model, config, compiling=None, refines=True, time_limit_s=0.3, folder=tmp_path,
+                shared_since_s=since_s, clock=lambda: clock[0],
+            )
+            for engine in (one, other)
+        ]  # fmt: skip
+
+        class Meanwhile(Requests):
+            def run(self) -> None:
+                upkeeps[1].run(Requests(other))
+                assert not upkeeps[1].is_due and not upkeeps[1].is_done, "it is the first one's turn"
+
+        upkeeps[0].run(Meanwhile(one))
+        assert upkeeps[0].is_done
+        clock[0] += 2
+        assert upkeeps[1].is_due
+        upkeeps[1].run(Requests(other))
+        assert upkeeps[1].is_done and num_measured == [True, False]
+        assert not one.stats().latency.is_coarse and not other.stats().latency.is_coarse
+    kept = [path for path in tmp_path.glob("*.json") if not path.name.endswith(".server.json")]
+    assert len(kept) == (not disturbances), "no later server takes a profile of a busy machine"
 
 
 def test_a_profile_that_cannot_be_refined_stays_coarse_and_the_engine_serves(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,8 +28,11 @@ def load(monkeypatch):
     def load(scheduler="omniserve", **options):
         seen, told = {}, []
 
-        def find(model, config, *, path, time_limit_s, progress, is_coarse, group):
-            seen.update(model=model, config=config, path=path, time_limit_s=time_limit_s, is_coarse=is_coarse)
+        def find(model, config, *, path, time_limit_s, progress, is_coarse, group, shared_since_s):
+            seen.update(
+                model=model, config=config, path=path, time_limit_s=time_limit_s, is_coarse=is_coarse,
+                shared_since_s=shared_since_s,
+            )  # fmt: skip
             for what, spent in (("dense", 0.0), ("dense", 0.09), ("head", 0.5), ("head", 1.2), ("head", 1.4)):
                 progress(what, spent)
             return "the profile"
@@ -67,6 +71,15 @@ def test_named_profile_is_used_whatever_the_scheduler(load):
         assert (profile, seen["path"]) == ("the profile", Path("some.json"))
 
 
+def test_engines_of_one_server_share_what_they_measure(load):
+    _, seen, _ = load()
+    assert seen["shared_since_s"] is None
+    loader = EngineLoader(model="m", dtype="auto", device="cpu", config=EngineConfig())
+    before_s = time.time()
+    first, second = (loader.for_replica(number, 2) for number in range(2))
+    assert before_s <= first.replicas_since_s <= second.replicas_since_s <= time.time()
+
+
 @pytest.mark.parametrize(("scheduler", "options"), [("fcfs", {}), ("omniserve", {"with_profile": False})])
 def test_nothing_is_measured_for_who_needs_no_profile(load, scheduler, options):
     assert load(scheduler, **options) == (None, {}, [])
@@ -81,7 +94,7 @@ def test_a_server_on_a_cpu_begins_before_it_has_compiled_and_measured(monkeypatc
     model = SimpleNamespace(device=torch.device(device))
     child, asked = SimpleNamespace(stop=lambda: None), []
 
-    def find(model, config, *, path, time_limit_s, progress, is_coarse, group):
+    def find(model, config, *, path, time_limit_s, progress, is_coarse, group, shared_since_s):
         asked.append((time_limit_s, is_coarse))
         return SimpleNamespace(is_coarse=is_coarse)
 
