@@ -117,7 +117,7 @@ class ModelRunner:
         self._held = HeldEvents()
         self._host_was_healthy = True
         self._ended: Set[str] = frozenset()
-        """Requests that have ended since the step that is launched was planned: they need no token."""
+        """Requests that have ended since the step that is launched was planned: they need no token and no embedding."""
         self._pending = PendingTokens(model.device)
         self.states = StepStates.of(model, setup)
         self._executors = make_executors(self._storage, self.states.pool, tier, parts.executors)
@@ -208,8 +208,9 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, layers: LayersOutput) -> LaunchedStep:
         """Launch what follows the last layer: tokens, and embeddings where rows are pooled."""
         step = self._sample_tokens(plan, layers)
-        if layers.sampled.pooled and self._sampler is not None:
-            embeddings = self._pooler.launch(layers.hidden_TD, layers.sampled.pooled)
+        pooled = [rows for rows in layers.sampled.pooled if rows[0] not in self._ended]
+        if pooled and self._sampler is not None:
+            embeddings = self._pooler.launch(layers.hidden_TD, pooled)
             step = dataclasses.replace(step, embeddings=embeddings)
         return step
 

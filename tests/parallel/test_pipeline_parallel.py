@@ -146,6 +146,23 @@ def test_steps_in_flight_of_an_engine_that_is_closed_do_not_reach_the_next_one()
     assert [list(each) for each in told] == [list(each[:8]) for each in reference.tokens]
 
 
+def test_a_mean_takes_nothing_from_an_aborted_request_of_the_same_id() -> None:
+    """The step in flight pools rows of a request that has ended meanwhile."""
+    sampling = SamplingParams(max_tokens=0, pooling="mean")
+    first, second = ([*range(seed, seed + 40)] for seed in (1, 50))
+    with ranks_of("llama", 1, num_stages=2) as (model, group, parallel):
+        with Engine(model, _config(parallel, max_num_batched_tokens=8), group=group) as engine:
+            (expected,) = engine.generate([Request(prompt_token_ids=second, sampling=sampling)])
+            engine.add(Request(prompt_token_ids=first, sampling=sampling, request_id="again"))
+            for _ in range(3):
+                engine.step()
+            assert engine._stepper.is_in_flight
+            engine.abort("again")
+            request = Request(prompt_token_ids=second, sampling=sampling, request_id="again")
+            (found,) = engine.generate([request])
+    assert found.embedding == pytest.approx(expected.embedding, abs=2e-5)
+
+
 # -- places ----------------------------------------------------------------------------------------------------------
 
 
