@@ -140,6 +140,12 @@ def keep_to(share: Share) -> None:
     _kept = (share, cores, bool(share.nodes) and _prefer([node.number for node in share.nodes]))
 
 
+def settle() -> None:
+    """Let this process have for good what ``keep_to`` has left it: ``release`` gives it no other cores."""
+    global _kept
+    _kept = None
+
+
 def is_kept_to_nodes() -> bool:
     """Tell whether ``keep_to`` has given this process a share that is of some nodes."""
     return _kept is not None and bool(_kept[0].nodes)

@@ -81,7 +81,7 @@ class EngineLoader:
             ValueError: The settings or the profile do not fit it or this machine.
         """
         if self.replica[1] > 1:
-            keep_to_share(*self.replica)
+            keep_to_share(*self.replica, has_ranks=self.config.parallel.num_ranks > 1)
         if self.config.parallel.num_ranks > 1:
             return self._make_with_ranks(progress)
         model = self.load_model(progress)
@@ -146,6 +146,7 @@ class EngineLoader:
             keeps_ranks=True,
             on_lost=_end_process if self.serves or self.config.prefill.is_prefill_engine else None,
             shares_cores=self._device_of_rank(0) == "cpu" and self.config.parallel.rank_listen is None,
+            num_engines=self.replica[1],
         )
         try:
             model = self.load_rank(group.place, progress)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 
-from omniserve.parallel.shares import pin_to_share
+from omniserve.parallel.shares import keep_engine_to_share
 
 
-def keep_to_share(number: int, count: int) -> None:
+def keep_to_share(number: int, count: int, *, has_ranks: bool) -> None:
     """Keep this process to the share of engine ``number`` of ``count``; CUDA must not have been used yet.
 
     Cores are divided as among ranks, within NUMA nodes if that is even. GPUs are divided in their order; with fewer
-    GPUs than engines several share one.
+    GPUs than engines several share one. The ranks of an engine, if it ``has_ranks``, divide its share.
     """
-    pin_to_share(number, count)
+    keep_engine_to_share(number, count, has_ranks=has_ranks)
     import torch
 
     if num_gpus := torch.cuda.device_count():  # by the driver's library: it begins nothing on a GPU

@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         "LOCAL_WORLD_SIZE, and no GPU, ranks are spread over the nodes (default: auto)",
     )
     parser.add_argument("--share-cores", type=int, metavar="RANKS", help=argparse.SUPPRESS)
+    parser.add_argument("--engines", type=int, default=1, help=argparse.SUPPRESS)
     add_log_flags(parser)
     return parser
 
@@ -78,7 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.once:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the engine, which ends this process
     try:
-        join(address, secret, rank=args.rank, once=args.once, share_cores=args.share_cores, where=args.numa)
+        join(
+            address, secret, rank=args.rank, once=args.once, share_cores=args.share_cores, num_engines=args.engines,
+            where=args.numa,
+        )  # fmt: skip
     except PeerRefused as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -102,6 +106,7 @@ def join(
     rank: int | None = None,
     once: bool = False,
     share_cores: int | None = None,
+    num_engines: int = 1,
     where: str = "auto",
 ) -> None:
     """Join an engine, and serve as its rank until it ends; wait for it first, unless ``once``.
@@ -111,7 +116,8 @@ def join(
         secret: The engine's.
         rank: Which one; None: the first that is free.
         once: Do not wait for the engine.
-        share_cores: The number of ranks that share the cores of this machine, all of this engine; None: not known.
+        share_cores: The number of ranks that share the cores of this process, all of this engine; None: not known.
+        num_engines: Engines that share this machine's CPU quota.
         where: A NUMA node, ``auto`` or ``off``.
 
     Raises:
@@ -121,7 +127,7 @@ def join(
     """
     if share_cores:
         assert rank is not None
-        pin_to_share(rank, share_cores, where)
+        pin_to_share(rank, share_cores, where, num_engines=num_engines)
     else:
         place_joined(where)
     import_model_classes()

@@ -72,7 +72,8 @@ class RankGroup:
         config: How many ranks, and where they come from.
         load: Loads the model with a rank's part of each layer; it is sent to the other ranks.
         progress: Is told how the start gets on.
-        shares_cores: All ranks compute on the cores of this machine: each gets its share of them.
+        shares_cores: All ranks compute on the cores that this process has: each gets its share of them.
+        num_engines: Engines that share this machine's CPU quota.
         keeps_ranks: The attribute of this name.
         on_lost: Called from a thread if a rank is gone and no call has noticed for a few seconds, with the reason.
 
@@ -88,11 +89,13 @@ class RankGroup:
         *,
         progress: Callable[[str], None],
         shares_cores: bool,
+        num_engines: int = 1,
         keeps_ranks: bool = False,
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
         self._config = config.parallel
-        self._compile, self._numa, self._lora = config.execution.compile, config.execution.numa, config.lora
+        self._compile, self._numa, self._num_engines = config.execution.compile, config.execution.numa, num_engines
+        self._lora = config.lora
         self.size = self._config.num_ranks
         """The number of ranks, rank 0 included."""
         self.place = Place.of(0, self._config)
@@ -120,7 +123,7 @@ class RankGroup:
                 numa.release()  # the cores of an engine of before are not those of all ranks
                 self._start(secret, shares_cores=shares_cores)
                 if shares_cores:
-                    pin_to_share(0, self.size, self._numa)
+                    pin_to_share(0, self.size, self._numa, num_engines=num_engines)
             else:
                 progress(f"waiting for {self.size - 1} ranks to join at {self._address[0]}:{self._address[1]}")
             self._gather(secret)
@@ -135,7 +138,7 @@ class RankGroup:
         for rank in range(1, self.size):
             command = [*RANK_COMMAND, "--join", f"{_LOOPBACK}:{self._address[1]}", "--rank", str(rank), "--once"]
             if shares_cores:
-                command += ["--share-cores", str(self.size), "--numa", self._numa]
+                command += ["--share-cores", str(self.size), "--engines", str(self._num_engines), "--numa", self._numa]
             else:
                 command += ["--numa", "off"]
             command += log_flags()

@@ -1,4 +1,4 @@
-"""Which cores and which NUMA node a rank on a CPU has, of those of its machine.
+"""Which cores and which NUMA node a rank, or one of several engines, has on a CPU, of those of its machine.
 
 torch is imported behind that, as libraries start threads when they are imported.
 """
@@ -17,21 +17,37 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def pin_to_share(rank: int, num_ranks: int, how: str = "auto") -> None:
-    """Keep this thread, and those that it starts, to a rank's share of the cores of this machine.
+def pin_to_share(rank: int, num_ranks: int, how: str = "auto", *, num_engines: int = 1) -> None:
+    """Keep this thread, and those that it starts, to a rank's share of the cores that this process has.
 
     With ``auto`` the share is of one NUMA node, and memory comes from there, if ranks can be spread evenly over nodes.
     With ``off`` the nodes do not matter. With fewer cores than ranks several ranks share one. A CPU quota is shared
-    likewise.
+    likewise, by the ranks of ``num_engines`` engines.
     """
     numa.release()
+    share = _share(rank, num_ranks, how, "ranks")
+    _keep_to(share, f"rank {rank} of {num_ranks}", num_ranks * num_engines)
+
+
+def keep_engine_to_share(number: int, num_engines: int, *, has_ranks: bool) -> None:
+    """Keep this process, an engine of several, to its share of this machine's cores, as a rank is, and for good.
+
+    ``has_ranks``: its ranks divide the share, and choose where their memory comes from.
+    """
+    share = _share(number, num_engines, "auto", "engines")
+    _keep_to(numa.Share(share.cores) if has_ranks else share, f"engine {number} of {num_engines}", num_engines)
+    numa.settle()
+
+
+def _share(number: int, count: int, how: str, what: str) -> numa.Share:
+    """Return the share of one of ``count`` processes; ``what`` they are is for the log."""
     cores = os.sched_getaffinity(0)
     nodes = numa.read_nodes(cores) if how == "auto" else []
-    shares = numa.shares_of(num_ranks, cores, nodes)
+    shares = numa.shares_of(count, cores, nodes)
     if shares is None:
-        _log_why(num_ranks, nodes, how)
-        shares = numa.equal_shares(num_ranks, cores)
-    _keep_to(shares[rank], f"rank {rank} of {num_ranks}", num_ranks)
+        _log_why(count, nodes, how, what)
+        shares = numa.equal_shares(count, cores)
+    return shares[number]
 
 
 def place_joined(how: str) -> None:
@@ -60,7 +76,7 @@ def place_joined(how: str) -> None:
     elif not 0 <= local < count:
         logger.info("this rank has the cores of %d NUMA nodes: --numa NODE keeps it to one", len(nodes))
     elif (shares := numa.shares_of(count, cores, nodes)) is None:
-        _log_why(count, nodes, how)
+        _log_why(count, nodes, how, "ranks")
     else:
         _keep_to(shares[local], f"rank {local} of {count} on this machine", count)
 
@@ -92,15 +108,16 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _log_why(num_ranks: int, nodes: list[numa.Node], how: str) -> None:
-    """Tell why ranks are not kept to nodes."""
+def _log_why(count: int, nodes: list[numa.Node], how: str, what: str) -> None:
+    """Tell why processes are not kept to nodes."""
     if len(nodes) < 2:
-        logger.debug("ranks are not kept to NUMA nodes: %s", "off" if how == "off" else f"{len(nodes)} nodes")
+        logger.debug("%s are not kept to NUMA nodes: %s", what, "off" if how == "off" else f"{len(nodes)} nodes")
         return
     sizes = " and ".join(f"{len(node.cores)} on node {node.number}" for node in nodes)
     logger.info(
-        "%d ranks cannot be spread evenly over NUMA nodes (cores: %s): each has an equal share of all cores, and "
+        "%d %s cannot be spread evenly over NUMA nodes (cores: %s): each has an equal share of all cores, and "
         "memory of any node",
-        num_ranks,
+        count,
+        what,
         sizes,
     )

@@ -22,8 +22,10 @@ from omniserve.core import numa
 from omniserve.core.config import ParallelConfig
 from omniserve.core.numa import Node, Share, as_ranges, equal_shares, node_numbered, parse_list, read_nodes, shares_of
 from omniserve.engine.engine import Engine
+from omniserve.host import cores as cores_of_processes
 from omniserve.host.cores import available_cores, share_quota
 from omniserve.launch.loading import EngineLoader
+from omniserve.launch.replica_share import keep_to_share
 from omniserve.layers.patching import patched_model
 from omniserve.layers.weights.mapped import _file_mappings, copy_mapped_weights
 from omniserve.parallel import group, shares
@@ -62,9 +64,10 @@ def all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unpinned() -> Iterator[None]:
     """Undo what a test does to this process."""
-    threads = torch.get_num_threads()
+    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
     yield
     numa.release()
+    os.sched_setaffinity(0, cores)
     torch.set_num_threads(threads)
     share_quota(1)
 
@@ -265,6 +268,26 @@ def test_ranks_that_cannot_be_spread_evenly_are_told(
     write_machine(machine, {0: str(cores[0]), 1: as_ranges(cores[1:])})
     pin_to_share(2, len(cores) + 1)
     assert f"{len(cores) + 1} ranks cannot be spread evenly over NUMA nodes (cores: 1 on node 0" in caplog.text
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_ranks_of_one_of_several_engines_divide_its_cores(
+    unpinned: None, machine: Path, all_memory: None, number: int
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("one core")
+    write_machine(machine, {0: as_ranges(cores)})
+    keep_to_share(number, 2, has_ranks=True)
+    own = os.sched_getaffinity(0)
+    assert own and own < set(cores)
+    numa.release()  # as an engine does before it starts its ranks
+    assert os.sched_getaffinity(0) == own
+    pin_to_share(0, 2, num_engines=2)
+    assert os.sched_getaffinity(0) <= own
+    numa.release()
+    assert os.sched_getaffinity(0) == own, "the next ones divide all of it"
+    assert cores_of_processes._num_sharing == 4
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
