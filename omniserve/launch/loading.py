@@ -69,8 +69,12 @@ class EngineLoader:
     replicas_since_s: float | None = None
 
     def for_replica(self, number: int, count: int) -> EngineLoader:
-        """Return the maker of one of several engines, which takes its share of the machine."""
-        return dataclasses.replace(self, replica=(number, count), replicas_since_s=time.time())
+        """Return the maker of one of several engines, which takes its share of the machine and has its own trace."""
+        config = self.config
+        if config.trace_steps is not None:
+            path = Path(config.trace_steps)
+            config = dataclasses.replace(config, trace_steps=str(path.with_name(f"{path.stem}-{number}{path.suffix}")))
+        return dataclasses.replace(self, config=config, replica=(number, count), replicas_since_s=time.time())
 
     def __call__(self, progress: Callable[[str], None]) -> Engine:
         """Load the model, find or make its latency profile, and make the engine; tell ``progress`` about it.

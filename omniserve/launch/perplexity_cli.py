@@ -50,15 +50,18 @@ def perplexity(model: PreTrainedModel, ids: Sequence[int], window: int, kv_dtype
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    from omniserve.core.arguments import ArgumentParser
     from omniserve.core.config import EngineConfig
     from omniserve.core.spec import KV_DTYPES
     from omniserve.launch.flags import model_from
     from omniserve.launch.loading import EngineLoader
     from omniserve.launch.models import DTYPES, QUANTIZE, is_of_codes
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(
+        "python -m omniserve.perplexity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", metavar="PATH_OR_HUB_ID", help="default: the built-in one")
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8")
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="the text, in UTF-8")
     parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file of the model's folder or repository")
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the model's repository")
     parser.add_argument(
@@ -82,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for how in (None, *ways):
             loader = EngineLoader(model=model_name, dtype=args.dtype, device="cpu", config=EngineConfig(), quantize=how)
             model = loader.load_model(lambda what: print(what, file=sys.stderr, flush=True))
-            ids = loader.load_tokenizer()(text)["input_ids"][: args.tokens]
+            # Not verbose: it would warn that the text, which is cut into windows, is longer than the context.
+            ids = loader.load_tokenizer()(text, verbose=False)["input_ids"][: args.tokens]
             found = [perplexity(model, ids, args.window, kv_dtype) for kv_dtype in args.kv_dtype]
             size = _weight_bytes(model)  # it patches the model
             rows += [(how or _AS_LOADED, each, value, size) for each, value in zip(args.kv_dtype, found, strict=True)]

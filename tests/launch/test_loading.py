@@ -80,6 +80,13 @@ def test_engines_of_one_server_share_what_they_measure(load):
     assert before_s <= first.replicas_since_s <= second.replicas_since_s <= time.time()
 
 
+def test_engines_of_one_server_do_not_write_into_one_trace(tmp_path):
+    config = EngineConfig(trace_steps=str(tmp_path / "steps.jsonl"))
+    loader = EngineLoader(model="m", dtype="auto", device="cpu", config=config)
+    traces = [loader.for_replica(number, 2).config.trace_steps for number in range(2)]
+    assert traces == [str(tmp_path / f"steps-{number}.jsonl") for number in range(2)]
+
+
 @pytest.mark.parametrize(("scheduler", "options"), [("fcfs", {}), ("omniserve", {"with_profile": False})])
 def test_nothing_is_measured_for_who_needs_no_profile(load, scheduler, options):
     assert load(scheduler, **options) == (None, {}, [])

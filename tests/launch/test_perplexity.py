@@ -55,3 +55,10 @@ def test_the_command_prints_a_line_for_each(tmp_path: Path, capsys: pytest.Captu
     ]  # fmt: skip
     sizes = [float(line[-1]) for line in lines[1::2]]
     assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_a_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--texts", "file"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "omniserve.perplexity: error: there is no flag --texts; did you mean --text?" in line
