@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, RequestTimes, Stay, TokenLogprob, add_stay
-from omniserve.server.dialects.base import AnswerParser, ParsedCall, Said
+from omniserve.server.dialects.base import AnswerParser, ParsedCall, Said, joined
 from omniserve.server.tokenizing.text import TextCodec
 
 # Tokens of an answer that is read as a whole become text in such parts: each decoding keeps other requests waiting.
@@ -63,7 +63,7 @@ def merge(deltas: Sequence[Delta]) -> Delta:
         [entry for delta in deltas for entry in delta.logprobs],
         deltas[-1].finish_reason,
         deltas[0].echo,
-        [call for delta in deltas for call in delta.tool_calls],
+        joined([call for delta in deltas for call in delta.tool_calls]),
         "".join([delta.reasoning for delta in deltas]),
         sum(delta.num_tokens for delta in deltas),
         [token_id for delta in deltas for token_id in delta.token_ids],

@@ -171,7 +171,9 @@ class PromptWriter:
         several = request.parallel_tool_calls
         return dataclasses.replace(
             form,
-            parser=functools.partial(chat.dialect.parser, tools, opening=chat.opening, several=several),
+            parser=functools.partial(
+                chat.dialect.parser, tools, opening=chat.opening, several=several, streams=request.stream
+            ),
             shown=frozenset(self._codec.special_tokens(chat.dialect).tags.values()),
             with_reasoning=request.include_reasoning,
             several_calls=several,

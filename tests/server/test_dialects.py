@@ -16,7 +16,8 @@ from omniserve.sampling.detokenizer import Detokenizer
 from omniserve.sampling.grammar import GrammarCompiler, GrammarFailed, json_value
 from omniserve.sampling.json_schema import UnsupportedSchema, enforceable
 from omniserve.server.dialects import CALL_FORMS, THINKING, choose
-from omniserve.server.dialects.base import Opening
+from omniserve.server.dialects.base import Opening, joined
+from omniserve.server.dialects.pythonic import Pythonic
 from omniserve.server.tokenizing.text import TextCodec
 
 WEATHER = {
@@ -62,6 +63,28 @@ def told(dialect, text, **more):
     for at in range(1, len(text)):
         assert parsed(dialect, [text[:at], text[at:]], **more) == whole, (text[:at], text[at:])
     return whole
+
+
+def streamed(dialect, pieces, *, several=True, tools=TOOLS):
+    """Return the text and the calls, each from its pieces and whether it is complete, and the number of the pieces."""
+    parser = dialect.parser(tools, opening=Opening(), several=several, streams=True)
+    said = [parser.push(piece) for piece in pieces] + [parser.flush()]
+    pieces = [call for one in said for call in one.calls]
+    calls = joined(pieces)
+    assert [call.index for call in calls] == list(range(parser.num_calls))
+    assert len({(call.index, call.call_id, call.name) for call in pieces}) == len(calls)
+    text = "".join(one.text for one in said)
+    return text, [(call.name, call.arguments) for call in calls], [call.ends for call in calls], len(pieces)
+
+
+def told_in_pieces(dialect, text, **more):
+    """Return what a stream tells of a text, which is the same wherever that is split."""
+    whole = streamed(dialect, [text], **more)[:3]
+    letter_by_letter = streamed(dialect, text, **more)
+    assert letter_by_letter[:3] == whole, text
+    for at in range(1, len(text)):
+        assert streamed(dialect, [text[:at], text[at:]], **more)[:3] == whole, (text[:at], text[at:])
+    return letter_by_letter
 
 
 def objects(calls):
@@ -115,6 +138,90 @@ def test_other_texts_of_a_call_are_told(name):
 )
 def test_text_without_calls_stays(name, text):
     assert told(dialect_of(name), text) == ("", text, [])
+
+
+@over_forms
+def test_calls_are_told_in_pieces_as_they_are_written(name):
+    sample, dialect = FORMS[name], dialect_of(name)
+    long = [("weather", {"city": ODD, "days": 5, "where": NESTED["where"], "tags": ["x"], "note": None})]
+    many = [("time", {}), ("weather", {"city": "Köln"}), ("ns.tool-x" if sample.writes_json else "time", {"a": "b c"})]
+    texts = [sample.write(calls) for calls in (long, many, [("time", {})], [("weather", {"city": ""})])]
+    around = [] if name == "openai" else [f"{texts[0]}\nand more", f" \n{texts[1]}\n"]
+    for text in (*texts, *sample.others, *around):
+        _, rest, calls = parsed(dialect, [text])
+        assert told_in_pieces(dialect, text)[:3] == (rest, calls, [True] * len(calls)), text
+        first = parsed(dialect, [text], several=False)[1:]
+        assert streamed(dialect, text, several=False)[:3] == (*first, [True])
+    num_pieces = streamed(dialect, texts[0])[3]
+    is_python = hasattr(dialect, "calls") and isinstance(dialect.calls, Pythonic)
+    assert num_pieces > (4 if is_python else 80 if sample.writes_json else 40)
+
+
+@over_forms
+def test_a_stream_tells_a_call_that_is_cut_off_as_far_as_it_came(name):
+    sample, dialect = FORMS[name], dialect_of(name)
+    text = sample.write([("weather", {"city": "Köln", "days": 5}), ("weather", {"city": "Bonn"})])
+    wholes = [arguments for _, arguments in parsed(dialect, [text])[2]]
+    sizes = set()
+    for at in range(len(text)):
+        rest, calls, ends, _ = streamed(dialect, text[:at])
+        assert streamed(dialect, [text[:at]])[:3] == (rest, calls, ends)
+        assert ends in ([], [True], [False], [True, False], [True, True])
+        for whole, (_, told), is_whole in zip(wholes, calls, ends, strict=False):
+            # What has no arguments so far, or between tags all of some, may lack only its end.
+            assert (
+                told == whole
+                if is_whole and sample.writes_json and told != "{}"
+                else whole.startswith(told.removesuffix("}"))
+            )
+        sizes.add(len(calls))
+    assert sizes == {0, 1, 2}
+
+
+@over_forms
+def test_a_stream_keeps_the_text_of_what_is_certainly_no_call(name):
+    sample, dialect = FORMS[name], dialect_of(name)
+    for text in (sample.write([("wetter", {"city": "Köln"})]), "a < b, {x} [y] <tool <| <｜ [TOOL func", "[1, 2] {"):
+        assert told_in_pieces(dialect, text)[:3] == (*parsed(dialect, [text])[1:], [])
+    text = sample.write([("time", {}), ("wetter", {"city": "Köln"})])
+    rest, calls, _, _ = told_in_pieces(dialect, text)
+    assert "wetter" in rest and calls in ([("time", "{}")], []), "what follows a call that was told stays text"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"a": NaN}}</tool_call>', '{"a": NaN}'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"a": "x}}</tool_call>', '{"a": "x}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"a": 1</tool_call> bye', '{"a": 1'),
+        ("qwen3_coder", "<tool_call><function=weather><parameter=city>a</parameter> x </tool_call>",
+         '{"city": "a</parameter> x </tool_call>'),
+        ("qwen3_coder", "<tool_call><function=weather><parameter=days>5</parameter></function> x </tool_call>",
+         '{"days": 5'),
+        ("pythonic", "[weather(city='a', days=f(5))]", '{"city": "a"'),
+        ("gemma4", '<|tool_call>call:weather{city:<|"|>a<|"|>,days:x}<tool_call|>', '{"city": "a", "days": '),
+    ],
+)  # fmt: skip
+def test_a_call_that_breaks_in_a_stream_stays_as_it_is_written(name, text, arguments):
+    _, calls, _, _ = told_in_pieces(dialect_of(name), text)
+    assert calls == [("weather", arguments)]
+    assert parsed(dialect_of(name), [text])[2] == [], "where it can still be told, it stays text"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"arguments": {"city": "a"}, "name": "weather"}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": [1], "parameters": {"city": "a"}}</tool_call>',
+        '<tool_call>{"name": "weather"}</tool_call>',
+        '<tool_call>{"say": "' + "a" * 2000 + '", "name": "weather", "arguments": {"city": "a"}}</tool_call>',
+        '<tool_call>{"type": "function", "n": 1, "name": "weather", "arguments": {"city": "a"}, "x": 1}</tool_call>',
+    ],
+)
+def test_a_call_is_told_as_a_whole_where_its_name_is_not_certain_in_time(text):
+    _, rest, calls = parsed(dialect_of("hermes"), [text])
+    found = streamed(dialect_of("hermes"), text)
+    assert found[:2] == (rest, calls)
 
 
 @over_forms

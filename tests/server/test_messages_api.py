@@ -665,8 +665,9 @@ def _through_a_shape(token_ids, sizes, dialect, *, omits, streamed):
     info = types.SimpleNamespace(classes=EngineConfig().classes)
     shape = MessagesShape(types.SimpleNamespace(model_name="m", info=info), request, "msg-1")
     parser = functools.partial(
-        choose("", thinking="qwen3", calls=dialect).parser, {"weather": WEATHER["input_schema"]}, opening=Opening()
-    )
+        choose("", thinking="qwen3", calls=dialect).parser, {"weather": WEATHER["input_schema"]}, opening=Opening(),
+        streams=streamed,
+    )  # fmt: skip
     form = TextForm(stop=["END"], at_once=not streamed, parser=parser)
     asked = Request(request_id="r", prompt_token_ids=[5] * 7, sampling=SamplingParams(max_tokens=1000))
     choice = Choice(0, asked, service_with().codec, slo=SLO(), arrival_s=0.0, form=form, echo=None)

@@ -227,6 +227,14 @@ def test_an_answer_that_is_cut_is_incomplete(client_of, stream):
     assert [(item["type"], item["status"]) for item in response["output"]] == [("reasoning", "incomplete")]
 
 
+def test_a_call_that_is_cut_off_is_incomplete(client_of):
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "' + "a" * 40
+    num_tokens = len(TOKENIZER(f"<|user|>{call}").input_ids) - 3
+    [item] = say(client_of(), call, stream=True, tools=[WEATHER], max_output_tokens=num_tokens)["output"]
+    assert (item["type"], item["name"], item["status"]) == ("function_call", "weather", "incomplete")
+    assert item["arguments"].startswith('{"city": "aaa')
+
+
 @over_streams
 def test_log_probabilities_are_those_of_the_message(client_of, stream):
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
@@ -427,7 +435,7 @@ def test_steps_of_any_size_and_whole_answers_are_the_same_items(name):
     results = set()
     for at_once in (False, True, False, False, False, False):
         schemas = {"weather": {"properties": {"days": {"type": "integer"}}}}
-        parser = functools.partial(dialect.parser, schemas, opening=Opening("<think>"))
+        parser = functools.partial(dialect.parser, schemas, opening=Opening("<think>"), streams=not at_once)
         request = Request(request_id="r", prompt_token_ids=[5], sampling=SamplingParams(max_tokens=1000))
         form = TextForm(at_once=at_once, parser=parser)
         choice = Choice(0, request, codec, slo=SLO(), arrival_s=0.0, form=form, echo=None)
@@ -444,6 +452,8 @@ def test_steps_of_any_size_and_whole_answers_are_the_same_items(name):
             items = OutputItems("k", custom_tools=frozenset(), with_summary=False, with_seal=True, logprob=None)
             events = [event for delta in each for event in items.add(delta)] + items.end()
             assert put_together(events) == items.items
+            num_pieces = sum(event["type"] == "response.function_call_arguments.delta" for event in events)
+            assert num_pieces == 4 if each is not deltas or at_once else num_pieces > 12
             found = json.loads(json.dumps(items.items))
             for item in found:
                 item.pop("call_id", None)

@@ -171,7 +171,13 @@ def test_calls_are_told_apart_in_answers(client, stream):
         [choice] = part.choices
         said = choice.delta if stream else choice.message
         text += said.content or ""
-        calls += said.tool_calls or []
+        for call in said.tool_calls or []:
+            if stream and call.id is None:  # the arguments follow what is called
+                assert (call.index, call.type, call.function.name) == (len(calls) - 1, None, None)
+                calls[-1].function.arguments += call.function.arguments
+            else:
+                assert not stream or call.function.arguments == ""
+                calls.append(call)
         reasons.append(choice.finish_reason)
     # The tool, as the template writes it, and a call of a tool that was not offered.
     assert text == f"{json.dumps(SMALL)}\n{CALL}"
@@ -180,6 +186,18 @@ def test_calls_are_told_apart_in_answers(client, stream):
     assert len({call.id for call in calls}) == 2
     assert not stream or [call.index for call in calls] == [0, 1]
     assert reasons[-1] == "tool_calls" and set(reasons[:-1]) == ({None} if stream else set())
+
+
+def test_a_call_that_is_cut_off_is_streamed_as_far_as_it_came(client):
+    """As OpenAI does; as a whole answer, it stays text."""
+    call = '<tool_call>{"name": "f", "arguments": {"x": "' + "a" * 40
+    num_tokens = len(TOKENIZER("<|user|>" + json.dumps(SMALL) + call).input_ids)
+    chunks = [chunk.choices[0] for chunk in say(client, call, stream=True, max_tokens=num_tokens)]
+    pieces = [one.function.arguments for chunk in chunks for one in chunk.delta.tool_calls or []]
+    assert "".join(pieces).startswith('{"x": "aaa') and '"}' not in "".join(pieces)
+    assert chunks[-1].finish_reason == "length"
+    [choice] = say(client, call, max_tokens=num_tokens).choices
+    assert choice.message.tool_calls is None and '{"x": "aaa' in choice.message.content
 
 
 def test_answer_ends_with_its_first_call_if_calls_are_not_to_be_parallel(client):

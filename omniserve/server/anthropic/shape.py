@@ -128,11 +128,14 @@ class MessagesShape(AnswerShape):
         """Yield the events of what a delta adds."""
         for part in self._parts(delta):
             if isinstance(part, ParsedCall):
-                yield from self._closed()
-                self._open = "tool_use"
-                yield self._started({**_tool_use(part), "input": {}})
-                yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
-                yield from self._closed()
+                if part.begins:
+                    yield from self._closed()
+                    self._open = "tool_use"
+                    yield self._started({**_tool_use(part), "input": {}})
+                if part.arguments:
+                    yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
+                if part.ends:
+                    yield from self._closed()
                 continue
             kind, text = part
             if self._open != kind:

@@ -10,6 +10,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from omniserve.core.request import TokenLogprob
@@ -181,7 +182,12 @@ class ChatShape(_CompletionsShape):
         if delta.text or (delta.logprobs and not delta.reasoning):
             chunks.append(_chunk(delta.index, {"content": delta.text}, self._logprobs(delta.logprobs)))
         for call in delta.tool_calls:
-            chunks.append(_chunk(delta.index, {"tool_calls": [{"index": call.index, **_call(call)}]}))
+            if call.begins:
+                begin = _call(replace(call, arguments=""))
+                chunks.append(_chunk(delta.index, {"tool_calls": [{"index": call.index, **begin}]}))
+            if call.arguments:
+                more = {"index": call.index, "function": {"arguments": call.arguments}}
+                chunks.append(_chunk(delta.index, {"tool_calls": [more]}))
         if delta.finish_reason is not None:
             chunks.append(_chunk(delta.index, {}, finish_reason=delta.finish_reason))
         if self._with_token_ids and chunks:

@@ -7,16 +7,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omniserve.sampling.grammar import json_value
-from omniserve.server.dialects.base import Group, RawCall, Schemas
+from omniserve.server.dialects.base import CallReader, Group, RawCall, Schemas
+from omniserve.server.dialects.call_readers import Head, JsonReader
 from omniserve.server.dialects.grammar_text import SpecialTokens
 from omniserve.server.dialects.json_calls import JsonListForm
-from omniserve.server.dialects.json_text import dumps, items, members
+from omniserve.server.dialects.json_text import dumps, items, members, value_of
 
 _BEGIN, _END = "<|tools_prefix|>", "<|tools_suffix|>"
+_NAME = r'\{\s*+(?P<name>"(?:[^"\\]|\\.)*+")\s*+:\s*+(?=\{)'
+_FIRST, _NEXT = re.compile(rf"\s*+\[\s*+{_NAME}"), re.compile(rf"\s*+\}}\s*+,\s*+{_NAME}")
 
 
 class Apertus(JsonListForm):
@@ -39,6 +43,19 @@ class Apertus(JsonListForm):
             calls += [RawCall(name, text) for name, (_, text) in found.items()]
         return calls
 
+    def reader(self, begin: str, tools: Schemas) -> CallReader | None:
+        return JsonReader(_find_head, tools)
+
     def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
         head = special.spell(f"{{{dumps(name)}: ")
         return [f'{rule}: {head} {rule}_args "}}"', f"{rule}_args: {json_value(schema)}"]
+
+
+def _find_head(text: str, at: int) -> Head | None:
+    match = (_NEXT if at else _FIRST).match(text, at)
+    if match is None:
+        return None
+    try:
+        return Head(value_of(match["name"]), match.end())
+    except ValueError:
+        return None

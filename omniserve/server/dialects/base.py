@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from omniserve.server.dialects.grammar_text import SpecialTokens
@@ -20,16 +20,35 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A complete call."""
+    """A call, or a piece of one that is told while it is written."""
 
     index: int
     """The call's index among those of the answer."""
     call_id: str
     name: str
     arguments: str
-    """The text of a JSON object; where the model writes JSON, as the model wrote it."""
+    """The text of a JSON object, or a piece of it; where the model writes JSON, as the model wrote it."""
     text_before: int = 0
     """Number of characters of the answer's text that are before the call."""
+    begins: bool = True
+    """No piece of the call is before this."""
+    ends: bool = True
+    """The arguments are complete; in no piece of a call that is broken or cut off."""
+
+
+def joined(calls: Sequence[ParsedCall]) -> list[ParsedCall]:
+    """Return calls with those pieces as one that follow one another."""
+    groups: list[list[ParsedCall]] = []
+    for call in calls:
+        if call.begins or not groups:
+            groups.append([])
+        groups[-1].append(call)
+    return [
+        pieces[0]
+        if len(pieces) == 1
+        else replace(pieces[0], arguments="".join([piece.arguments for piece in pieces]), ends=pieces[-1].ends)
+        for pieces in groups
+    ]
 
 
 class Said(NamedTuple):
@@ -57,7 +76,7 @@ class AnswerParser(Protocol):
 
     @property
     def num_calls(self) -> int:
-        """Number of complete calls."""
+        """Number of calls so far; of one, there may be only a begin yet."""
 
     @property
     def is_thinking(self) -> bool:
@@ -103,13 +122,15 @@ class Dialect(abc.ABC):
         """
 
     @abc.abstractmethod
-    def parser(self, tools: Schemas, *, opening: Opening, several: bool = True) -> AnswerParser:
+    def parser(self, tools: Schemas, *, opening: Opening, several: bool = True, streams: bool = False) -> AnswerParser:
         """Return a parser of one answer.
 
         Args:
             tools: The tools that are offered.
             opening: How the answer begins.
             several: There may be more than one call; else the text ends with the first.
+            streams: A call is told in pieces from where it is certain that it is one, so before it is known that its
+                arguments are whole; else calls are told as a whole.
         """
 
     @abc.abstractmethod
@@ -155,6 +176,37 @@ class RawCall(NamedTuple):
     """The text of a JSON object."""
     call_id: str | None = None
     """The id that the model gave it."""
+
+
+class Piece(NamedTuple):
+    """What a reader has understood of a call."""
+
+    name: str
+    arguments: str
+    """The next piece of the text of the JSON object."""
+    call_id: str | None = None
+    """The id that the model gave it."""
+    begins: bool = False
+    """It is the call's first piece."""
+    ends: bool = False
+    """The object is complete."""
+
+
+class CallReader(Protocol):
+    """Understands calls while they are written.
+
+    Its pieces are a begin of what ``CallForm.calls`` returns of the same text, once that is whole.
+    """
+
+    at: int
+    """The place in the text behind what has been understood."""
+
+    def read(self, text: str) -> Sequence[Piece]:
+        """Return what has become certain.
+
+        Args:
+            text: All text behind the call's first mark so far, without what ends it.
+        """
 
 
 class Finder(Protocol):
@@ -232,6 +284,10 @@ class CallForm(abc.ABC):
         Raises:
             ValueError: What is written is no call.
         """
+
+    def reader(self, begin: str, tools: Schemas) -> CallReader | None:
+        """Return what understands a call that began with this mark as it is written; None: it is told as a whole."""
+        return None
 
     def new_id(self) -> str:
         """Return an id for a call that the model gave none."""

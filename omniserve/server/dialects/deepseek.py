@@ -17,13 +17,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omniserve.sampling.grammar import json_value
-from omniserve.server.dialects.base import Group, RawCall, Schemas
+from omniserve.server.dialects.base import CallReader, Group, RawCall, Schemas
+from omniserve.server.dialects.call_readers import Head, JsonReader
 from omniserve.server.dialects.grammar_text import SpecialTokens
 from omniserve.server.dialects.json_calls import MarkedArgumentsForm
 from omniserve.server.dialects.json_text import object_text
 
 _OPENING, _CLOSING = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_HEAD = re.compile(rf"\s*function\s*{_SEPARATOR}\s*(?P<name>[^\s`]+)\s*```(?:json)?\s*(?=\{{)")
 _FENCED = re.compile(r"\s*(?P<name>[^\s`]+)\s*```(?:json)?\s*(?P<arguments>.*?)\s*```\s*", re.DOTALL)
 
 
@@ -59,7 +61,15 @@ class DeepSeekV3(DeepSeekV31):
             raise ValueError("no call")
         return [RawCall(match["name"], arguments)]
 
+    def reader(self, begin: str, tools: Schemas) -> CallReader | None:
+        return JsonReader(_find_head, tools)
+
     def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
         head = special.spell(f"function{_SEPARATOR}{name}\n```json\n")
         end = special.spell(f"\n```{_END}")
         return [f"{rule}: {head} {rule}_args {end}", f"{rule}_args: {json_value(schema)}"]
+
+
+def _find_head(text: str, at: int) -> Head | None:
+    match = None if at else _HEAD.match(text)
+    return None if match is None else Head(match["name"], match.end())

@@ -42,6 +42,9 @@ class DeepSeekV32(ParameterForm):
         """A pattern of what is behind an argument's name; models leave out the attribute at times."""
         return r'"(?:\s+string="(?P<kind>true|false)")?\s*>'
 
+    def is_text(self, types: frozenset[str] | None, kind: str | None) -> bool:
+        return kind == "true" or (kind is None and super().is_text(types, kind))
+
     def json_of(self, written: str, types: frozenset[str] | None, kind: str | None) -> str:
         if kind == "true":
             return dumps(written)

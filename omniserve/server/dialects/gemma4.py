@@ -13,9 +13,9 @@ from typing import Any
 
 from omniserve.sampling.grammar import json_value
 from omniserve.sampling.json_schema import UnsupportedSchema
-from omniserve.server.dialects.base import CallForm, Group, RawCall, Schemas
+from omniserve.server.dialects.base import CallForm, CallReader, Group, Piece, RawCall, Schemas, num_begun
 from omniserve.server.dialects.grammar_text import SpecialTokens
-from omniserve.server.dialects.json_text import dumps, value_of
+from omniserve.server.dialects.json_text import Brackets, dumps, value_of
 from omniserve.server.dialects.parameters import (
     PYTHON_WORDS,
     beside_alternatives,
@@ -60,9 +60,79 @@ class Gemma4(CallForm):
             raise ValueError("more than arguments")
         return [RawCall(match["name"], arguments)]
 
+    def reader(self, begin: str, tools: Schemas) -> CallReader | None:
+        return GemmaReader(tools)
+
     def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
         end = special.spell(_END)
         return [f"{rule}: {dumps(name)} {rule}_args {end}", *_object_rules(f"{rule}_args", schema, name, special, 0)]
+
+
+class GemmaReader:
+    """Understands a call while it is written: each argument, of a text also its begin."""
+
+    def __init__(self, tools: Schemas) -> None:
+        self._tools = tools
+        self._name: str | None = None
+        self._kind = "key"
+        """What is being read: a ``key``, a ``value`` of which nothing is told, a ``text``, or nothing that is known."""
+        self._brackets = Brackets()
+        self._separator = ""
+        self.at = 0
+
+    def read(self, text: str) -> list[Piece]:
+        told: list[str] = []
+        begins = self._name is None
+        if self._name is None:
+            if (match := _NAME.match(text)) is None or match["name"] not in self._tools or match.end() == len(text):
+                return []
+            self._name, self.at = match["name"], match.end() + 1
+            told.append("{")
+        steps = {"key": self._read_key, "value": self._read_value, "text": self._read_text}
+        while (step := steps.get(self._kind)) is not None and step(text, told):
+            pass
+        return [Piece(self._name, "".join(told), begins=begins)] if any(told) else []
+
+    def _read_key(self, text: str, told: list[str]) -> bool:
+        """Read the name of an argument; return False if it is missing, as in what follows."""
+        if (match := _KEY.match(text, self.at)) is None:
+            return False
+        key = match["bare"] if match["quoted"] is None else match["quoted"]
+        self.at, self._kind = _after_space(text, match.end()), "value"
+        self._brackets = Brackets(1, (_QUOTE,), escapes=False, separator=",")
+        told.append(f"{self._separator}{dumps(key)}: ")
+        self._separator = ", "
+        return True
+
+    def _read_value(self, text: str, told: list[str]) -> bool:
+        self.at = _after_space(text, self.at)
+        if text.startswith(_QUOTE, self.at):
+            self.at, self._kind = self.at + len(_QUOTE), "text"
+            told.append('"')
+            return True
+        if (end := self._brackets.end(text, self.at)) is None:
+            return False
+        try:
+            value, _ = _value(text, self.at, 1)
+        except ValueError:
+            self._kind = ""
+            return False
+        told.append(value)
+        self.at, self._kind = end, "key" if text[end - 1] == "," else ""
+        return True
+
+    def _read_text(self, text: str, told: list[str]) -> bool:
+        end = text.find(_QUOTE, self.at)
+        certain = text[self.at : len(text) - num_begun(text, _QUOTE) if end < 0 else end]
+        self.at += len(certain)
+        told.append(dumps(certain)[1:-1])
+        if end < 0:
+            return False
+        if (behind := _after_space(text, end + len(_QUOTE))) == len(text):
+            return False
+        told.append('"')
+        self.at, self._kind = behind + 1, "key" if text[behind] == "," else ""
+        return True
 
 
 def _value(text: str, at: int, depth: int) -> tuple[str, int]:

@@ -15,7 +15,8 @@ import re
 import uuid
 
 from omniserve.sampling.grammar import json_value
-from omniserve.server.dialects.base import Dialect, Opening, ParsedCall, Said, Schemas, num_begun
+from omniserve.server.dialects.base import Dialect, Opening, RawCall, Said, Schemas, num_begun
+from omniserve.server.dialects.call_readers import CallTeller, Head, JsonReader
 from omniserve.server.dialects.grammar_text import SpecialTokens
 from omniserve.server.dialects.json_text import object_text
 
@@ -25,6 +26,7 @@ _ASSISTANT = f"{_START}assistant"
 _HEADERS = (_CHANNEL, _MESSAGE, _START, "to=")
 """What the head of a message may begin with."""
 _NEXT = f"<|end|>{_ASSISTANT}"
+_OBJECT = re.compile(r"\s*(?=\{)")
 
 
 class Harmony(Dialect):
@@ -47,8 +49,8 @@ class Harmony(Dialect):
         _, _, begun = prompt.rpartition(_ASSISTANT)
         return Opening("" if any(end in begun for end in _ENDS) else begun)
 
-    def parser(self, tools: Schemas, *, opening: Opening, several: bool = True) -> HarmonyParser:
-        parser = HarmonyParser(tools, several=several)
+    def parser(self, tools: Schemas, *, opening: Opening, several: bool = True, streams: bool = False) -> HarmonyParser:
+        parser = HarmonyParser(tools, several=several, streams=streams)
         parser.begin(opening.prefill)
         return parser
 
@@ -103,11 +105,13 @@ class HarmonyParser:
     Args:
         tools: The tools that are offered.
         several: There may be more than one call; else the text ends with the first.
+        streams: As of ``Dialect.parser``.
     """
 
-    def __init__(self, tools: Schemas, *, several: bool) -> None:
+    def __init__(self, tools: Schemas, *, several: bool, streams: bool) -> None:
         self._tools = tools
         self._several = several
+        self._streams = streams
         self._held = ""
         self._seen = 0
         """Characters of what is held in which no message ends."""
@@ -118,8 +122,12 @@ class HarmonyParser:
         self._is_new = True
         self._num_characters = 0
         """Number of characters of text so far."""
-        self.num_calls = 0
-        """Number of complete calls."""
+        self._teller = CallTeller(_new_id, several=True)  # a message is a call
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls so far; of one, there may be only a begin yet."""
+        return self._teller.num_calls
 
     @property
     def is_thinking(self) -> bool:
@@ -134,7 +142,7 @@ class HarmonyParser:
     @property
     def is_over(self) -> bool:
         """True once there can be no further call and no text; what is pushed afterwards is ignored."""
-        return self.num_calls > 0 and not self._several
+        return self.num_calls > 0 and not self._several and self._kind != "call"
 
     def begin(self, prefill: str) -> None:
         """Take the begin of the answer that the prompt has written; nothing of it is told."""
@@ -187,7 +195,18 @@ class HarmonyParser:
             return False
         self._head, self._held = self._held[:at], self._held[at + len(_MESSAGE) :]
         self._is_new = True
+        self._teller.begin(self._reader(self._head) if self._kind == "call" else None)
         return True
+
+    def _reader(self, head: str) -> JsonReader | None:
+        """Return what understands the call that a message is, whose head this is."""
+        name = _recipient(head) or ""
+
+        def find_head(text: str, at: int) -> Head | None:
+            match = None if at else _OBJECT.match(text)
+            return None if match is None else Head(name, match.end())
+
+        return JsonReader(find_head, self._tools) if self._streams else None
 
     def _read_body(self, said: list[Said]) -> bool:
         """Read what a message says; return False if its end is missing."""
@@ -200,10 +219,12 @@ class HarmonyParser:
             self._end_message(said, body)
             self._held = "" if self.is_over else rest
             return not self.is_over
+        certain = self._held[: len(self._held) - max(num_begun(self._held, end) for end in _ENDS)]
         if self._kind in ("reasoning", "text"):
-            certain = self._held[: len(self._held) - max(num_begun(self._held, end) for end in _ENDS)]
             self._held = self._held[len(certain) :]
             self._tell(said, self._kind, certain)
+        elif calls := self._teller.read(certain, self._num_characters):
+            said.append(Said(calls=calls))
         self._seen = max(0, len(self._held) - max(map(len, _ENDS)))
         return False
 
@@ -212,11 +233,13 @@ class HarmonyParser:
         self._head = None
         if kind in ("reasoning", "text"):
             self._tell(said, kind, body)
-        elif kind == "call" and (arguments := object_text(body or "{}")) is not None:
-            name = _recipient(head) or ""
-            call_id = f"call_{uuid.uuid4().hex[:24]}"
-            said.append(Said(calls=[ParsedCall(self.num_calls, call_id, name, arguments, self._num_characters)]))
-            self.num_calls += 1
+        elif kind == "call":
+            calls = self._teller.read(body, self._num_characters)
+            arguments = object_text(body or "{}")
+            found = [] if arguments is None else [RawCall(_recipient(head) or "", arguments)]
+            if not found and not self._teller.num_read:
+                self._tell(said, "text", f"{head}{_MESSAGE}{body}")
+            said.append(Said(calls=[*calls, *self._teller.end(found, self._num_characters)]))
         else:
             self._is_new = True
             self._tell(said, "text", f"{head}{_MESSAGE}{body}")
@@ -230,6 +253,10 @@ class HarmonyParser:
         self._is_new, self._told[kind] = False, True
         self._num_characters += len(text) if kind == "text" else 0
         said.append(Said(reasoning=text) if kind == "reasoning" else Said(text=text))
+
+
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _joined(said: list[Said]) -> Said:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omniserve.sampling.grammar import json_value
-from omniserve.server.dialects.base import CallForm, RawCall, Schemas
+from omniserve.server.dialects.base import CallForm, CallReader, RawCall, Schemas
+from omniserve.server.dialects.call_readers import Head, JsonReader, named_heads
 from omniserve.server.dialects.grammar_text import SpecialTokens
 from omniserve.server.dialects.json_text import Brackets, dumps, ends_in_string, items, members, object_text
+
+_OBJECT = re.compile(r"\s*(?=\{)")
 
 
 def named_call(text: str, name_word: str = "name") -> RawCall:
@@ -63,6 +67,9 @@ class NamedCallForm(CallForm):
     def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
         return [named_call(body)]
 
+    def reader(self, begin: str, tools: Schemas) -> CallReader | None:
+        return JsonReader(named_heads(r"\s*+\{"), tools)
+
     def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
         before, behind = self.space
         return named_call_rules(
@@ -86,6 +93,20 @@ class MarkedArgumentsForm(CallForm):
             raise ValueError("no call")
         name, call_id = self.name_and_id(head.strip())
         return [RawCall(name, arguments, call_id)]
+
+    def reader(self, begin: str, tools: Schemas) -> CallReader | None:
+        return JsonReader(self._find_head, tools)
+
+    def _find_head(self, text: str, at: int) -> Head | None:
+        head, mark, _ = ("", "", "") if at else text.partition(self.mark)
+        found = _OBJECT.match(text, len(head) + len(mark))
+        if not mark or found is None:
+            return None
+        try:
+            name, call_id = self.name_and_id(head.strip())
+        except ValueError:
+            return None
+        return Head(name, found.end(), call_id)
 
     def name_and_id(self, head: str) -> tuple[str, str | None]:
         """Return what the head says: a name, and the id that the model gives the call, if it does.
@@ -120,6 +141,10 @@ class JsonListForm(CallForm):
         text = "[" * begin.count("[") + body
         found = items(text) if text.lstrip().startswith("[") else [text]
         return [named_call(one, self.name_word) for one in found]
+
+    def reader(self, begin: str, tools: Schemas) -> CallReader | None:
+        before = r"\s*+\{" if "[" in begin else r"\s*+\[?+\s*+\{"
+        return JsonReader(named_heads(before, self.name_word), tools)
 
     def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
         return named_call_rules(rule, name, schema, special, before="{")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -89,13 +90,21 @@ class Brackets:
 
     Args:
         depth: The number of brackets that are open before the text.
-        quotes: The characters that strings may begin and end with.
+        quotes: What strings may begin and end with.
+        escapes: A backslash in a string takes its meaning from what follows.
+        separator: A character that ends the value, too, if one bracket is open: those of the value are more.
     """
 
-    def __init__(self, depth: int = 0, quotes: str = '"') -> None:
+    def __init__(
+        self, depth: int = 0, quotes: Sequence[str] = '"', *, escapes: bool = True, separator: str = ""
+    ) -> None:
         self._depth = depth
-        self._marks = re.compile(rf"[\[\](){{}}{quotes}]")
-        self._string_marks = {quote: re.compile(rf"[\\{quote}]") for quote in quotes}
+        self._separator = separator
+        self._marks = re.compile(rf"[\[\](){{}}{separator}]|{'|'.join(map(re.escape, quotes))}")
+        escape = r"\\|" if escapes else ""
+        self._string_marks = {quote: re.compile(escape + re.escape(quote)) for quote in quotes}
+        self._num_begun = max(map(len, quotes)) - 1
+        """Number of characters at the end that may begin a quote."""
         self._quote = ""
         self._at = 0
 
@@ -118,11 +127,14 @@ class Brackets:
                 self._quote = ""
             elif mark in self._string_marks:
                 self._quote = mark
+            elif mark == self._separator:
+                if self._depth == 1:
+                    return self._at
             else:
                 self._depth += 1 if mark in "[({" else -1
                 if self._depth <= 0:
                     return self._at
-        self._at = len(text)
+        self._at = max(self._at, len(text) - self._num_begun)
         return None
 
 

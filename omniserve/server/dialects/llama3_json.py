@@ -16,7 +16,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from omniserve.server.dialects.base import CallForm, Group, RawCall, Schemas
+from omniserve.server.dialects.base import CallForm, CallReader, Group, RawCall, Schemas
+from omniserve.server.dialects.call_readers import JsonReader, named_heads
 from omniserve.server.dialects.grammar_text import SpecialTokens
 from omniserve.server.dialects.json_calls import BracketFinder, named_call, named_call_rules
 from omniserve.server.dialects.json_text import dumps
@@ -45,6 +46,9 @@ class Llama3Json(CallForm):
 
     def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
         return [named_call(begin + body) if begin == "{" else RawCall(begin.removesuffix(_CALL), _arguments(body))]
+
+    def reader(self, begin: str, tools: Schemas) -> CallReader | None:
+        return JsonReader(named_heads(""), tools) if begin == "{" else None
 
     def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
         return named_call_rules(rule, name, schema, special, word="parameters")

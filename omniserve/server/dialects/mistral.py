@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omniserve.sampling.grammar import json_value
-from omniserve.server.dialects.base import CallForm, Group, RawCall, Schemas
+from omniserve.server.dialects.base import CallForm, CallReader, Group, RawCall, Schemas
+from omniserve.server.dialects.call_readers import Head, JsonReader, named_heads
 from omniserve.server.dialects.grammar_text import SpecialTokens
 from omniserve.server.dialects.json_calls import named_call, named_call_rules
 from omniserve.server.dialects.json_text import Brackets, items, members, object_text
@@ -67,6 +68,9 @@ class Mistral(CallForm):
             raise ValueError("no arguments")
         return [RawCall(head["name"], arguments, head["id"])]
 
+    def reader(self, begin: str, tools: Schemas) -> CallReader | None:
+        return JsonReader(_find_head, tools)
+
     def new_id(self) -> str:
         return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
@@ -89,5 +93,19 @@ class OldMistral(Mistral):
 
 def _listed_call(text: str) -> RawCall:
     call_id, _ = members(text).get("id", (None, ""))
-    is_one = isinstance(call_id, str) and re.fullmatch("[A-Za-z0-9]{9}", call_id) is not None
-    return named_call(text)._replace(call_id=call_id if is_one else None)
+    return named_call(text)._replace(call_id=_given_id(call_id) if isinstance(call_id, str) else None)
+
+
+def _given_id(written: str) -> str | None:
+    """Return the id of a call if it is one that the templates take."""
+    return written if re.fullmatch("[A-Za-z0-9]{9}", written) else None
+
+
+_FIND_LISTED = named_heads(r"\s*+\[\s*+\{", get_id=_given_id)
+
+
+def _find_head(text: str, at: int) -> Head | None:
+    match = None if at else _HEAD.match(text)
+    if match is None or match["name"] is None:
+        return _FIND_LISTED(text, at)
+    return Head(match["name"], match.end(), match["id"])

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from omniserve.sampling.grammar import json_value
 from omniserve.sampling.json_schema import UnsupportedSchema
-from omniserve.server.dialects.base import CallForm, RawCall, Schemas
+from omniserve.server.dialects.base import CallForm, CallReader, RawCall, Schemas
 from omniserve.server.dialects.grammar_text import SpecialTokens
 from omniserve.server.dialects.json_text import dumps, value_of
+from omniserve.server.dialects.parameter_reader import ParameterMarks, ParameterReader, Value
 
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _TYPES = {bool: "boolean", dict: "object", list: "array", type(None): "null"}
@@ -133,37 +134,61 @@ class ParameterForm(CallForm):
         return self.tail.removesuffix(self.end).strip()
 
     def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
-        before, behind = map(_marked, self.head)
-        key_begin, key_end = _marked(self.key[0]), self.key_end_pattern
         last = self._last
-        name_end = behind or rf"(?=\s*(?:{key_begin}|\Z))"
-        match = re.match(rf"\s*{before}\s*(?P<name>[A-Za-z0-9_./:-]+){name_end}", body)
+        match = self._name_pattern(rf"{_marked(self.key[0])}|\Z").match(body)
         if match is None:
             raise ValueError("no name")
         name, at = match["name"], match.end()
         end = _marked(last) or r"\Z"
-        follows = rf"(?=\s*(?:{key_begin}|{end}))"
-        one = re.compile(
-            rf"\s*{key_begin}(?P<key>[^<>\n]+?){key_end}(?P<value>.*?){_marked(self.value_end)}{follows}", re.DOTALL
-        )
+        follows = rf"(?=\s*(?:{_marked(self.key[0])}|{end}))"
+        one = re.compile(rf"{self._key_pattern}(?P<value>.*?){_marked(self.value_end)}{follows}", re.DOTALL)
         schema = tools.get(name, {})
-        properties = resolved(schema, schema).get("properties")
-        known: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
-        arguments: dict[str, str] = {}
+        arguments: list[str] = []
         while (match := one.match(body, at)) is not None:
-            key, value, at = match["key"], match["value"], match.end()
+            key, written, at = match["key"], match["value"], match.end()
             if self.drops_line_ends:
-                value = value.removeprefix("\n").removesuffix("\n")
-            arguments[key] = self.json_of(value, types_of(known.get(key, {}), schema), match.groupdict().get("kind"))
+                written = written.removeprefix("\n").removesuffix("\n")
+            arguments.append(f"{dumps(key)}: {self._value_of(schema, match).json_of(written)}")
         rest = body[at:].strip()
         if rest not in (last, ""):
             raise ValueError("more than arguments")
-        return [RawCall(name, "{" + ", ".join(f"{dumps(key)}: {text}" for key, text in arguments.items()) + "}")]
+        return [RawCall(name, f"{{{', '.join(arguments)}}}")]
+
+    def reader(self, begin: str, tools: Schemas) -> CallReader | None:
+        key = self.key[0].strip()
+        marks = ParameterMarks(
+            name=self._name_pattern(_marked(key)),
+            key=re.compile(self._key_pattern),
+            value_end=self.value_end.strip(),
+            follows=(key, self._last) if self._last else (key,),
+            drops_line_ends=self.drops_line_ends,
+        )
+        return ParameterReader(marks, tools, self._value_of)
+
+    def _name_pattern(self, follows: str) -> re.Pattern[str]:
+        """Return a pattern of a call's begin, up to a name; which one of a pattern follows, if there is no mark."""
+        before, behind = map(_marked, self.head)
+        end = behind or rf"(?=\s*(?:{follows}))"
+        return re.compile(rf"\s*{before}\s*(?P<name>[A-Za-z0-9_./:-]+){end}")
+
+    @property
+    def _key_pattern(self) -> str:
+        return rf"\s*{_marked(self.key[0])}(?P<key>[^<>\n]+?){self.key_end_pattern}"
+
+    def _value_of(self, schema: Mapping[str, Any], match: re.Match[str]) -> Value:
+        properties = resolved(schema, schema).get("properties")
+        known: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+        types, kind = types_of(known.get(match["key"], {}), schema), match.groupdict().get("kind")
+        return Value(self.is_text(types, kind), lambda written: self.json_of(written, types, kind))
 
     @property
     def key_end_pattern(self) -> str:
         """A pattern of what is behind an argument's name; what it has in a group ``kind``, ``json_of`` is told."""
         return _marked(self.key[1])
+
+    def is_text(self, types: frozenset[str] | None, kind: str | None) -> bool:
+        """Return whether an argument's value is a text whatever is written; see ``json_of``."""
+        return types == {"string"}
 
     def json_of(self, written: str, types: frozenset[str] | None, kind: str | None) -> str:
         """Return the JSON of an argument's value.

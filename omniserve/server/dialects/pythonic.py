@@ -10,18 +10,22 @@
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omniserve.sampling.grammar import json_value
 from omniserve.sampling.json_schema import UnsupportedSchema
-from omniserve.server.dialects.base import CallForm, Finder, Group, RawCall, Schemas
+from omniserve.server.dialects.base import CallForm, CallReader, Finder, Group, Piece, RawCall, Schemas
 from omniserve.server.dialects.grammar_text import SpecialTokens
 from omniserve.server.dialects.json_calls import BracketFinder
-from omniserve.server.dialects.json_text import dumps, value_of
+from omniserve.server.dialects.json_text import Brackets, dumps, value_of
 from omniserve.server.dialects.parameters import listed, parameters_of
 
+_QUOTES = "\"'"
+_CALL = re.compile(r"[\s,\[\]]*+(?P<name>[A-Za-z_]\w*+(?:\.\w++)*+)\(\s*+(?:(?P<end>\))|(?=[A-Za-z_]\w*+\s*+=))")
+_KEY = re.compile(r"\s*+(?:(?P<end>\))|(?P<key>[A-Za-z_]\w*+)\s*+=)")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -39,10 +43,13 @@ class Pythonic(CallForm):
         return "func_name1(" in template
 
     def finder(self, begin: str) -> Finder:
-        return BracketFinder(1, "\"'")
+        return BracketFinder(1, _QUOTES)
 
     def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
         return python_calls("[" + body)
+
+    def reader(self, begin: str, tools: Schemas) -> CallReader | None:
+        return PythonReader(tools)
 
     def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
         parameters, any_value = parameters_of(schema, name)
@@ -60,6 +67,58 @@ class Pythonic(CallForm):
             rules.append(f"{rule}_{i}: {dumps(key + '=')} {json_value(value)}")
         rules += listed(rule, [parameter.is_required for parameter in parameters], ", ")
         return [f'{rule}: {dumps(name + "(")} {rule}_first_0 ")"', *rules]
+
+
+class PythonReader:
+    """Understands calls of Python while they are written, one argument after the other."""
+
+    def __init__(self, tools: Schemas) -> None:
+        self._tools = tools
+        self._name: str | None = None
+        self._key = ""
+        """The parameter whose value is being read."""
+        self._brackets = Brackets()
+        self._separator = ""
+        self._is_lost = False
+        """There is something else."""
+        self.at = 0
+
+    def read(self, text: str) -> list[Piece]:
+        pieces: list[Piece] = []
+        while not self._is_lost and (piece := self._next(text)) is not None:
+            pieces.append(piece)
+        return pieces
+
+    def _next(self, text: str) -> Piece | None:
+        """Return what is understood next; None if nothing is yet."""
+        if self._name is None:
+            if (match := _CALL.match(text, self.at)) is None or match["name"] not in self._tools:
+                return None
+            self._separator, self.at = "{", match.end()
+            if match["end"]:
+                return Piece(match["name"], "{}", begins=True, ends=True)
+            self._name = match["name"]
+        name = self._name
+        if not self._key:
+            if (match := _KEY.match(text, self.at)) is None:
+                return None
+            self.at = match.end()
+            if match["end"]:
+                self._name = None
+                return Piece(name, "}", ends=True)
+            self._key, self._brackets = match["key"], Brackets(1, _QUOTES, separator=",")
+        if (end := self._brackets.end(text, self.at)) is None:
+            return None
+        try:
+            [call] = python_calls(f"f({self._key}={text[self.at : end - 1]})")
+        except ValueError:
+            self._is_lost = True
+            return None
+        is_last, is_first = text[end - 1] == ")", self._separator == "{"
+        told = f"{self._separator}{call.arguments[1:-1]}{'}' if is_last else ''}"
+        self._separator, self._key, self.at = ", ", "", end
+        self._name = None if is_last else name
+        return Piece(name, told, begins=is_first, ends=is_last)
 
 
 def python_calls(source: str) -> list[RawCall]:
@@ -85,6 +144,8 @@ def _call(node: ast.expr, source: str) -> RawCall:
     for keyword in node.keywords:
         if keyword.arg is None:
             raise ValueError("an argument without a name")
+        if keyword.arg in arguments:
+            raise ValueError("an argument that is there twice")
         arguments[keyword.arg] = _value(keyword.value, source)
     return RawCall(_name(node.func), "{" + ", ".join(f"{dumps(k)}: {text}" for k, text in arguments.items()) + "}")
 

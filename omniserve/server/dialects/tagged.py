@@ -16,8 +16,12 @@ from omniserve.server.dialects.base import (
     Schemas,
     num_begun,
 )
+from omniserve.server.dialects.call_readers import CallTeller
 from omniserve.server.dialects.grammar_text import SpecialTokens
 from omniserve.server.dialects.thinking import Thinking, ThinkingParser
+
+_CLOSERS = " \t\n\r})]"
+"""What may be missing or too much at the end of a call that is told."""
 
 
 class TaggedDialect(Dialect):
@@ -38,8 +42,9 @@ class TaggedDialect(Dialect):
     def opening(self, prompt: str, continued: str | None = None) -> Opening:
         return Opening() if self.thinking is None else self.thinking.opening(prompt, continued)
 
-    def parser(self, tools: Schemas, *, opening: Opening, several: bool = True) -> TaggedParser:
-        return TaggedParser(self.thinking, self.calls if tools else None, tools, opening, several=several)
+    def parser(self, tools: Schemas, *, opening: Opening, several: bool = True, streams: bool = False) -> TaggedParser:
+        calls = ToolCallParser(self.calls, tools, several=several, streams=streams) if self.calls and tools else None
+        return TaggedParser(self.thinking, calls, opening)
 
     def calls_grammar(
         self,
@@ -106,19 +111,17 @@ class TaggedDialect(Dialect):
 class TaggedParser:
     """The parser of a ``TaggedDialect``."""
 
-    def __init__(
-        self, thinking: Thinking | None, calls: CallForm | None, tools: Schemas, opening: Opening, *, several: bool
-    ) -> None:
+    def __init__(self, thinking: Thinking | None, calls: ToolCallParser | None, opening: Opening) -> None:
         self._thinking = None if thinking is None else ThinkingParser(thinking)
         # What is between the marks of an answer is told from them as thinking is.
         self._answer = ThinkingParser(thinking.answer) if thinking is not None and thinking.answer else None
-        self._calls = None if calls is None else ToolCallParser(calls, tools, several=several)
+        self._calls = calls
         if self._thinking is not None:
             self._thinking.push(opening.prefill)
 
     @property
     def num_calls(self) -> int:
-        """Number of complete calls."""
+        """Number of calls so far; of one, there may be only a begin yet."""
         return 0 if self._calls is None else self._calls.num_calls
 
     @property
@@ -165,18 +168,21 @@ class ToolCallParser:
     """Separates the calls in one text from the rest of it.
 
     What looks like a call and is none stays text: what cannot be read as one, or calls a tool that is not offered.
-    White space before a call, and at the end after one, belongs to neither.
+    White space before a call, and at the end after one, belongs to neither. A call that is told in pieces stays one,
+    whatever follows its begin.
 
     Args:
         form: How calls are written.
         tools: The tools that are offered.
         several: There may be more than one call; else the text ends with the first.
+        streams: As of ``Dialect.parser``.
     """
 
-    def __init__(self, form: CallForm, tools: Schemas, *, several: bool = True) -> None:
+    def __init__(self, form: CallForm, tools: Schemas, *, several: bool = True, streams: bool = False) -> None:
         self._form = form
         self._tools = tools
         self._several = several
+        self._streams = streams
         self._held = ""
         """Text that is not told yet; of a call that is being read, what is behind its first mark."""
         self._lead = ""
@@ -190,16 +196,20 @@ class ToolCallParser:
         """There is text since the last call."""
         self._num_characters = 0
         """Number of characters of text so far."""
-        self.num_calls = 0
-        """Number of complete calls."""
+        self._teller = CallTeller(form.new_id, several=several)
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls so far; of one, there may be only a begin yet."""
+        return self._teller.num_calls
 
     @property
     def is_over(self) -> bool:
         """True once there can be no further call and no text; what is pushed afterwards is ignored."""
-        return self.num_calls > 0 and not self._several
+        return self.num_calls > 0 and not self._several and not self._begin
 
     def push(self, text: str) -> tuple[str, list[ParsedCall]]:
-        """Add text; return what is certain by now to be text, and the calls that are complete."""
+        """Add text; return what is certain by now to be text, and the calls."""
         if self.is_over:
             return "", []
         self._held += text
@@ -214,9 +224,11 @@ class ToolCallParser:
         held, self._held = self._held, ""
         if not self._begin:
             return ("" if self.num_calls and not held.strip() else held), []
-        calls = self._parsed(held)
+        calls, found = self._read_certain(held), self._found(held)
         begin, self._begin = self._begin, ""
-        return ("", calls) if calls else (f"{self._lead}{begin}{held}", [])
+        if not found and not self._teller.num_read:
+            return f"{self._lead}{begin}{held}", []
+        return "", [*calls, *self._teller.end(found, self._num_characters)]
 
     def _read_text(self, texts: list[str]) -> bool:
         """Read up to the next call; return False if there is none so far."""
@@ -237,6 +249,7 @@ class ToolCallParser:
                 self._lead = self._held[len(text) : at]
                 self._held = self._held[at + len(begin) :]
                 self._begin, self._finder = begin, form.finder(begin)
+                self._teller.begin(form.reader(begin, self._tools) if self._streams else None)
                 return True
             at += 1
         certain = self._held[: len(self._held) - self._num_held()]
@@ -248,17 +261,26 @@ class ToolCallParser:
         """Read up to the end of the call; return False if it is missing."""
         assert self._finder is not None
         if (found := self._finder.find(self._held)) is None:
+            calls += self._read_certain(self._held)
             return False
         body, raw, self._held = self._held[: found[0]], self._held[: found[1]], self._held[found[1] :]
-        if new_calls := self._parsed(body):
-            calls += new_calls
+        calls += self._teller.read(body, self._num_characters)
+        whole = self._found(body)
+        if whole or self._teller.num_read:
+            calls += self._teller.end(whole, self._num_characters)
             self._has_text, self._is_behind_call = False, True
-            if self.is_over:
-                self._held = ""
+            if not whole and (rest := self._teller.rest(body)).strip(_CLOSERS):
+                self._tell(texts, rest)
         else:
             self._tell(texts, f"{self._lead}{self._begin}{raw}")
         self._begin = ""
+        if self.is_over:
+            self._held = ""
         return True
+
+    def _read_certain(self, held: str) -> list[ParsedCall]:
+        """Return what the reader understands of a text that may end with a part of the call's last mark."""
+        return self._teller.read(held[: len(held) - num_begun(held, self._form.end)], self._num_characters)
 
     def _tell(self, texts: list[str], text: str) -> None:
         texts.append(text)
@@ -266,20 +288,15 @@ class ToolCallParser:
         if text.strip():
             self._has_text, self._is_behind_call = True, False
 
-    def _parsed(self, body: str) -> list[ParsedCall]:
+    def _found(self, body: str) -> Sequence[RawCall]:
         """Return the calls of what is between two marks; none if it is not understood as a whole."""
         try:
-            found: Sequence[RawCall] = self._form.calls(self._begin, body, self._tools)
+            found = self._form.calls(self._begin, body, self._tools)
         except ValueError:
             return []
         if any(call.name not in self._tools for call in found):
             return []
-        calls = []
-        for call in found if self._several else found[:1]:
-            call_id = self._form.new_id() if call.call_id is None else call.call_id
-            calls.append(ParsedCall(self.num_calls, call_id, call.name, call.arguments, self._num_characters))
-            self.num_calls += 1
-        return calls
+        return found
 
     def _next_begin(self, at: int) -> tuple[int, str] | None:
         found = [(place, begin) for begin in self._form.begins if (place := self._held.find(begin, at)) >= 0]

@@ -47,7 +47,10 @@ class OutputItems:
         self._with_seal = with_seal
         self._logprob = logprob
         self._open = ""
-        """The kind of the item that gets more text: ``message``, ``reasoning`` or none."""
+        """The kind of the item that gets more text: ``message``, ``reasoning``, ``call`` or none."""
+        self._call: dict[str, Any] = {}
+        """The fields of the open call that do not change."""
+        self._is_custom = False
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._num_chars = 0
@@ -67,7 +70,10 @@ class OutputItems:
         text, at = delta.text, self._num_chars
         for call in delta.tool_calls:
             before, text = text[: call.text_before - at], text[call.text_before - at :]
-            events += [*self._say(before), *self._close(), *self._call(call)]
+            events += self._say(before)
+            if call.begins:
+                events += [*self._close(), *self._begin_call(call)]
+            events += self._more_call(call)
             self._held, self._held_logprobs = "", []
             at = call.text_before
         events += self._say(text)
@@ -127,6 +133,8 @@ class OutputItems:
         """Complete the open item, if there is one."""
         if not self._open:
             return []
+        if self._open == "call":  # whose arguments are broken or cut off
+            return self._end_call("incomplete")
         if self._open == "message":  # tokens that have no text
             self._logprobs += self._held_logprobs
             self._held_logprobs = []
@@ -168,25 +176,41 @@ class OutputItems:
             item["encrypted_content"] = sealed(part["text"])
         return item
 
-    def _call(self, call: ParsedCall) -> list[Event]:
-        if call.name in self._custom_tools:
-            prefix, kind, name, text = "ctc", "custom_tool_call", "input", _custom_input(call.arguments)
-            told = "custom_tool_call_input"
-        else:
-            prefix, kind, name, text = "fc", "function_call", "arguments", call.arguments
-            told = "function_call_arguments"
-        place = self._place(prefix)
-        item = {"id": place["item_id"], "type": kind, "call_id": call.call_id, "name": call.name}
-        done = item | {name: text, "status": "completed"}
-        events: list[Event] = [
-            {"type": "response.output_item.added", "output_index": len(self.items), "item": item | {
-                name: "", "status": "in_progress"}},
-            {"type": f"response.{told}.delta", **place, "delta": text},
-            {"type": f"response.{told}.done", **place, name: text},
-            {"type": "response.output_item.done", "output_index": len(self.items), "item": done},
-        ]  # fmt: skip
-        self.items.append(done)
+    def _begin_call(self, call: ParsedCall) -> list[Event]:
+        self._open, self._texts = "call", []
+        self._is_custom = call.name in self._custom_tools
+        kind = "custom_tool_call" if self._is_custom else "function_call"
+        item_id = self._call_place()["item_id"]
+        self._call = {"id": item_id, "type": kind, "call_id": call.call_id, "name": call.name}
+        item = self._call | {"input" if self._is_custom else "arguments": "", "status": "in_progress"}
+        return [{"type": "response.output_item.added", "output_index": len(self.items), "item": item}]
+
+    def _more_call(self, call: ParsedCall) -> list[Event]:
+        """Take a piece of the open call."""
+        self._texts.append(call.arguments)
+        events: list[Event] = []
+        if call.arguments and not self._is_custom:
+            told = "response.function_call_arguments.delta"
+            events.append({"type": told, **self._call_place(), "delta": call.arguments})
+        return [*events, *(self._end_call("completed") if call.ends else [])]
+
+    def _end_call(self, status: str) -> list[Event]:
+        text, place = "".join(self._texts), self._call_place()
+        name, told, events = "arguments", "response.function_call_arguments", []
+        if self._is_custom:  # whose input is a part of the arguments
+            name, told, text = "input", "response.custom_tool_call_input", _custom_input(text)
+            events.append({"type": f"{told}.delta", **place, "delta": text})
+        item = self._call | {name: text, "status": status}
+        events += [
+            {"type": f"{told}.done", **place, name: text},
+            {"type": "response.output_item.done", "output_index": len(self.items), "item": item},
+        ]
+        self.items.append(item)
+        self._open = ""
         return events
+
+    def _call_place(self) -> dict[str, Any]:
+        return self._place("ctc" if self._is_custom else "fc")
 
 
 def _custom_input(arguments: str) -> str:
