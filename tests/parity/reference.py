@@ -122,55 +122,77 @@ def _made(
 ) -> dict[str, Any]:
     """Compute the fields of a reference."""
     made: list[_Continuation] = []
+    good: list[_Continuation] = []
     tolerance = max(near_tie, _LARGEST_TOLERANCE if int8_kv else 0.0)
-    for prompt in tried:
-        made.append(_generate(model, prompt, max_tokens, first_position, int8_kv))
-        tolerance = max(tolerance, min(_NOISES * made[-1].noise, _LARGEST_TOLERANCE))
+    while len(good) < num_prompts and len(made) < len(tried):
+        more = tried[len(made) : len(made) + num_prompts - len(good)]
+        made += _continuations(model, more, max_tokens, first_position, int8_kv)
+        tolerance = max(tolerance, min(_NOISES * max(each.noise for each in made), _LARGEST_TOLERANCE))
         good = [each for each in made if each.gap >= tolerance]
-        if len(good) == num_prompts:
-            fields = {"prompts": "prompt", "tokens": "tokens", "prompt_logprobs": "prompt_logprobs", "hidden": "hidden"}
-            found = {name: [getattr(each, field) for each in good] for name, field in fields.items()}
-            return {**found, "tolerance": tolerance}
+    if len(good) == num_prompts:
+        fields = {"prompts": "prompt", "tokens": "tokens", "prompt_logprobs": "prompt_logprobs", "hidden": "hidden"}
+        found = {name: [getattr(each, field) for each in good] for name, field in fields.items()}
+        return {**found, "tolerance": tolerance}
     raise AssertionError(f"only {len(good)} of {len(tried)} prompts have no near tie")
 
 
+def _continuations(
+    model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], max_tokens: int, first_position: int, int8_kv: bool
+) -> list[_Continuation]:
+    """Continue prompts, in their order; those of one length are one batch, which needs no padding."""
+    lengths = {len(prompt) for prompt in prompts}
+    batches = [[prompt for prompt in prompts if len(prompt) == length] for length in lengths]
+    found: list[_Continuation] = []
+    for batch in batches:
+        found += _generate(model, batch, max_tokens, first_position, int8_kv)
+    found.sort(key=lambda each: prompts.index(each.prompt))
+    return found
+
+
 def _generate(
-    model: PreTrainedModel, prompt: tuple[int, ...], max_tokens: int, first_position: int, int8_kv: bool
-) -> _Continuation:
+    model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], max_tokens: int, first_position: int, int8_kv: bool
+) -> list[_Continuation]:
+    """Continue prompts of one length."""
+
     def cached() -> dict[str, Any]:
         return {"past_key_values": RoundedCache(config=model.config), "use_cache": True} if int8_kv else {}
 
-    ids = torch.tensor([prompt], device=model.device)
+    ids_BT = torch.tensor(prompts, device=model.device)
+    length = ids_BT.shape[1]
     numbered = {}
     if first_position:
-        numbered["position_ids"] = torch.arange(len(prompt), device=model.device)[None] + first_position
+        numbered["position_ids"] = (torch.arange(length, device=model.device) + first_position).expand_as(ids_BT)
     out = model.generate(
-        ids,
+        ids_BT,
         **numbered,
-        attention_mask=torch.ones_like(ids),
+        attention_mask=torch.ones_like(ids_BT),
         max_new_tokens=max_tokens,
         do_sample=False,
         **{"use_cache": True, **cached()},
         return_dict_in_generate=True,
         output_logits=True,
     )
-    decoded = torch.cat(out.logits).float()
-    best = decoded.topk(2).values
+    decoded_BTV = torch.stack(out.logits, dim=1).float()
+    best_BT2 = decoded_BTV.topk(2).values
     hidden: list[Tensor] = []
     with torch.inference_mode():
         # Not output_hidden_states, which changes modules for good.
         hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, args: hidden.append(args[0]))
-        prompt_logits = model(ids, **cached()).logits[0]
+        prompt_logits_BTV = model(ids_BT, **cached()).logits
         hook.remove()
-        prefilled = model(out.sequences[:, :-1], **cached()).logits[0, len(prompt) - 1 :].float()
-    return _Continuation(
-        prompt=prompt,
-        tokens=tuple(out.sequences[0, len(prompt) :].tolist()),
-        gap=float((best[:, 0] - best[:, 1]).min()),
-        noise=float((decoded - prefilled).abs().max()),
-        prompt_logprobs=prompt_logits.float().log_softmax(-1).cpu(),
-        hidden=(hidden[0][0].float() * _DIVISORS.get(model.config.model_type, lambda config: 1.0)(model.config)).cpu(),
-    )
+        prefilled_BTV = model(out.sequences[:, :-1], **cached()).logits[:, length - 1 :].float()
+    divisor = _DIVISORS.get(model.config.model_type, lambda config: 1.0)(model.config)
+    return [
+        _Continuation(
+            prompt=prompt,
+            tokens=tuple(out.sequences[row, length:].tolist()),
+            gap=float((best_BT2[row, :, 0] - best_BT2[row, :, 1]).min()),
+            noise=float((decoded_BTV[row] - prefilled_BTV[row]).abs().max()),
+            prompt_logprobs=prompt_logits_BTV[row].float().log_softmax(-1).cpu(),
+            hidden=(hidden[0][row].float() * divisor).cpu(),
+        )
+        for row, prompt in enumerate(prompts)
+    ]
 
 
 def _random_prompts(count: int, seed: int, num_shared: int) -> list[tuple[int, ...]]:
