@@ -7,6 +7,7 @@ import json
 import random
 
 import jsonschema
+import numpy as np
 import pytest
 from dialect_samples import FORMS, harmony
 from tokenizers import AddedToken
@@ -36,6 +37,25 @@ TOOLS = {"weather": WEATHER, "time": {"type": "object", "properties": {}}, "ns.t
 NESTED = {"where": {"at": [1, {"b": None}], "c": {}}, "tags": [], "days": 3, "dry": True}
 NEXT = "<|end|><|start|>assistant"
 ODD = 'Grüße "a" \\ b\n\n  {x} [y] 日本 🙂 </b> %'
+CALLS = [
+    [("weather", {"city": "Köln"})],
+    [("weather", {"city": "Köln"}), ("time", {})],
+    [("time", {}), ("weather", NESTED), ("time", {})],
+    [("weather", {"city": ODD})],
+    [("weather", {"city": "5", "days": 5})],
+    [("weather", {"city": "true", "note": "null and void"})],
+    [("weather", {"city": ""})],
+    [("time", {})],
+    [("weather", {"other": [1.5, "x"]})],
+]
+TEXTS_WITHOUT_CALLS = [
+    "",
+    "hello",
+    "a < b, c > d. {x} [y] <tool <| <｜ [TOOL func",
+    "say <think> or </think>",
+    "  two \n\n lines\n ",
+    "[1, 2] {",
+]
 COUNT = sorted(FORMS)
 over_forms = pytest.mark.parametrize("name", COUNT)
 
@@ -92,28 +112,15 @@ def objects(calls):
 
 
 @over_forms
-@pytest.mark.parametrize(
-    "calls",
-    [
-        [("weather", {"city": "Köln"})],
-        [("weather", {"city": "Köln"}), ("time", {})],
-        [("time", {}), ("weather", NESTED), ("time", {})],
-        [("weather", {"city": ODD})],
-        [("weather", {"city": "5", "days": 5})],
-        [("weather", {"city": "true", "note": "null and void"})],
-        [("weather", {"city": ""})],
-        [("time", {})],
-        [("weather", {"other": [1.5, "x"]})],
-    ],
-)
-def test_calls_are_told(name, calls):
+def test_calls_are_told(name):
     sample, dialect = FORMS[name], dialect_of(name)
-    _, text, found = told(dialect, sample.write(calls))
-    assert (text, objects(found)) == ("", calls)
-    if sample.writes_json:
-        assert [arguments for _, arguments in found] == [json.dumps(a, ensure_ascii=False) for _, a in calls]
-    _, text, found = told(dialect, f"\n {sample.write(calls)} \n")
-    assert (text.strip(), objects(found)) == ("", calls)
+    for calls in CALLS:
+        _, text, found = told(dialect, sample.write(calls))
+        assert (text, objects(found)) == ("", calls)
+        if sample.writes_json:
+            assert [arguments for _, arguments in found] == [json.dumps(a, ensure_ascii=False) for _, a in calls]
+        _, text, found = told(dialect, f"\n {sample.write(calls)} \n")
+        assert (text.strip(), objects(found)) == ("", calls)
 
 
 @over_forms
@@ -125,19 +132,9 @@ def test_other_texts_of_a_call_are_told(name):
 
 
 @over_forms
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "hello",
-        "a < b, c > d. {x} [y] <tool <| <｜ [TOOL func",
-        "say <think> or </think>",
-        "  two \n\n lines\n ",
-        "[1, 2] {",
-    ],
-)
-def test_text_without_calls_stays(name, text):
-    assert told(dialect_of(name), text) == ("", text, [])
+def test_text_without_calls_stays(name):
+    for text in TEXTS_WITHOUT_CALLS:
+        assert told(dialect_of(name), text) == ("", text, [])
 
 
 @over_forms
@@ -611,12 +608,17 @@ def compiler_of(tokenizer):
     return GrammarCompiler(tokenizer, vocab_size=len(tokenizer) + 8, eos_token_ids=(tokenizer.eos_token_id,))
 
 
+def allowed_ids(state, tokenizer):
+    """Return the tokens that a grammar allows next."""
+    bits = np.unpackbits(np.frombuffer(state.allowed(), np.uint8), bitorder="little")
+    return np.flatnonzero(bits[: len(tokenizer)]).tolist()
+
+
 def walk(grammar, tokenizer, seed, most=3000):
     """Return the tokens of a random walk under a grammar."""
     rng, state, token_ids = random.Random(seed), grammar.start(), []
     while len(token_ids) < most:
-        bits = state.allowed()
-        allowed = [i for i in range(len(tokenizer)) if bits[i // 8] >> i % 8 & 1]
+        allowed = allowed_ids(state, tokenizer)
         ends = tokenizer.eos_token_id in allowed and rng.random() < 0.5
         token_ids.append(tokenizer.eos_token_id if ends else rng.choice(allowed))
         state.accept(token_ids[-1])
@@ -648,6 +650,8 @@ def test_what_a_grammar_of_calls_allows_is_a_call_of_the_schema(name, special):
         text = dialect.calls_grammar(rules, free_text=False, several=several, special=tokens, opening=Opening())
         grammar = compiler_of(tokenizer).compile(text).result()
         for seed in range(8):
+            if seed >= 4 and (not several or names == set(schemas)):
+                break
             token_ids = walk(grammar, tokenizer, seed)
             shown = Detokenizer(tokenizer, shown=tokens.tags.values())
             written = shown.push(token_ids) + shown.flush()
@@ -678,6 +682,8 @@ def test_with_a_format_an_answer_is_calls_or_json_of_it(name, special):
     grammar = compiler_of(tokenizer).compile(text).result()
     seen = set()
     for seed in range(16):
+        if seed >= 6 and len(seen) == 2:
+            break
         token_ids = walk(grammar, tokenizer, seed)
         shown = Detokenizer(tokenizer, shown=tokens.tags.values())
         written = shown.push(token_ids) + shown.flush()
@@ -794,8 +800,7 @@ def test_thinking_ends_when_its_budget_is_spent(name, special):
     for seed in range(5):
         state, rng, token_ids = grammar.start(), random.Random(seed), []
         for _ in range(60):
-            bits = state.allowed()
-            token_ids.append(rng.choice([i for i in range(len(tokenizer)) if bits[i // 8] >> i % 8 & 1]))
+            token_ids.append(rng.choice(allowed_ids(state, tokenizer)))
             state.accept(token_ids[-1])
             if token_ids[-1] == tokenizer.eos_token_id:
                 break
