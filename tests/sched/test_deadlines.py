@@ -7,7 +7,7 @@ import random
 import pytest
 
 from omniserve.core.errors import RequestRejected
-from tests.quick import slow_except
+from tests.rotation import rotating
 from tests.sched.benches import Bench, Clock, names
 
 
@@ -99,7 +99,7 @@ def test_nothing_is_refused_without_admission_control():
     finish(bench, "be", "ls")  # late, and complete
 
 
-@pytest.mark.parametrize("seed", slow_except(range(4), range(40)))
+@pytest.mark.parametrize("seed", rotating(range(40), 2))
 def test_whatever_is_admitted_is_in_time_if_predictions_are_true(seed):
     """Random deadlines beside best-effort work without any, small memory, and LS requests that decode meanwhile."""
     rng = random.Random(seed)
