@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -206,6 +207,15 @@ def test_selectors_find_the_pod_and_the_kustomization_has_every_file() -> None:
 
 def test_it_scales_by_a_metric_that_there_is() -> None:
     (trigger,) = manifest("keda.yaml")["spec"]["triggers"]
-    name, label = re.findall(r"(\w+)\{(\w+)=", trigger["metadata"]["query"])[0]
-    source = (ROOT / "omniserve" / "server" / "telemetry" / "metrics.py").read_text()
-    assert f'"{name}"' in source and f'"{label}"' in source
+    name, label, values = re.findall(r"(\w+)\{(\w+)=~\"([^\"]+)\"", trigger["metadata"]["query"])[0]
+    source = (ROOT / "omniserve" / "server" / "telemetry" / "scaling.py").read_text()
+    assert all(f'"{word}"' in source for word in (name, label, *values.split("|")))
+
+
+def test_the_rays_autoscaler_is_asked_for_what_the_server_wants() -> None:
+    pytest.importorskip("ray")
+    asks = runpy.run_path(str(DEPLOY / "ray" / "autoscale.py"))["wanted"]
+    assert asks('omniserve_replicas_needed{work="batches"} 7.0\nomniserve_replicas_wanted 3.0\n') == 3
+    assert asks("omniserve_engine_up 1.0\n") is None
+    source = (ROOT / "omniserve" / "server" / "telemetry" / "scaling.py").read_text()
+    assert '"omniserve_replicas_wanted"' in source

@@ -87,6 +87,7 @@ class Service:
             [spec.name for spec in info.classes],
             [spec.slo for spec in info.classes],
             Served(model_name=model_names[0], latency_sensitive=sensitive),
+            info.classes,
         )
         self.limits = limits
         self.responses: ResponseStore | None = None

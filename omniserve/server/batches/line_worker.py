@@ -103,6 +103,7 @@ class LineWorker:
         ids = {batch["id"] for batch in batches}
         await self._drop([entry for entry in before if entry.line.batch_id not in ids])
         self._urgent = self._urgency.judge(now, batches, Counter(batch_id for batch_id, _ in self._running))
+        self._service.metrics.scaling.batch_pressure = self._urgency.pressure
         await self._make_way({batch["id"] for batch in batches if self._has_waiting(batch)})
 
     async def drop(self, batch_id: str | None = None) -> None:
@@ -111,6 +112,7 @@ class LineWorker:
 
     async def stop(self) -> None:
         """Stop all lines, and save results, which are lost if that fails."""
+        self._service.metrics.scaling.batch_pressure = 0.0  # another server's from now on
         await self.drop()
         try:
             await self._save_results()

@@ -87,6 +87,8 @@ class Urgency:
         self._concurrency = concurrency
         self._paces: dict[str, Pace] = {}
         self._num_running: deque[int] = deque(maxlen=_LOOKS)
+        self.pressure = 0.0
+        """The largest share of the time left that batches are predicted to take; above 1, one will be late."""
 
     def judge(self, now: float, batches: Sequence[Row], num_running: Mapping[str, int]) -> dict[str, int]:
         """Return how many lines of each late batch to escalate, if each batch waits for those that expire before.
@@ -101,8 +103,12 @@ class Urgency:
             pace.add(now, num_done, num_running.get(batch["id"], 0))
             open_lines.append((batch["total"] - num_done, pace.line_s))
         urgent: dict[str, int] = {}
+        self.pressure = 0.0
         for batch, remaining_s in zip(batches, predict(open_lines, max(self._num_running)), strict=True):
-            number = num_urgent(remaining_s, batch["expires_at"] - now, self._concurrency)
+            left_s = batch["expires_at"] - now
+            if batch["problem"] is None:
+                self.pressure = max(self.pressure, remaining_s / max(_USABLE * left_s, 1.0))
+            number = num_urgent(remaining_s, left_s, self._concurrency)
             if number and batch["may_escalate"] and batch["problem"] is None:  # else it is not time that it lacks
                 urgent[batch["id"]] = number
         return urgent

@@ -93,7 +93,9 @@ async def _take_reading(service: Service) -> Reading:
     except TimeoutError:
         stats, state = None, "busy"
     metrics = service.metrics.collect(stats, service.engine)
-    return read(metrics, clock_s=time.monotonic(), time_s=time.time(), engine=state)
+    reading = read(metrics, clock_s=time.monotonic(), time_s=time.time(), engine=state)
+    service.metrics.scaling.note(reading, len(service.engine.clients))
+    return reading
 
 
 def _about(service: Service) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
-from omniserve.core.request import SLO, FinishReason
+from omniserve.core.request import SLO, ClassSpec, FinishReason
 from omniserve.core.stats import EngineStats
 from omniserve.server.errors import ApiError
 from omniserve.server.telemetry.engine_metrics import EngineCollector
+from omniserve.server.telemetry.scaling import ScalingWatch
 from omniserve.server.telemetry.vllm_metrics import Served, VllmMetrics
 
 if TYPE_CHECKING:
@@ -87,7 +88,11 @@ class ServerMetrics:
     """
 
     def __init__(
-        self, class_names: Sequence[str], objectives: Sequence[SLO] = (), served: Served | None = None
+        self,
+        class_names: Sequence[str],
+        objectives: Sequence[SLO] = (),
+        served: Served | None = None,
+        classes: Sequence[ClassSpec] = (),
     ) -> None:
         registry = self._registry = CollectorRegistry()
         by_class = ["service_class"]
@@ -138,6 +143,9 @@ class ServerMetrics:
             self._begin_at_zero(service_class)
         self._engine = EngineCollector()
         registry.register(self._engine)
+        self.scaling = ScalingWatch(classes)
+        """The engines that the load needs."""
+        registry.register(self.scaling)
         self._as_vllm: VllmMetrics | None = None
         if served is not None:
             histograms = {
