@@ -18,8 +18,7 @@ Departures of both: the paper has one TBT objective, here it is the shortest TPO
 a latency model no step is bounded, and BE requests fill the token budget as in ``sarathi``. Evicting and prefetching is
 by request with ``tiered`` and by block with ``incremental``, not by token: a request runs only with all of its KV on
 the device. No thread watches for arrivals (Algorithm 1): the step asks for them at its safepoints. What a request has
-waited counts against its TTFT, too; Algorithm 1 leaves that out. Of several requests that come during one step each is
-judged without the others, which Q_on has in the paper.
+waited counts against its TTFT, too; Algorithm 1 leaves that out.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from omniserve.sched.parking import Parking
 from omniserve.sched.policy import Policy
 from omniserve.sched.state import BE, LS, Phase
 from omniserve.sched.step_cost import Forecast, TimeBound, decision_of, tpot_bound
+from omniserve.sched.ttft import Prefill
 
 
 class ConServePolicy(Policy):
@@ -53,6 +53,10 @@ class ConServePolicy(Policy):
         """Predicted end of the running step, seconds on the scheduler's clock."""
         self._offline: frozenset[str] = frozenset()
         """The running step's BE requests."""
+        self._coming: list[Prefill] = []
+        """The LS prompts that came while the step ran; they are added after it."""
+        self._due_s = math.inf
+        """Time at which the first of their first tokens is due."""
 
     def schedule(self, now_s: float) -> StepPlan:
         view = self.view
@@ -71,18 +75,19 @@ class ConServePolicy(Policy):
         plan = batch.plan(decision=decision_of(cost, ls_s, bound))
         predicted_s = plan.decision.predicted_s if plan.decision is not None else None
         self._step_ends_s = self.begin_s(now_s) + (predicted_s or 0.0)
+        self._coming, self._due_s = [], math.inf
         return plan
 
     def to_preempt(self, request: Request, slo: SLO, waited_s: float, now_s: float) -> frozenset[str]:
-        if self.forecast is None or slo.ttft_s is None:
+        if self.forecast is None:
             return frozenset()
-        cost = self.forecast.step()  # Q_on
-        for state in self.view.waiting[LS]:
-            start, count = state.num_computed_tokens, state.num_uncomputed_tokens
-            cost.add_chunk(start, count, samples=state.num_logits(start, count))
-        cost.add_chunk(0, len(request.prompt_token_ids), samples=1 + request.num_rows_to_score)
-        remaining_s = max(0.0, self._step_ends_s - now_s)
-        is_late = waited_s + remaining_s + cost.seconds() > slo.ttft_s
+        self._coming.append(Prefill(0, len(request.prompt_token_ids), 1 + request.num_rows_to_score))
+        if slo.ttft_s is not None:
+            self._due_s = min(self._due_s, now_s - waited_s + slo.ttft_s)
+        cost = self.forecast.step()  # Q_on, which goes into one step
+        for prompt in (*(Prefill.of(s, s.num_computed_tokens) for s in self.view.waiting[LS]), *self._coming):
+            cost.add_chunk(prompt.start, prompt.count, samples=prompt.num_logits)
+        is_late = max(now_s, self._step_ends_s) + cost.seconds() > self._due_s
         return self._offline if is_late else frozenset()
 
     def _serve_ls(self, batch: Batch) -> None:

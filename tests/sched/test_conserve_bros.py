@@ -424,9 +424,9 @@ def test_best_effort_rows_leave_for_requests_that_are_late_together_though_none_
     bench.add("be", prompt=100, output=5)
     policy, step = bench.scheduler.policy, bench.scheduler.schedule(0.0)
     assert names(step) == ["be"] and step.decision is not None and step.decision.predicted_s is not None
-    request, ends_s = Request(prompt_token_ids=[7] * 50), step.decision.predicted_s
-    alone_s = bench.forecast.step().seconds_with(0, 50, samples=1)  # type: ignore[union-attr]
-    slo = SLO(ttft_s=ends_s + 1.1 * alone_s)
+    request, ends_s = Request(prompt_token_ids=[7] * 500), step.decision.predicted_s
+    alone_s = bench.forecast.step().seconds_with(0, 500, samples=1)  # type: ignore[union-attr]
+    slo = SLO(ttft_s=ends_s + 1.5 * alone_s)
     assert policy.to_preempt(request, slo, 0.0, 0.0) == frozenset()
     assert policy.to_preempt(request, SLO(), 0.0, 0.0) == {"be"}, "the first one would come late"
     bench.scheduler.schedule(0.0)
