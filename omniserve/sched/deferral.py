@@ -11,15 +11,19 @@ steps later; its objective says how many. Rows leave at safepoints (conserve 4.3
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
 from omniserve.core.plan import StepPlan
-from omniserve.core.request import Request
+from omniserve.core.request import SLO, Request
 from omniserve.latency import features_of
 from omniserve.sched.batch import Batch
 from omniserve.sched.features.halted_chunks import halted_chunk
+from omniserve.sched.prefill_order import ahead_of, prefill_order
 from omniserve.sched.state import BE, LS, RequestState
 from omniserve.sched.step_cost import LS_HEADROOM, Forecast, next_token_due_s, tpot_bound, ttft_left_s
 from omniserve.sched.ttft import Prefill, prefill_time
@@ -46,8 +50,8 @@ class Deferral:
         """The seconds that such a step takes."""
         self._ends_s = 0.0
         self._host_works = False
-        self._coming: list[tuple[int, Prefill]] = []
-        """The LS prompts that came while the step ran, behind the ranks of their classes; they are added after it."""
+        self._coming: list[RequestState] = []
+        """LS requests that came while the step ran, as they would be if they were added now; they are after it."""
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -76,11 +80,12 @@ class Deferral:
             now_s: Now.
         """
         rank = self._ranks[request.service_class]
-        self._coming.append((rank, Prefill(0, len(request.prompt_token_ids), 1 + request.num_rows_to_score)))
-        coming = [prompt for of_rank, prompt in self._coming if of_rank <= rank]
+        new = self._newcomer(request, rank, now_s)
+        ahead = ahead_of(new, [*self._unfinished(), *self._coming], now_s)
+        self._coming.append(new)
         ends = {chunk.request_id: chunk.start + len(chunk.token_ids) for chunk in self._running.chunks}
         left_s, decodes = max(0.0, self._ends_s - now_s), self._ls_decodes()
-        urgent = [*self._prompts((s for s in self._unfinished() if s.priority_key[0] <= rank), ends), *coming]
+        urgent = [*self._prompts([*ahead, new], ends)]
         wait_s = left_s + self._seconds(decodes, urgent, now_s)
         if wait_s <= required_s:
             return frozenset()
@@ -108,7 +113,7 @@ class Deferral:
         decodes = [state for state in self._ls_decodes() if halted_chunk(state) is None]
         waiting: set[str] = set()
         for rank in {state.priority_key[0] for state in left}:
-            before = (state for state in self._unfinished() if state.priority_key[0] < rank)
+            before = (state for state in prefill_order(self._unfinished(), begin_s) if state.priority_key[0] < rank)
             higher = [state for state in before if halted_chunk(state) is None]
             lower = [state for state in left if state.priority_key[0] >= rank]
             urgent = list(self._prompts(higher))
@@ -160,10 +165,23 @@ class Deferral:
     def _ls_decodes(self) -> list[RequestState]:
         return [state for state in self._view.device[LS] if state.decodes]
 
-    def _unfinished(self) -> list[RequestState]:
-        """Return the LS requests with prompts to compute, by class and arrival."""
-        states = (*self._view.device[LS], *self._view.waiting[LS])
-        return sorted((state for state in states if not state.decodes), key=lambda state: state.priority_key)
+    def _unfinished(self) -> Iterator[RequestState]:
+        """Yield the LS requests with prompts to compute."""
+        states = itertools.chain(self._view.device[LS], self._view.waiting[LS])
+        return (state for state in states if not state.decodes)
+
+    def _newcomer(self, request: Request, rank: int, now_s: float) -> RequestState:
+        """Return the state that a request would have if it was added now, behind all others of its class and tenant."""
+        return RequestState(
+            request_id="",
+            request=request,
+            slo=SLO(),
+            kind=LS,
+            priority_key=(rank, math.inf, sys.maxsize + len(self._coming)),
+            account=self._view.account_of_newcomer(request.service_class, request.tenant),
+            arrival_s=now_s,
+            token_ids=list(request.prompt_token_ids),
+        )
 
     # -- time ------------------------------------------------------------------------------------------------------
 

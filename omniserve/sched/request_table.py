@@ -147,10 +147,10 @@ class RequestTable:
         else:
             self.waiting[state.kind].add(state)
 
-    def account_of_newcomer(self, service_class: str) -> Account:
-        """Return the account that a request of a class and of the tenant without a name would have if it came now."""
+    def account_of_newcomer(self, service_class: str, tenant: str = "") -> Account:
+        """Return the account that a request of a class and a tenant would have if it came now; nothing changes."""
         kind = ServiceClass(self.limits.config.class_named(service_class).kind)
-        return self.accounts[service_class].at_entry("", self._waiting_accounts(kind))
+        return self.accounts[service_class].at_entry(tenant, self._waiting_accounts(kind))
 
     def _waiting_accounts(self, kind: ServiceClass) -> Iterator[Account]:
         """Yield the accounts with requests of a kind that wait, and with LOADING ones of both kinds; some twice."""

@@ -109,9 +109,9 @@ class RequestView:
         """Return whether there is no other LS request."""
         return not any(other.kind is LS and other is not state for other in self.states.values())
 
-    def account_of_newcomer(self, service_class: str) -> Account:
-        """Return the account that a request of a class and of the tenant without a name would have if it came now."""
-        return self._requests.account_of_newcomer(service_class)
+    def account_of_newcomer(self, service_class: str, tenant: str = "") -> Account:
+        """Return the account that a request of a class and a tenant would have if it came now; nothing changes."""
+        return self._requests.account_of_newcomer(service_class, tenant)
 
     def is_shared(self, kind: ServiceClass) -> bool:
         """Return whether several tenants have requests of a class of this kind that wait or are on the device."""

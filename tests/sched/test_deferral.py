@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Set
@@ -94,6 +95,16 @@ def test_nobody_leaves(first: str, objectives: dict[str, float], coming: str, tt
     bench = Bench(admission=False)
     bench.add(first, prompt=300, **objectives)  # type: ignore[arg-type]
     assert bench.step_with_arrival(coming, after_s=0.01, ttft=ttft) == set()
+
+
+def test_a_row_leaves_though_a_long_prompt_waits_that_lets_short_ones_pass() -> None:
+    classes = (dataclasses.replace(CLASSES[0], slo=SLO(ttft_s=0.05)), *CLASSES[1:])
+    bench = Bench(admission=False, classes=classes, device_blocks=100, max_num_batched_tokens=100)
+    bench.add("silver", prompt=300, ttft=5.0)
+    bench.step()
+    bench.add("gold-long", prompt=250, ttft=0.05, by_default=True)
+    assert bench.requests.states["gold-long"].has_scaled_ttft
+    assert bench.step_with_arrival("gold", after_s=0.01) == {"silver"}
 
 
 def test_without_the_option_no_row_may_leave() -> None:
