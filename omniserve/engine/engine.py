@@ -142,6 +142,7 @@ class Engine:
         lora = None if request.lora is None else self.loras.named(request.lora)
         if grammar is None and request.sampling.grammar is not None:
             grammar = self._grammars.compile(request.sampling.grammar).result()
+        grammar_state = None if grammar is None else grammar.start()
         spec = self.config.class_named(request.service_class)
         slo = request.slo if request.slo is not None else spec.slo
         now_s = self._clock()
@@ -149,8 +150,7 @@ class Engine:
         predicted_s = self.scheduler.add(request_id, request, slo, now_s, arrival_s=arrival_s, lora=lora)
         scaled = scaled_slo(self.scheduler.requests.states[request_id])
         self._stepper.requests[request_id] = OpenRequest(request.service_class, scaled or slo, predicted_s, scaled)
-        state = None if grammar is None else grammar.start()
-        self._sampler.add(request_id, request.sampling, request.prompt_token_ids, state)
+        self._sampler.add(request_id, request.sampling, request.prompt_token_ids, grammar_state)
         self._outputs.open(request_id, request)
         return request_id
 

@@ -295,7 +295,7 @@ class Batch:
     def _prefetch(self) -> None:
         """Restore the first BE request in line while it waits for its turn, if memory is left. Paper: conserve 4.4."""
         requests = self._requests
-        first = next(iter(requests.waiting[BE]), None)
+        first = requests.waiting[BE].first
         if first is None or requests.waiting[LS] or requests.memory.is_full(BE) or not self._needs_restore(first):
             return
         # Each device request may need one more block soon.

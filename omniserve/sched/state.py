@@ -394,6 +394,11 @@ class RequestState:
 _PRIORITY_KEY = attrgetter("priority_key")
 
 
+def _place(state: RequestState) -> tuple[int, float, tuple[int, float, int]]:
+    """Return the place of the first request of an account; see ``fairness.in_turn``."""
+    return state.priority_key[0], state.account.virtual_time, state.priority_key
+
+
 class RequestQueue:
     """Requests of one kind by class, and then as ``fairness`` says: of one tenant by due time and then arrival.
 
@@ -428,9 +433,12 @@ class RequestQueue:
     @property
     def first(self) -> RequestState | None:
         """The first that is shown; None: there is none."""
-        if len(self._lanes) == 1 and not self._hidden:
-            return next(iter(self._lanes.values()))[0]
-        return next(iter(self), None)
+        heads = [head for head in map(self._first_shown, self._lanes.values()) if head is not None]
+        return min(heads, key=_place) if heads else None
+
+    def _first_shown(self, lane: Sequence[RequestState]) -> RequestState | None:
+        hidden = self._hidden
+        return next((state for state in lane if state not in hidden), None) if hidden else lane[0]
 
     def oldest_of(self, account: Account) -> RequestState:
         """Return the first of the requests of an account, which has some."""
