@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import omniserve
 from omniserve.core.plan import StepPlan
 from omniserve.sched import Policy
-from omniserve.sched.state import Phase, by_arrival
+from omniserve.sched.request_queue import by_arrival
+from omniserve.sched.state import Phase
 
 MODEL = Path(omniserve.__file__).parent / "builtin_model"
 

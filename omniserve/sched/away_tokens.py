@@ -16,7 +16,8 @@ from omniserve.core.work import AttentionResult
 from omniserve.sched.host_rows import AwayToken
 from omniserve.sched.host_slots import HostSlots
 from omniserve.sched.late_joins import ResultOdds
-from omniserve.sched.state import Phase, RequestQueue, RequestState
+from omniserve.sched.request_queue import RequestQueue
+from omniserve.sched.state import Phase, RequestState
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from omniserve.sched.disciplines import admit_waiting, run_admitted, run_by_arri
 from omniserve.sched.host_rows import HostRows
 from omniserve.sched.options import LlumnixOptions
 from omniserve.sched.policy import Policy
-from omniserve.sched.state import BE, LS, Phase, RequestState, by_arrival
+from omniserve.sched.request_queue import by_arrival
+from omniserve.sched.state import BE, LS, Phase, RequestState
 from omniserve.sched.tier_moves import TierMoves
 
 

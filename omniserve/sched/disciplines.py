@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from omniserve.core.plan import Bound
 from omniserve.core.request import ServiceClass
 from omniserve.sched.batch import Batch
-from omniserve.sched.state import Phase, RequestState, by_arrival
+from omniserve.sched.request_queue import by_arrival
+from omniserve.sched.state import Phase, RequestState
 from omniserve.sched.view import RequestView
 
 

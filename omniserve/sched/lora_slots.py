@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from omniserve.core.lora import LoadLoRA, LoRA
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import Done
+from omniserve.sched.request_queue import RequestQueue
 from omniserve.sched.side_work import SideWorkQueue
-from omniserve.sched.state import BE, LS, RequestQueue, RequestState
+from omniserve.sched.state import BE, LS, RequestState
 
 
 @dataclass(slots=True)

@@ -9,8 +9,9 @@ from omniserve.core.work import KVMove, MoveDirection
 from omniserve.kv.base import KVManager, Tier
 from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.prefixes import Prefixes
+from omniserve.sched.request_queue import RequestQueue
 from omniserve.sched.residents import HostResidents
-from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
+from omniserve.sched.state import BE, LS, Phase, RequestState
 
 
 class MemoryRules:

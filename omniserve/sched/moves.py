@@ -11,10 +11,11 @@ from omniserve.core.work import Done, KVMove, MoveDirection
 from omniserve.kv.base import KVManager, MoveResult, Tier
 from omniserve.sched.features import StepFeatures
 from omniserve.sched.prefixes_on_host import PrefixesOnHost
+from omniserve.sched.request_queue import RequestQueue
 from omniserve.sched.residents import HostResidents
 from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.sources.kept import KeptKV
-from omniserve.sched.state import LS, Phase, RequestQueue, RequestState
+from omniserve.sched.state import LS, Phase, RequestState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Set
 
 from omniserve.sched.fairness import Account
-from omniserve.sched.state import Phase, RequestQueue, RequestState
+from omniserve.sched.request_queue import RequestQueue
+from omniserve.sched.state import Phase, RequestState
 
 MOST_PASSED = 64
 """Most requests of an account that may go before its oldest one."""

@@ -22,12 +22,13 @@ from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.prefix_queue import PrefixQueue
 from omniserve.sched.prefixes import Prefixes
 from omniserve.sched.prefixes_on_host import PrefixesOnHost
+from omniserve.sched.request_queue import RequestQueue
 from omniserve.sched.residents import HostResidents
 from omniserve.sched.side_work import SideWorkQueue
 from omniserve.sched.sources import sources_of
 from omniserve.sched.sources.base import KVLoads
 from omniserve.sched.sources.kept import kept_of
-from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
+from omniserve.sched.state import BE, LS, Phase, RequestState
 from omniserve.sched.step_cost import Forecast
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from omniserve.core.plan import PiggybackEntry, PiggybackJoin
 from omniserve.sched.away_tokens import AwayTokens
 from omniserve.sched.host_slots import HostSlots
 from omniserve.sched.options import SchedulerLimits
-from omniserve.sched.state import RequestQueue, RequestState
+from omniserve.sched.request_queue import RequestQueue
+from omniserve.sched.state import RequestState
 
 
 class HostResidents:

@@ -19,8 +19,9 @@ from omniserve.core.plan import StepOutput, StepPlan
 from omniserve.core.request import RequestOutput
 from omniserve.sched.options import APEXOptions
 from omniserve.sched.policy import policy_of
+from omniserve.sched.request_queue import RequestQueue
 from omniserve.sched.scheduler import Scheduler
-from omniserve.sched.state import RequestQueue, RequestState
+from omniserve.sched.state import RequestState
 
 
 class StagedScheduler(Scheduler):

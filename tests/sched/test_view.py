@@ -16,9 +16,9 @@ from omniserve.sched.host_slots import HostSlots
 from omniserve.sched.memory import MemoryRules
 from omniserve.sched.moves import RequestMoves
 from omniserve.sched.omniserve import OmniServePolicy
+from omniserve.sched.request_queue import RequestQueue
 from omniserve.sched.request_table import RequestTable
 from omniserve.sched.residents import HostResidents
-from omniserve.sched.state import RequestQueue
 from omniserve.sched.view import HostView, QueueView, RequestView
 
 SCHED = Path(omniserve.sched.__file__).parent

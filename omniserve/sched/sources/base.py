@@ -21,8 +21,9 @@ from omniserve.sched.fairness import Account
 from omniserve.sched.lora_slots import LoRASlots
 from omniserve.sched.options import SchedulerLimits
 from omniserve.sched.prefixes_on_host import Coming, PrefixesOnHost
+from omniserve.sched.request_queue import RequestQueue
 from omniserve.sched.side_work import SideWorkQueue
-from omniserve.sched.state import LS, Phase, RequestQueue, RequestState
+from omniserve.sched.state import LS, Phase, RequestState
 from omniserve.sched.step_cost import Forecast
 
 

@@ -24,9 +24,10 @@ from types import MappingProxyType
 from omniserve.core.request import ServiceClass
 from omniserve.core.work import CancelPrefill, Done, HostEvent, PrefillEngineJoined, PrefillEngineLost, RemotePrefill
 from omniserve.sched import prefixes_on_host
+from omniserve.sched.request_queue import RequestQueue
 from omniserve.sched.sources.base import KVSource, Outlook, SourceContext
 from omniserve.sched.sources.placement import PLACEMENTS, PrefillEngine, Prompt
-from omniserve.sched.state import BE, LS, Phase, RequestQueue, RequestState
+from omniserve.sched.state import BE, LS, Phase, RequestState
 from omniserve.sched.step_cost import ttft_left_s
 
 _MOST_TRIES = 2
