@@ -12,21 +12,21 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from omniserve.core.errors import RequestRejected
 from omniserve.core.load import PROMPT_SIZES, EngineLoad
 from omniserve.core.lora import LoRA
 from omniserve.core.plan import PENDING_TOKEN, DeviceChunk, StepOutput, StepPlan
 from omniserve.core.request import SLO, FinishReason, Request, RequestOutput, ServiceClass, TokenLogprob
-from omniserve.core.stats import SchedulerStats, TenantStats
+from omniserve.core.stats import SchedulerStats
 from omniserve.core.work import HostEvent
-from omniserve.kv.base import KVManager, Tier
+from omniserve.kv.base import KVManager
 from omniserve.sched.admittable import made_up
 from omniserve.sched.batch import Batch
+from omniserve.sched.counts import Counts
 from omniserve.sched.features.base import PLAIN_SETTINGS, FeatureSettings, Row
 from omniserve.sched.host_booking import HostBooking
 from omniserve.sched.options import PolicyOptions, SchedulerLimits
@@ -83,9 +83,7 @@ class Scheduler:
         """Steps that were advanced and are not settled, by id."""
         self._orders = itertools.count()
         self._patience = Patience(self.requests.states)
-        self._output_tokens: Counter[str] = Counter()
-        self._prompt_tokens: Counter[str] = Counter()
-        self._rejected: Counter[str] = Counter(dict.fromkeys(self._classes, 0))
+        self._counts = Counts(self.requests)
 
     # -- arrivals and ends ---------------------------------------------------------------------------------------
 
@@ -132,7 +130,7 @@ class Scheduler:
         try:
             state.predicted_ttft_s = self.policy.on_arrival(state, now_s)
         except Exception as error:
-            self._rejected[state.service_class] += isinstance(error, RequestRejected)
+            self._counts.rejected[state.service_class] += isinstance(error, RequestRejected)
             self.requests.end(state)
             raise
         self.requests.prefixes.note_session(state, now_s)
@@ -149,8 +147,7 @@ class Scheduler:
                 prompts = [made_up(spec, rank, (size, 1), now_s, account) for size in PROMPT_SIZES]
                 if (seconds := self.policy.soonest_s(prompts, now_s)) is not None:
                     forecasts[name] = seconds
-        best_effort = [name for name, (_, kind) in self._classes.items() if kind is BE]
-        done = sum(self._prompt_tokens[name] + self._output_tokens[name] for name in best_effort)
+        done = self._counts.num_tokens(name for name, (_, kind) in self._classes.items() if kind is BE)
         return EngineLoad(num_taken=num_taken, ttft_s=forecasts, be_tokens=done)
 
     def abort(self, request_id: str, now_s: float) -> RequestOutput | None:
@@ -325,7 +322,7 @@ class Scheduler:
         state.last_token_s = now_s
         if state.first_token_s is None:
             state.first_token_s = now_s
-            self._prompt_tokens[state.service_class] += state.num_prompt_tokens
+            self._counts.prompt_tokens[state.service_class] += state.num_prompt_tokens
             self.policy.on_first_token(state, now_s)
             self.requests.loads.note_first_token(state, now_s)
             prompt_logprobs = tuple(state.prompt_logprobs)
@@ -350,7 +347,7 @@ class Scheduler:
             if reason is not None:
                 break  # what was sampled behind the end is dropped
         num_new = len(token_ids)
-        self._output_tokens[state.service_class] += num_new
+        self._counts.output_tokens[state.service_class] += num_new
         state.account.put_out(num_new)
         if not isinstance(told.row, DeviceChunk):
             state.num_host_tokens += num_new
@@ -378,7 +375,7 @@ class Scheduler:
 
     def discount(self, output: RequestOutput, left: RequestOutput) -> None:
         """Do not count tokens of a step's output that a stop string has cut off: only ``left`` is of use."""
-        self._output_tokens[output.service_class] -= len(output.new_token_ids) - len(left.new_token_ids)
+        self._counts.output_tokens[output.service_class] -= len(output.new_token_ids) - len(left.new_token_ids)
         for feature in self.requests.features.on:
             feature.discount(output, left)
 
@@ -391,64 +388,12 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return gauges and counters."""
-        counters: dict[str, Any] = dict(self.requests.counters)
-        for feature in self.requests.features.on:
-            counters |= feature.stats()
-        waiting, running = dict.fromkeys(self._classes, 0), dict.fromkeys(self._classes, 0)
-        loras: dict[bool, set[str]] = {True: set(), False: set()}
-        for state in self.requests.states.values():
-            (running if state.has_kv else waiting)[state.service_class] += 1
-            if state.lora is not None:
-                loras[state.has_kv].add(state.lora.name)
-        blocks = {tier: dict.fromkeys(self._classes, 0) for tier in Tier}
-        for state in (*self.requests.states.values(), *self.requests.ended()):
-            for tier, held in blocks.items():
-                held[state.service_class] += self._kv.num_held(state.request_id, tier)
-        return SchedulerStats(
-            waiting=waiting,
-            running=running,
-            device_blocks_by_class=blocks[Tier.DEVICE],
-            host_blocks_by_class=blocks[Tier.HOST],
-            host_requests=len(self.requests.residents.queue),
-            host_token_steps=self.requests.residents.tokens.num_token_steps,
-            output_tokens=dict(self._output_tokens),
-            prompt_tokens=dict(self._prompt_tokens),
-            checkpoints=self.requests.checkpoints.num_blocks_copied,
-            cached_tokens={name: self.requests.prefixes.num_cached_tokens[name] for name in self._classes},
-            restored_tokens={name: self.requests.prefixes_on_host.num_restored_tokens[name] for name in self._classes},
-            loaded_tokens=self.requests.loads.num_tokens(),
-            **counters,
-            rejected=dict(self._rejected),
-            running_loras=tuple(sorted(loras[True])),
-            waiting_loras=tuple(sorted(loras[False])),
-            tenants=self._tenant_stats(),
-        )
+        return self._counts.stats()
 
     def admittable_per_s(self, now_s: float) -> dict[str, float]:
         """Return how many more requests a second would be admitted now, by LS class; without those not known."""
         self._tell_time(now_s)
         return self.policy.admittable_per_s(now_s)
-
-    def _tenant_stats(self) -> dict[str, dict[str, TenantStats]]:
-        accounts = {
-            name: [each for each in of_class if each.tenant] for name, of_class in self.requests.accounts.items()
-        }
-        if not any(accounts.values()):
-            return {}
-        waiting = Counter(state.account for state in self.requests.states.values() if not state.has_kv)
-        return {
-            name: {
-                each.tenant: TenantStats(
-                    waiting=waiting[each],
-                    running=each.num_unfinished - waiting[each],
-                    prompt_tokens=each.prompt_tokens,
-                    output_tokens=each.output_tokens,
-                    virtual_time=each.virtual_time,
-                )
-                for each in of_class
-            }
-            for name, of_class in accounts.items()
-        }
 
     def check_integrity(self) -> None:
         """Verify the invariants of the requests, of their tokens and of the KV manager; for tests and debugging.
