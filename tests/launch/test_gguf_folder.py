@@ -33,6 +33,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patches:
         patches.setenv("HOME", str(folder))
+        patches.delenv("XDG_CACHE_HOME", raising=False)
         yield folder
 
 
@@ -88,6 +89,12 @@ def _loader(model: str, dtype: str = "float32") -> EngineLoader:
         scheduler="fcfs", device_kv_bytes=1 << 20, host_kv_bytes=0, execution=ExecutionConfig(compile=False)
     )
     return EngineLoader(model=model, dtype=dtype, device="cpu", config=config)
+
+
+def test_folders_are_kept_where_other_caches_are(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container the home folder may be read-only."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert Path(checked_model(str(file))).is_relative_to(tmp_path / "omniserve" / "gguf")
 
 
 def test_a_folder_stands_for_a_file(file: Path, folder: str, home: Path) -> None:
