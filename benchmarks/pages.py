@@ -55,7 +55,8 @@ class Row:
         self.record, self.case, self.results, self.config = record, row["case"], row["results"], row["config"]
         environment = row["environment"]
         self.kind = cpu_kind(environment["hardware"])
-        self.commit = (environment["git"]["commit"] or "unknown")[:7]
+        self.commit = (environment["git"]["commit"] or "")[:7]
+        """Empty: the commit is not known, or is not in the project's history."""
         self.time, self.date = row["time"], row["time"][:10]
         self.versions = environment["versions"]
         self.state = state_of(record, row)
@@ -64,10 +65,10 @@ class Row:
 
     @property
     def source(self) -> str:
-        """The link to the record, with the date, the commit, and a word if that version is too old."""
+        """The link to the record, with the date, the commit if there is one, and a word if that version is too old."""
         self.is_said = True
         old = ", an older version" if self.state.is_old else ""
-        return f"[record]({self.link}) of {self.date}, {self.commit}{old}"
+        return f"[record]({self.link}) of {self.date}{f', {self.commit}' if self.commit else ''}{old}"
 
     def __str__(self) -> str:
         return f"{self.record}.json, case {self.case!r}, {self.kind}"

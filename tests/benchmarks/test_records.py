@@ -132,6 +132,27 @@ def test_committed_records_are_small_whole_and_known(path: Path) -> None:
         state_of(path.stem, row)
 
 
+def test_commits_of_records_are_in_the_history() -> None:
+    """A row of a branch that was rebased has to be measured again, or says no commit."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+    try:
+        is_whole = git("rev-parse", "--is-shallow-repository").strip() == "false"
+    except (OSError, subprocess.CalledProcessError):
+        is_whole = False
+    if not is_whole:
+        pytest.skip("needs the history of a git checkout")
+    known = {*git("rev-list", "HEAD").split(), None}
+    rows = [
+        (path.stem, row["case"], row["environment"]["git"]["commit"])
+        for path in records.records()
+        for row in read_rows(path)
+    ]
+    assert not [row for row in rows if row[2] not in known]
+
+
 def test_measurements_are_named_once_and_their_programs_exist() -> None:
     names = [(each.record, each.case) for each in MEASUREMENTS]
     assert len(names) == len(set(names))
