@@ -40,6 +40,23 @@ class Chat:
     """The begin of the answer."""
 
 
+async def num_chat_tokens(codec: TextCodec, request: ChatRequest, *, most: int) -> int:
+    """Return the number of tokens of a chat's prompt.
+
+    Raises:
+        ApiError: As ``TextCodec.write_chat``.
+        TooManyTokens: There are more than ``most``, by far perhaps.
+    """
+    tokens = await codec.encode_chat(
+        [message.for_template() for message in request.messages],
+        tools=[tool.for_template() for tool in request.offered_tools],
+        options=request.template_options,
+        add_special_tokens=request.add_special_tokens,
+        most=most,
+    )
+    return len(tokens)
+
+
 class PromptWriter:
     """Writes the prompts of requests for one model.
 

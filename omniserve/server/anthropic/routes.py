@@ -20,6 +20,7 @@ from omniserve.server.anthropic.openapi import InputTokens, MessagesError
 from omniserve.server.errors import ContextExceeded
 from omniserve.server.fields import ignored_header
 from omniserve.server.openapi import answers, takes
+from omniserve.server.prompts import num_chat_tokens
 from omniserve.server.service import Service
 from omniserve.server.tokenizing.text import TooManyTokens
 
@@ -53,12 +54,7 @@ async def _count(service: Service, request: MessagesRequest) -> int:
     """Return the number of tokens that a chat's prompt has."""
     most = service.most_countable_tokens
     try:
-        tokens = await service.codec.encode_chat(
-            [message.for_template() for message in request.messages],
-            tools=[tool.for_template() for tool in request.offered_tools],
-            options=request.template_options,
-            most=most,
-        )
+        return await num_chat_tokens(service.codec, request, most=most)
     except TooManyTokens as error:
         raise ContextExceeded(
             f"these messages have more than {most} tokens, far more than a request may have; send parts of them",
@@ -66,7 +62,6 @@ async def _count(service: Service, request: MessagesRequest) -> int:
             max_tokens=service.info.limits.max_tokens,
             param="messages",
         ) from None
-    return len(tokens)
 
 
 def model_list(cards: Sequence[Mapping[str, Any]], max_tokens: int) -> dict[str, Any]:

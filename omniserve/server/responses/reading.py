@@ -10,6 +10,7 @@ from omniserve.server.answer_shape import MAX_INLINE_BODY
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import read_fields, validate
 from omniserve.server.header_fields import NO_HEADERS, HeaderFields
+from omniserve.server.prompts import num_chat_tokens
 from omniserve.server.responses.chat import ResponsesRequest, chat_of
 from omniserve.server.responses.fields import CreateResponse, ResponseFields
 from omniserve.server.responses.items import MAX_ITEMS, Item, ItemMessage, ItemReference, read_item
@@ -99,7 +100,7 @@ async def _truncated(
 
     async def fits(asked: ResponsesRequest) -> bool:
         try:
-            return await count_tokens(service, asked, most=room) <= room
+            return await num_chat_tokens(service.codec, asked, most=room) <= room
         except TooManyTokens:
             return False
 
@@ -113,19 +114,3 @@ async def _truncated(
         else:
             fewest = middle + 1
     return chat([*items[: starts[0]], *items[starts[most] :]])
-
-
-async def count_tokens(service: Service, request: ResponsesRequest, *, most: int) -> int:
-    """Return the number of tokens of a request's prompt.
-
-    Raises:
-        TooManyTokens: There are more than ``most``, by far perhaps.
-    """
-    tokens = await service.codec.encode_chat(
-        [message.for_template() for message in request.messages],
-        tools=[tool.for_template() for tool in request.offered_tools],
-        options=request.template_options,
-        add_special_tokens=request.add_special_tokens,
-        most=most,
-    )
-    return len(tokens)

@@ -23,9 +23,10 @@ from omniserve.server.openapi import (
     asks,
     takes,
 )
+from omniserve.server.prompts import num_chat_tokens
 from omniserve.server.responses.background import BackgroundRuns
 from omniserve.server.responses.fields import CreateResponse
-from omniserve.server.responses.reading import count_tokens, read_request
+from omniserve.server.responses.reading import read_request
 from omniserve.server.responses.shape import ResponseShape
 from omniserve.server.responses.store import ResponseStore
 from omniserve.server.service import Service
@@ -80,7 +81,7 @@ def router(service: Service) -> APIRouter:
             service.check_model(asked.model)
             most = service.most_countable_tokens
             try:
-                number = await count_tokens(service, asked, most=most)
+                number = await num_chat_tokens(service.codec, asked, most=most)
             except TooManyTokens as error:
                 raise ApiError(
                     f"the input has more than {most} tokens, of which the model takes {service.info.limits.max_tokens}",
