@@ -123,12 +123,13 @@ class LoRAModels:
             del self._served[name]
         logger.info("unloaded the LoRA adapter %s", name)
 
-    async def restore(self, client: Engines) -> None:
-        """Load the adapters of the last engine in one that was started again; those that it refuses are gone.
+    async def restore(self, client: Engines) -> set[str]:
+        """Load all adapters in an engine that was started again; return those that it refuses.
 
         Raises:
             ApiError: It has ended.
         """
+        refused = set()
         async with self._changing:
             for name, served in list(self._served.items()):
                 try:
@@ -136,8 +137,15 @@ class LoRAModels:
                 except ApiError as error:
                     if error.status != HTTPStatus.BAD_REQUEST:  # the engine has ended again
                         raise
-                    logger.error("the LoRA adapter %s is gone with the engine: %s", name, error.message)
-                    del self._served[name]
+                    logger.error("an engine that was started again has no LoRA adapter %s: %s", name, error.message)
+                    refused.add(name)
+        return refused
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Let no request name adapters that no engine has."""
+        for name in names:
+            self._served.pop(name, None)
+            logger.error("the LoRA adapter %s is gone with the engine", name)
 
     def _checked(self, path: str) -> Path:
         """Return the folder that a path names, symbolic links followed.

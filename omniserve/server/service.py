@@ -23,6 +23,7 @@ from omniserve.server.completions.protocol import (
 from omniserve.server.dialects.tagged import TaggedDialect
 from omniserve.server.embeddings.model_files import PoolingOfModel
 from omniserve.server.embeddings.texts_model import TextsModel, no_such_use
+from omniserve.server.engines.client import EngineClient
 from omniserve.server.engines.fleet import Fleet, Placement
 from omniserve.server.engines.messages import EngineInfo
 from omniserve.server.errors import ApiError, shutting_down
@@ -77,7 +78,7 @@ class Service:
         self.codec = codec
         self.model_names = model_names
         self.loras = loras or LoRAModels(model_names)
-        engine.on_restart = self.loras.restore
+        engine.on_restart = self._restore_loras
         self.defaults = defaults or GenerationDefaults()
         self.pooling = pooling or PoolingOfModel()
         self.second = second
@@ -275,8 +276,18 @@ class Service:
                 max_tokens=sampling.max_tokens,
                 ttft_s=job.slo.ttft_s,
                 salt=f"{job.lora} {job.cache_salt}",
-            )
+            ),
+            lora=job.lora,
         )
+
+    async def _restore_loras(self, client: EngineClient) -> None:
+        """Load the LoRA adapters in an engine that was started again; those that no engine has then are gone.
+
+        Raises:
+            ApiError: It has ended.
+        """
+        client.refused_loras |= await self.loras.restore(client)
+        self.loras.forget([name for name in client.refused_loras if not self.engine.has_lora(name)])
 
     def terms_of(
         self,

@@ -119,3 +119,34 @@ def engine_processes(server):
     own = [(pid, parent) for pid, parent in found if parent == server.process.pid]
     # Spawned ones are children of the server; the tracker of resources is one, too.
     return sorted(pid for pid, _ in own if "spawn_main" in open(f"/proc/{pid}/cmdline").read())
+
+
+def test_an_adapter_that_one_engine_has_no_more_is_served_by_the_others(start_process, tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    both = start_process(
+        "--replicas", "2", "--router", "round-robin", f"--lora-modules=x={folder}", "--limit", "engine_restarts=3"
+    ).wait_until_ready()
+
+    def restart(number):
+        before = both.metric("omniserve_engine_restarts_total")
+        os.kill(engine_processes(both)[number], signal.SIGKILL)
+        wait_until(lambda: both.metric("omniserve_engine_restarts_total") == before + 1, lambda: "".join(both.log))
+
+    def names():
+        return [model.id for model in both.client().models.list()]
+
+    (folder / "adapter_config.json").unlink()
+    restart(0)
+    assert names() == ["fake", "x"]
+    before = calls(both)
+    for _ in range(4):
+        assert both.client().completions.create(model="x", prompt=[5], max_tokens=3).usage.completion_tokens == 3
+    assert sorted(now - then for now, then in zip(calls(both), before, strict=True)) == [0, 4]
+    for _ in range(4):
+        complete(both, [5])
+    assert min(now - then for now, then in zip(calls(both), before, strict=True)) == 2
+    restart(0)  # the one that is older by now
+    assert names() == ["fake"], "no engine has it"
+    assert complete(both, [5]).usage.completion_tokens == 3

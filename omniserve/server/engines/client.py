@@ -86,6 +86,8 @@ class EngineClient:
         self._lora_changes: dict[int, asyncio.Future[None]] = {}
         """Changes of LoRA adapters that the engine has not answered yet, by number."""
         self._num_lora_changes = 0
+        self.refused_loras: set[str] = set()
+        """LoRA adapters of other engines that this one refused when it was started again."""
         self._clearing: deque[asyncio.Future[FreedKV]] = deque()
         """Calls to clear the prefix cache that the engine has not answered yet, in its order."""
         self._untaken: dict[str, int] = {}
@@ -204,6 +206,7 @@ class EngineClient:
         done = self._lora_changes[number] = asyncio.get_running_loop().create_future()
         self._send(engine_messages.ChangeLoRA(number, name, folder))
         await asyncio.shield(done)
+        self.refused_loras.discard(name)
 
     async def clear_cache(self, sessions: list[str] | None) -> FreedKV:
         """Have the engine free its prefix cache, or what only these sessions use; return what was freed.

@@ -128,17 +128,28 @@ class Fleet:
                 refusals.append(error)
         raise refusals[0]
 
-    def place(self, call: Call) -> Placement:
-        """Return where a call's requests go.
+    def has_lora(self, name: str) -> bool:
+        """Return whether an engine has a LoRA adapter that was loaded in all."""
+        return any(name not in client.refused_loras for client in self.clients)
+
+    def place(self, call: Call, *, lora: str | None = None) -> Placement:
+        """Return where a call's requests go, for a LoRA adapter, if they are, to the engines that have it.
 
         Raises:
-            ApiError: No engine takes requests.
+            ApiError: No such engine takes requests.
         """
         if (failure := self.failure) is not None:
             raise engine_gone(failure, self.retry_after_s)
         if len(self.engines) == 1:
             return Placement(call, [(self.engines[0], None)])
-        order = self._router.order(call, [books for is_open, books in self.replicas if is_open])
+        open_books = [
+            books
+            for (is_open, books), engine in zip(self.replicas, self.engines, strict=True)
+            if is_open and lora not in engine.client.refused_loras
+        ]
+        if not open_books:
+            raise engine_gone(f"no engine is ready that has the LoRA adapter {lora!r}", self.retry_after_s)
+        order = self._router.order(call, open_books)
         return Placement(call, [(self.engines[books.number], books) for books in order])
 
     async def change_lora(self, name: str, folder: str | None) -> None:
