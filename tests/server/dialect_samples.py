@@ -122,6 +122,14 @@ def gemma4(calls: Calls) -> str:
     return "".join(f"<|tool_call>call:{name}{_gemma(arguments)}<tool_call|>" for name, arguments in calls)
 
 
+def functiongemma(calls: Calls) -> str:
+    marks = {'<|"|>': "<escape>", "<|tool_call>": "<start_function_call>", "<tool_call|>": "<end_function_call>"}
+    text = gemma4(calls)
+    for one, other in marks.items():
+        text = text.replace(one, other)
+    return text
+
+
 def kimi_k2(calls: Calls) -> str:
     texts = (
         f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{dumps(arguments)}<|tool_call_end|>"
@@ -320,6 +328,13 @@ FORMS: dict[str, Sample] = {
         writes_json=False,
         cut='<|tool_call>call:weather{city:<|"|>Kö',
         others=['<|tool_call>call:weather{ <|"|>city<|"|> : <|"|>Köln<|"|> }<tool_call|>'],
+    ),
+    "functiongemma": Sample(
+        functiongemma,
+        "{{ tools }}<start_function_call>call:",
+        writes_json=False,
+        cut="<start_function_call>call:weather{city:<escape>Kö",
+        others=["<start_function_call>call:weather{city:<escape>Köln<escape>}"],
     ),
     "glm45": Sample(
         glm45,

@@ -597,7 +597,7 @@ def tokenizer_for(dialect, special):
     tokenizer = copy.deepcopy(byte_level_tokenizer())
     if "<|end|>" in dialect.marks:
         tokenizer.eos_token = "<|system|>"
-    begins = ("<|", "<｜", "｜", "[TOOL", "[ARGS", "[CALL", "</tool", "<tool_c")
+    begins = ("<|", "<｜", "｜", "[TOOL", "[ARGS", "[CALL", "</tool", "<tool_c", "<start_f", "<end_f", "<esc")
     tags = [mark for mark in dialect.marks if mark.startswith(begins)]
     whole = sorted({tag for tag in tags if not any(other != tag and other in tag for other in tags) and "{" not in tag})
     tokenizer.add_tokens([AddedToken(tag, normalized=False, special=True) for tag in whole if special])
@@ -725,7 +725,7 @@ def test_grammar_of_strict_tools_allows_text_and_calls_of_the_schema(name, speci
         assert not accepts(grammar, f"hello {calls.replace('code', 'cod')} bye", tokenizer)
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "gemma4", "pythonic"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "gemma4", "functiongemma", "pythonic"])
 def test_schemas_that_cannot_be_kept_are_refused(name):
     dialect = dialect_of(name)
     tokens = TextCodec(byte_level_tokenizer()).special_tokens(dialect)
@@ -879,7 +879,7 @@ def test_values_are_read_whatever_the_schema(name, schema):
     assert objects(calls) in ([("f", {"a": 5})], [("f", {"a": "5"})])
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "gemma4", "functiongemma"])
 def test_alternatives_of_a_text_are_kept(name):
     dialect, tokenizer = dialect_of(name), byte_level_tokenizer()
     tokens = TextCodec(tokenizer).special_tokens(dialect)

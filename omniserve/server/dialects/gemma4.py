@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,52 +28,58 @@ from omniserve.server.dialects.parameters import (
     with_definitions,
 )
 
-_BEGIN, _END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _NAME = re.compile(r"\s*call:\s*(?P<name>[A-Za-z0-9_./:-]+?)\s*(?=\{)")
-_KEY = re.compile(
-    rf"\s*(?:{re.escape(_QUOTE)}(?P<quoted>.*?){re.escape(_QUOTE)}|(?P<bare>[^:{{}}\[\],<]+?))\s*:", re.DOTALL
-)
 _BARE = re.compile(r"[^,\[\]{}]+")
 _SPACE = re.compile(r"\s*")
 _MAX_DEPTH = 100
 
 
+@functools.cache
+def _key_pattern(quote: str) -> re.Pattern[str]:
+    """Return a pattern of an argument's name, which may be between quotes."""
+    quote = re.escape(quote)
+    return re.compile(rf"\s*(?:{quote}(?P<quoted>.*?){quote}|(?P<bare>[^:{{}}\[\],<]+?))\s*:", re.DOTALL)
+
+
 class Gemma4(CallForm):
     """A name, then an object."""
 
-    begins = (_BEGIN,)
-    end = _END
-    more_marks = (_QUOTE,)
-    group = Group(f"{_BEGIN}call:", f"{_BEGIN}call:")
+    begins = ("<|tool_call>",)
+    end = "<tool_call|>"
+    quote = '<|"|>'
+    """What is before and behind a text."""
+    more_marks = (quote,)
+    group = Group("<|tool_call>call:", "<|tool_call>call:")
 
     @staticmethod
     def is_of(template: str) -> bool:
-        return _BEGIN in template
+        return "<|tool_call>" in template
 
     def may_end(self, body: str) -> bool:
-        return body.count(_QUOTE) % 2 == 0
+        return body.count(self.quote) % 2 == 0
 
     def calls(self, begin: str, body: str, tools: Schemas) -> Sequence[RawCall]:
         if (match := _NAME.match(body)) is None:
             raise ValueError("no name")
-        arguments, at = _value(body, match.end(), 0)
+        arguments, at = _value(body, match.end(), 0, self.quote)
         if body[at:].strip():
             raise ValueError("more than arguments")
         return [RawCall(match["name"], arguments)]
 
     def reader(self, begin: str, tools: Schemas) -> CallReader | None:
-        return GemmaReader(tools)
+        return GemmaReader(tools, self.quote)
 
     def rules(self, rule: str, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> list[str]:
-        end = special.spell(_END)
-        return [f"{rule}: {dumps(name)} {rule}_args {end}", *_object_rules(f"{rule}_args", schema, name, special, 0)]
+        rules = _Rules(special, self.quote).of_object(f"{rule}_args", schema, name, 0)
+        return [f"{rule}: {dumps(name)} {rule}_args {special.spell(self.end)}", *rules]
 
 
 class GemmaReader:
     """Understands a call while it is written: each argument, of a text also its begin."""
 
-    def __init__(self, tools: Schemas) -> None:
+    def __init__(self, tools: Schemas, quote: str) -> None:
         self._tools = tools
+        self._quote = quote
         self._name: str | None = None
         self._kind = "key"
         """What is being read: a ``key``, a ``value`` of which nothing is told, a ``text``, or nothing that is known."""
@@ -95,25 +102,25 @@ class GemmaReader:
 
     def _read_key(self, text: str, told: list[str]) -> bool:
         """Read the name of an argument; return False if it is missing, as in what follows."""
-        if (match := _KEY.match(text, self.at)) is None:
+        if (match := _key_pattern(self._quote).match(text, self.at)) is None:
             return False
         key = match["bare"] if match["quoted"] is None else match["quoted"]
         self.at, self._kind = _after_space(text, match.end()), "value"
-        self._brackets = Brackets(1, (_QUOTE,), escapes=False, separator=",")
+        self._brackets = Brackets(1, (self._quote,), escapes=False, separator=",")
         told.append(f"{self._separator}{dumps(key)}: ")
         self._separator = ", "
         return True
 
     def _read_value(self, text: str, told: list[str]) -> bool:
         self.at = _after_space(text, self.at)
-        if text.startswith(_QUOTE, self.at):
-            self.at, self._kind = self.at + len(_QUOTE), "text"
+        if text.startswith(self._quote, self.at):
+            self.at, self._kind = self.at + len(self._quote), "text"
             told.append('"')
             return True
         if (end := self._brackets.end(text, self.at)) is None:
             return False
         try:
-            value, _ = _value(text, self.at, 1)
+            value, _ = _value(text, self.at, 1, self._quote)
         except ValueError:
             self._kind = ""
             return False
@@ -122,20 +129,20 @@ class GemmaReader:
         return True
 
     def _read_text(self, text: str, told: list[str]) -> bool:
-        end = text.find(_QUOTE, self.at)
-        certain = text[self.at : len(text) - num_begun(text, _QUOTE) if end < 0 else end]
+        end = text.find(self._quote, self.at)
+        certain = text[self.at : len(text) - num_begun(text, self._quote) if end < 0 else end]
         self.at += len(certain)
         told.append(dumps(certain)[1:-1])
         if end < 0:
             return False
-        if (behind := _after_space(text, end + len(_QUOTE))) == len(text):
+        if (behind := _after_space(text, end + len(self._quote))) == len(text):
             return False
         told.append('"')
         self.at, self._kind = behind + 1, "key" if text[behind] == "," else ""
         return True
 
 
-def _value(text: str, at: int, depth: int) -> tuple[str, int]:
+def _value(text: str, at: int, depth: int, quote: str) -> tuple[str, int]:
     """Return the JSON of the value that begins at a place, and the place behind it.
 
     Raises:
@@ -144,13 +151,13 @@ def _value(text: str, at: int, depth: int) -> tuple[str, int]:
     at = _after_space(text, at)
     if depth > _MAX_DEPTH:
         raise ValueError("nested too deeply")
-    if text.startswith(_QUOTE, at):
-        end = text.find(_QUOTE, at + len(_QUOTE))
+    if text.startswith(quote, at):
+        end = text.find(quote, at + len(quote))
         if end < 0:
             raise ValueError("a text without an end")
-        return dumps(text[at + len(_QUOTE) : end]), end + len(_QUOTE)
+        return dumps(text[at + len(quote) : end]), end + len(quote)
     if (bracket := text[at : at + 1]) in ("{", "["):
-        return _parts(text, at + 1, bracket, depth)
+        return _parts(text, at + 1, bracket, depth, quote)
     if (match := _BARE.match(text, at)) is None:
         raise ValueError("no value")
     written = match[0].strip()
@@ -159,7 +166,7 @@ def _value(text: str, at: int, depth: int) -> tuple[str, int]:
     return written, match.end()
 
 
-def _parts(text: str, at: int, bracket: str, depth: int) -> tuple[str, int]:
+def _parts(text: str, at: int, bracket: str, depth: int, quote: str) -> tuple[str, int]:
     """Return the JSON of an object or array, and the place behind it; its bracket has been read."""
     closing = {"{": "}", "[": "]"}[bracket]
     parts: list[str] = []
@@ -167,10 +174,10 @@ def _parts(text: str, at: int, bracket: str, depth: int) -> tuple[str, int]:
     while text[at : at + 1] != closing:
         key = ""
         if bracket == "{":
-            if (match := _KEY.match(text, at)) is None:
+            if (match := _key_pattern(quote).match(text, at)) is None:
                 raise ValueError("no name of a value")
             key, at = f"{dumps(match['bare'] if match['quoted'] is None else match['quoted'])}: ", match.end()
-        value, at = _value(text, at, depth + 1)
+        value, at = _value(text, at, depth + 1, quote)
         parts.append(key + value)
         at = _after_space(text, at)
         if text[at : at + 1] == ",":
@@ -186,58 +193,71 @@ def _after_space(text: str, at: int) -> int:
     return match.end()
 
 
-def _object_rules(rule: str, schema: Mapping[str, Any], where: str, special: SpecialTokens, depth: int) -> list[str]:
-    parameters, any_value = parameters_of(schema, where)
-    if any_value is not None:
-        one = f"{rule}_any"
-        key = f"{rule.upper()}_KEY"
-        rules = [
-            f'{rule}: "{{" ({one} ("," {one})*)? "}}"',
-            rf"{one}: {key} {one}_value",
-            rf"{key}: /[A-Za-z_]\w{{0,40}}:/",
-        ]
-        return [*rules, *_value_rules(f"{one}_value", any_value, where, special, depth + 1)]
-    rules = [f'{rule}: "{{" {rule}_first_0 "}}"', *listed(rule, [one.is_required for one in parameters], ",")]
-    for i, (key, value, _) in enumerate(parameters):
-        if not re.fullmatch(r"[\w.-]+", key):
-            raise UnsupportedSchema(f"properties.{key}", "a name must have letters, digits and '_' alone; rename it")
-        rules.append(f"{rule}_{i}: {dumps(key + ':')} {rule}_{i}_value")
-        rules += _value_rules(f"{rule}_{i}_value", value, key, special, depth + 1)
-    return rules
+class _Rules:
+    """Writes the rules of grammars of values."""
 
+    def __init__(self, special: SpecialTokens, quote: str) -> None:
+        self._special = special
+        self._quote = quote
 
-def _value_rules(rule: str, value: Mapping[str, Any], key: str, special: SpecialTokens, depth: int) -> list[str]:
-    if depth > 8:
-        raise UnsupportedSchema(f"properties.{key}", "it is nested too deeply, or refers to itself; make it flatter")
-    own, quote = resolved(value, value), special.spell(_QUOTE)
-    types = types_of(own, value)
-    if "enum" in own or "const" in own:
-        values = own["enum"] if "enum" in own else [own["const"]]
-        if any(isinstance(one, dict | list) for one in values):
-            raise UnsupportedSchema(
-                f"properties.{key}", "an enum can have no objects and arrays here; write their type"
-            )
-        texts = [special.spell(f"{_QUOTE}{one}{_QUOTE}" if isinstance(one, str) else dumps(one)) for one in values]
-        return [f"{rule}: {' | '.join(texts)}"]
-    parts = own.get("anyOf") or own.get("oneOf")
-    if types is None:
-        parts = [{"type": ["string", "number", "boolean", "null"]}]
-    elif not isinstance(parts, list) and isinstance(own["type"], list):
-        parts = [{**own, "type": name} for name in own["type"]]
-    elif isinstance(parts, list) and (beside := beside_alternatives(own)):
-        raise UnsupportedSchema(f"properties.{key}.{beside[0]}", "write it into each of the alternatives")
-    if isinstance(parts, list):
-        rules = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(parts)))}"]
-        for i, part in enumerate(parts):
-            rules += _value_rules(f"{rule}_{i}", with_definitions(part, value), key, special, depth + 1)
+    def of_object(self, rule: str, schema: Mapping[str, Any], where: str, depth: int) -> list[str]:
+        parameters, any_value = parameters_of(schema, where)
+        if any_value is not None:
+            one = f"{rule}_any"
+            key = f"{rule.upper()}_KEY"
+            rules = [
+                f'{rule}: "{{" ({one} ("," {one})*)? "}}"',
+                rf"{one}: {key} {one}_value",
+                rf"{key}: /[A-Za-z_]\w{{0,40}}:/",
+            ]
+            return [*rules, *self._of_value(f"{one}_value", any_value, where, depth + 1)]
+        rules = [f'{rule}: "{{" {rule}_first_0 "}}"', *listed(rule, [one.is_required for one in parameters], ",")]
+        for i, (key, value, _) in enumerate(parameters):
+            if not re.fullmatch(r"[\w.-]+", key):
+                raise UnsupportedSchema(
+                    f"properties.{key}", "a name must have letters, digits and '_' alone; rename it"
+                )
+            rules.append(f"{rule}_{i}: {dumps(key + ':')} {rule}_{i}_value")
+            rules += self._of_value(f"{rule}_{i}_value", value, key, depth + 1)
         return rules
-    if types == {"object"}:
-        return _object_rules(rule, with_definitions(own, value), key, special, depth)
-    if types == {"array"}:
-        if more := sorted(own.keys() & {"prefixItems", "minItems", "maxItems", "uniqueItems"}):
-            raise UnsupportedSchema(f"properties.{key}.{more[0]}", "it cannot be enforced here; write items alone")
-        items = _value_rules(f"{rule}_item", with_definitions(own.get("items", {}), value), key, special, depth + 1)
-        return [f'{rule}: "[" ({rule}_item ("," {rule}_item)*)? "]"', *items]
-    if types == {"string"}:
-        return [f"{rule}: {quote} {rule}_text", *text_rules(f"{rule}_text", key, own, _QUOTE, special)]
-    return [f"{rule}: {json_value(value)}"]
+
+    def _of_value(self, rule: str, value: Mapping[str, Any], key: str, depth: int) -> list[str]:
+        if depth > 8:
+            raise UnsupportedSchema(
+                f"properties.{key}", "it is nested too deeply, or refers to itself; make it flatter"
+            )
+        own, special, quote = resolved(value, value), self._special, self._quote
+        types = types_of(own, value)
+        if "enum" in own or "const" in own:
+            values = own["enum"] if "enum" in own else [own["const"]]
+            if any(isinstance(one, dict | list) for one in values):
+                raise UnsupportedSchema(
+                    f"properties.{key}", "an enum can have no objects and arrays here; write their type"
+                )
+            texts = [special.spell(f"{quote}{one}{quote}" if isinstance(one, str) else dumps(one)) for one in values]
+            return [f"{rule}: {' | '.join(texts)}"]
+        parts = own.get("anyOf") or own.get("oneOf")
+        if types is None:
+            parts = [{"type": ["string", "number", "boolean", "null"]}]
+        elif not isinstance(parts, list) and isinstance(own["type"], list):
+            parts = [{**own, "type": name} for name in own["type"]]
+        elif isinstance(parts, list) and (beside := beside_alternatives(own)):
+            raise UnsupportedSchema(f"properties.{key}.{beside[0]}", "write it into each of the alternatives")
+        if isinstance(parts, list):
+            rules = [f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(parts)))}"]
+            for i, part in enumerate(parts):
+                rules += self._of_value(f"{rule}_{i}", with_definitions(part, value), key, depth + 1)
+            return rules
+        if types == {"object"}:
+            return self.of_object(rule, with_definitions(own, value), key, depth)
+        if types == {"array"}:
+            if more := sorted(own.keys() & {"prefixItems", "minItems", "maxItems", "uniqueItems"}):
+                raise UnsupportedSchema(f"properties.{key}.{more[0]}", "it cannot be enforced here; write items alone")
+            items = self._of_value(f"{rule}_item", with_definitions(own.get("items", {}), value), key, depth + 1)
+            return [f'{rule}: "[" ({rule}_item ("," {rule}_item)*)? "]"', *items]
+        if types == {"string"}:
+            return [
+                f"{rule}: {special.spell(quote)} {rule}_text",
+                *text_rules(f"{rule}_text", key, own, quote, special),
+            ]
+        return [f"{rule}: {json_value(value)}"]
