@@ -187,7 +187,7 @@ class Piece(NamedTuple):
     call_id: str | None = None
     """The id that the model gave it."""
     begins: bool = False
-    """It is the call's first piece."""
+    """The piece is the call's first."""
     ends: bool = False
     """The object is complete."""
 

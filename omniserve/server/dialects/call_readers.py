@@ -39,7 +39,7 @@ class JsonReader:
         self._find_head = find_head
         self._tools = tools
         self._head: Head | None = None
-        """Of the call whose arguments are being read."""
+        """The head of the call whose arguments are being read."""
         self._brackets = Brackets()
         self.at = 0
 

@@ -32,7 +32,7 @@ class Value:
     """How the value of a parameter becomes JSON."""
 
     is_text: bool
-    """It is a text, whatever is written."""
+    """The value is a text, whatever is written."""
     json_of: Callable[[str], str]
     """Returns the JSON of what is written."""
 
@@ -54,7 +54,7 @@ class ParameterReader:
         self._value_of = value_of
         self._name: str | None = None
         self._value: Value | None = None
-        """Of the parameter that is being read."""
+        """The value of the parameter that is being read."""
         self._seen = 0
         """The place up to which there is no end of its value."""
         self._separator = ""
