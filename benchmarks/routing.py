@@ -13,13 +13,18 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import itertools
 import random
 import statistics
+import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.record import write_record
+from omniserve.core.load import PROMPT_SIZES, EngineLoad
 from omniserve.core.request import SLO, ClassSpec, ServiceClass
+from omniserve.routing.books import Call, EngineBooks, Sent
 from omniserve.routing.routers import ROUTERS
 from omniserve.simulate import Load, SimulationConfig, simulate
 from omniserve.simulate.analytic import analytic_machine, engine_config_for
@@ -110,6 +115,52 @@ def run(router: str, workload: Workload, seed: int) -> dict[str, float]:
     }
 
 
+def cost(router: str, *, engines: int, requests_per_s: int, seconds: float, seed: int) -> dict[str, float]:
+    """Measure what a router costs the front: the CPU of its decisions and of the books that it reads.
+
+    Chats and best-effort requests come by turns, each engine tells its load every 20 ms, and a request ends two seconds
+    after it came. Time is virtual; what is measured is the seconds of CPU over those of the clock.
+    """
+    rng, chosen = random.Random(seed), ROUTERS[router]()
+    books = [EngineBooks(number, 40_000) for number in range(engines)]
+    loads = [
+        EngineLoad(num_taken=0, ttft_s={"LS": [rng.random() + size * 2e-4 for size in PROMPT_SIZES]}, be_tokens=0)
+        for _ in books
+    ]
+    systems = [[rng.randrange(4000) for _ in range(1024)] for _ in range(16)]
+    kinds = itertools.cycle((ServiceClass.LS, ServiceClass.BE))
+    calls = [
+        Call(
+            kind=(kind := next(kinds)),
+            service_class=str(kind),
+            prompts=[[*rng.choice(systems), *(rng.randrange(4000) for _ in range(rng.randrange(32, 1500)))]],
+            max_tokens=200,
+            ttft_s=TTFT_S if kind is ServiceClass.LS else None,
+        )
+        for _ in range(int(requests_per_s * seconds))
+    ]
+    running: deque[tuple[EngineBooks, Sent]] = deque()
+    told_s, order_s = 0.0, 0.0
+    began_s = time.process_time()
+    for number, call in enumerate(calls):
+        now_s = number / requests_per_s
+        while told_s <= now_s:
+            for each, load in zip(books, loads, strict=True):
+                each.hear(load, told_s)
+            told_s += 0.02
+        before_s = time.thread_time()
+        best = chosen.order(call, books)[0]
+        sent = best.expect(call)
+        best.send(call, sent)
+        order_s += time.thread_time() - before_s
+        running.append((best, sent))
+        if len(running) > 2 * requests_per_s:
+            ended, its = running.popleft()
+            ended.end(its)
+    used_s = time.process_time() - began_s
+    return {"ms_a_request": 1e3 * order_s / len(calls), "share_of_core": used_s / seconds}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all routers, print a table, and write the record if one is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,7 +172,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--record", type=Path, metavar="FILE")
+    parser.add_argument("--cost", action="store_true", help="only what routers cost the front, of 64 engines")
     args = parser.parse_args(arguments)
+    if args.cost:
+        scale = {"engines": 64, "requests_per_s": 2000, "seconds": 5.0}
+        costs = {router: cost(router, **scale, seed=0) for router in args.routers}
+        for router, figures in costs.items():
+            print(
+                f"  {router:16} {figures['ms_a_request']:.3f} ms a request, {figures['share_of_core']:.0%} of a core "
+                "at 2,000 requests a second"
+            )
+        if args.record is not None:
+            write_record(args.record, name="routing", case="cost", config=scale, seed=0, results=costs)
+        return
     results: dict[str, dict[str, dict[str, float]]] = {}
     with concurrent.futures.ProcessPoolExecutor(args.jobs) as pool:
         runs = {

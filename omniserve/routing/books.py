@@ -15,8 +15,9 @@ from omniserve.core.load import PROMPT_SIZES, EngineLoad
 from omniserve.core.request import ServiceClass
 from omniserve.routing.prefixes import SentPrefixes, block_hashes
 
-# A best-effort rate is measured over so many seconds at least, and weighs so much in its running mean.
-_RATE_OVER_S, _RATE_WEIGHT = 0.5, 0.3
+# A best-effort rate is measured over so many seconds at least, and weighs so much in its running mean. Over less time
+# it tells prompts, of which a step has many tokens, from decodes, not a fast engine from a slow one.
+_RATE_OVER_S, _RATE_WEIGHT = 5.0, 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,15 +149,15 @@ class EngineBooks:
         """Best-effort tokens a second of late; None before it is known."""
         return self._rate
 
-    def ttft_s(self, call: Call) -> float | None:
-        """Return the TTFT in seconds that a call would have here; None if the engine predicts none.
+    def ttft_s(self, call: Call, num_cached: int) -> float | None:
+        """Return the TTFT in seconds that a call would have here, with so many tokens cached; None: none is predicted.
 
         The engine's forecast for a prompt that is longer by what was sent since: prompts are computed in their order.
         """
         forecast = None if self.load is None else self.load.ttft_s.get(call.service_class)
         if forecast is None:
             return None
-        num_tokens = max(call.num_prompt_tokens - self.num_cached(call), 1) + self._num_unseen_tokens
+        num_tokens = max(call.num_prompt_tokens - num_cached, 1) + self._num_unseen_tokens
         return interpolated(forecast, num_tokens)
 
 

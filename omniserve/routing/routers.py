@@ -6,6 +6,7 @@ The call goes to the first; those behind it are tried in turn if an engine refus
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -80,31 +81,38 @@ class Predicted:
     def order(self, call: Call, engines: Sequence[EngineBooks]) -> list[EngineBooks]:
         if call.kind is not ServiceClass.LS:
             return self._order_best_effort(call, engines)
-        ttfts_s = {engine.number: engine.ttft_s(call) for engine in engines}
-        if None in ttfts_s.values():
-            return sorted(engines, key=_load)
         most_s = None if call.ttft_s is None else (1 - self._MARGIN) * call.ttft_s
-
-        def key(engine: EngineBooks) -> tuple[bool, float, float]:
-            ttft_s = ttfts_s[engine.number] or 0.0
+        found: list[tuple[tuple[bool, float, float], EngineBooks]] = []
+        for engine in engines:
+            num_cached = engine.num_cached(call)
+            ttft_s = engine.ttft_s(call, num_cached)
+            if ttft_s is None:
+                return sorted(engines, key=_load)
             if most_s is None or ttft_s > most_s:
-                return True, ttft_s, engine.num_routed
-            return False, -(engine.num_cached(call) // self._SAME_TOKENS), ttft_s
+                found.append(((True, ttft_s, engine.num_routed), engine))
+            else:
+                found.append(((False, -(num_cached // self._SAME_TOKENS), ttft_s), engine))
+        return [engine for _, engine in sorted(found, key=_first)]
+
+    def _order_best_effort(self, call: Call, engines: Sequence[EngineBooks]) -> list[EngineBooks]:
+        rates = {engine.number: engine.be_rate for engine in engines}
+        known = [rate for rate in rates.values() if rate]
+        usual = sum(known) / len(known) if known else 1.0
+        num_tokens = call.num_prompt_tokens
+
+        def key(engine: EngineBooks) -> tuple[float, int, int]:
+            # An engine whose best-effort work stands still gets little, but some: it may have had none.
+            rate = rates[engine.number]
+            if rate is None or not engine.num_requests[ServiceClass.BE]:
+                rate = usual
+            own = num_tokens - engine.num_cached(call)
+            seconds = (engine.num_tokens[ServiceClass.BE] + own) / max(rate, usual / 16)
+            return seconds, engine.num_tokens[ServiceClass.LS], engine.num_routed
 
         return sorted(engines, key=key)
 
-    def _order_best_effort(self, call: Call, engines: Sequence[EngineBooks]) -> list[EngineBooks]:
-        rates = [rate for engine in engines if (rate := engine.be_rate)]
-        usual = sum(rates) / len(rates) if rates else 1.0
 
-        def seconds(engine: EngineBooks) -> tuple[float, tuple[int, int]]:
-            # An engine whose best-effort work stands still gets little, but some: it may have had none.
-            has_none = not engine.num_requests[ServiceClass.BE]
-            rate = usual if engine.be_rate is None or has_none else max(engine.be_rate, usual / 16)
-            own = call.num_prompt_tokens - engine.num_cached(call)
-            return (engine.num_tokens[ServiceClass.BE] + own) / rate, _load(engine)
-
-        return sorted(engines, key=seconds)
+_first = operator.itemgetter(0)
 
 
 def _load(engine: EngineBooks) -> tuple[int, int]:

@@ -67,7 +67,7 @@ def test_books_come_out_even(seed):
         books.end(each)
     books.hear(forecast(0.001, num_taken=sent), 1000.0)
     assert set(books.num_requests.values()) == set(books.num_tokens.values()) == {0}
-    assert books.ttft_s(call(begin=5000)) == pytest.approx(0.1)  # nothing is on its way
+    assert books.ttft_s(call(begin=5000), 0) == pytest.approx(0.1)  # nothing is on its way
     assert books.num_routed == sent
 
 
@@ -98,11 +98,11 @@ def test_what_was_sent_since_the_forecast_counts_until_the_engine_has_taken_it()
     books = engines(1)[0]
     books.hear(forecast(0.001), 0.0)
     send(books, call(tokens=500))
-    assert books.ttft_s(call(tokens=100, begin=9000)) == pytest.approx(0.6)
+    assert books.ttft_s(call(tokens=100, begin=9000), 0) == pytest.approx(0.6)
     books.hear(forecast(0.001, num_taken=0), 0.1)
-    assert books.ttft_s(call(tokens=100, begin=9000)) == pytest.approx(0.6)
+    assert books.ttft_s(call(tokens=100, begin=9000), 0) == pytest.approx(0.6)
     books.hear(forecast(0.001, busy_s=0.5, num_taken=1), 0.2)
-    assert books.ttft_s(call(tokens=100, begin=9000)) == pytest.approx(0.6)
+    assert books.ttft_s(call(tokens=100, begin=9000), 0) == pytest.approx(0.6)
 
 
 def test_predicted_prefers_the_cache_only_where_the_objective_is_kept():
@@ -121,8 +121,10 @@ def test_predicted_sends_best_effort_work_where_it_gets_on():
     for each in books:
         send(each, call(BE, tokens=1000))
         each.hear(forecast(0.001), 0.0)
-    books[0].hear(forecast(0.001, be_tokens=100), 1.0)
-    books[1].hear(forecast(0.001, be_tokens=1000), 1.0)
+    books[0].hear(forecast(0.001, be_tokens=5000), 1.0)  # its step had a prompt
+    assert router.order(call(BE, begin=7000), books)[0].number == 0 and books[0].be_rate is None
+    books[0].hear(forecast(0.001, be_tokens=5100), 10.0)
+    books[1].hear(forecast(0.001, be_tokens=10_000), 10.0)
     assert router.order(call(BE, begin=7000), books)[0].number == 1
     for i in range(30):
         send(books[1], call(BE, tokens=1000, begin=10_000 * i))
@@ -150,4 +152,4 @@ def test_a_call_that_is_not_sent_after_all_leaves_nothing():
         books.end(books.expect(call(begin=1000 * i)))
     books.end(send(books, call()))
     books.hear(forecast(0.001, num_taken=1), 0.0)
-    assert books.ttft_s(call(begin=90_000)) == pytest.approx(0.1) and books.num_routed == 1
+    assert books.ttft_s(call(begin=90_000), 0) == pytest.approx(0.1) and books.num_routed == 1
