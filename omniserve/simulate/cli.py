@@ -27,6 +27,7 @@ from omniserve.simulate.calibration import Calibration, read_samples
 from omniserve.simulate.hardware import find_devices, find_hosts
 from omniserve.simulate.load import TraceRequest, read_trace
 from omniserve.simulate.machine import Machine, machine_of_profile
+from omniserve.simulate.machines_needed import Offer, Plan, find_plan, plan_table
 from omniserve.simulate.models import find_model
 from omniserve.simulate.report import Row, plot, require_matplotlib, table, write_record
 from omniserve.simulate.results import Result
@@ -111,6 +112,9 @@ def build_parser() -> argparse.ArgumentParser:
     load.add_argument("--arrivals", default="poisson", metavar="A", help="poisson, gamma:CV or square:RATIO:PERIOD_S")
     load.add_argument("--be", default="64", metavar="B", help="N (so many always unfinished; default: 64), rate:R, CSV")
     load.add_argument("--be-lengths", metavar="L", help="as --ls-lengths (default: 1024:256)")
+    load.add_argument(
+        "--be-deadline", type=_positive, metavar="S", help="seconds that a best-effort request may take (default: any)"
+    )
     load.add_argument("--minutes", type=_positive, default=10.0, help="simulated (default: 10)")
     load.add_argument(
         "--warm-up", type=_share_below_one, default=0.2, metavar="SHARE", help="of the time, left out (default: 0.2)"
@@ -138,6 +142,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     output = parser.add_argument_group("output")
     output.add_argument("--no-plan", action="store_true", help="the table only")
+    output.add_argument(
+        "--price",
+        type=_offer,
+        action="append",
+        default=[],
+        metavar="KIND=PER_HOUR",
+        help="how many machines of this kind, named as for --device, the load needs, and what a million tokens costs "
+        "then; repeat it for other kinds (with --profile: one, of any name)",
+    )
     output.add_argument(
         "--target", type=_share_above_zero, default=0.95, help="share of LS requests in their SLO (default: 0.95)"
     )
@@ -173,6 +186,7 @@ class _Program:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._calibration: Calibration | None = None
+        self._check_price()
         self._machine = self._make_machine(more_hosts=0)
         if args.calibrate_from:
             samples = [sample for path in args.calibrate_from for sample in read_samples(path)]
@@ -193,7 +207,64 @@ class _Program:
             bar_format="{percentage:3.0f}% |{bar:30}| {elapsed} {desc}",
         )
 
+    def _check_price(self) -> None:
+        args = self._args
+        if not args.price:
+            return
+        kinds = [offer.kind for offer in args.price]
+        if args.device is not None or args.engines > 1:
+            raise ValueError(
+                "--price names the kinds of machines, and their number is searched: leave out --device and --engines"
+            )
+        if args.profile is not None and len(kinds) > 1:
+            raise ValueError("--profile is of one machine: give one --price")
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(f"--price names a kind twice: {', '.join(kinds)}")
+        if args.be_deadline is not None and args.minutes * 60 * (1 - args.warm_up) <= args.be_deadline:
+            raise ValueError(
+                f"no deadline of {args.be_deadline:g} s would be over before the end of the time that counts: raise "
+                "--minutes"
+            )
+
     def run(self) -> None:
+        """Print what was asked for: the machines that are needed, or a table and what the machine can bear."""
+        if self._args.price:
+            self._run_prices()
+        else:
+            self._run_table()
+
+    def _run_prices(self) -> None:
+        """Print how many machines of each kind are needed, and what they cost."""
+        args, minutes = self._args, self._args.minutes
+        if len(self._rates) > 1 or len(self._schedulers) > 1:
+            raise ValueError("--price takes one rate and one scheduler")
+        (rate,), (name,) = self._rates, self._schedulers
+        plans: list[tuple[Offer, Plan | None]] = []
+        for offer in args.price:
+            machine = self._make_machine(more_hosts=0, device=offer.kind)
+
+            def simulated(number: int, best_effort: bool, machine: Machine = machine) -> Result:
+                self._bar.total += minutes * 60
+                return self._simulate(name, rate, minutes, best_effort=best_effort, machine=machine, engines=number)
+
+            found = find_plan(offer, simulated, args.target, has_best_effort=self._scenario.has_best_effort)
+            plans.append((offer, found))
+        self._bar.close()
+        deadline = f", BE within {args.be_deadline:g} s" if args.be_deadline is not None else ""
+        print(
+            f"{args.model}, {rate:.3g} LS requests/s, {minutes:g} simulated minutes; {args.target:.0%} within TTFT "
+            f"{args.slo.ttft_s} s, TPOT {args.slo.tpot_s} s{deadline}; --router {args.router}"
+        )
+        print(plan_table(plans))
+        if args.record is not None:
+            rows = [
+                Row(scheduler=name, rate=rate, result=plan.result, variant=f"{plan.machines} x {offer.kind}")
+                for offer, plan in plans
+                if plan is not None
+            ]
+            write_record(args.record, config=vars(args), seed=args.seed, rows=rows)
+
+    def _run_table(self) -> None:
         args = self._args
         minutes, rows = args.minutes, []
         self._bar.total = minutes * 60 * len(self._schedulers) * len(self._rates)
@@ -279,13 +350,14 @@ class _Program:
         best_effort: bool = True,
         machine: Machine | None = None,
         slots: int | None = None,
+        engines: int | None = None,
     ) -> Result:
         machine = machine or self._machine
         config = SimulationConfig(
             machine=machine if self._calibration is None else self._calibration.apply(machine),
             engine=self._config(name, machine, slots),
             load=self._scenario.load(rate, minutes * 60, self._args.seed, best_effort=best_effort),
-            num_engines=self._args.engines,
+            num_engines=engines or self._args.engines,
             router=self._args.router,
             seed=self._args.seed,
             noise=self._args.noise,
@@ -301,8 +373,10 @@ class _Program:
         show(minutes * 60)
         return result
 
-    def _make_machine(self, *, more_hosts: int) -> Machine:
+    def _make_machine(self, *, more_hosts: int, device: str | None = None) -> Machine:
+        """Return the machine of a device (None: of --device, or the first of --price), or of the profile."""
         args = self._args
+        named = device or args.device or (args.price[0].kind if args.price else None)
         model = find_model(args.model)
         if args.profile is not None:
             if args.device is not None or args.hosts is not None or args.prefill_engines:
@@ -311,13 +385,13 @@ class _Program:
                 )
             machine = machine_of_profile(Profile.read(args.profile), model.spec, num_stages=args.pipeline_parallel_size)
             return dataclasses.replace(machine, hosts=machine.hosts + machine.hosts[:1] * more_hosts)
-        if args.device is None:
-            raise ValueError("give --device (such as 4xA100-80GB) or --profile FILE")
-        count, device = find_devices(args.device)
+        if named is None:
+            raise ValueError("give --device (such as 4xA100-80GB), --price KIND=PER_HOUR or --profile FILE")
+        count, found = find_devices(named)
         num_hosts, host = find_hosts(args.hosts) if args.hosts is not None else (0, find_hosts(_PLAN_HOST)[1])
         return analytic_machine(
             model,
-            device,
+            found,
             count,
             hosts=(host,) * (num_hosts + more_hosts),
             num_stages=args.pipeline_parallel_size,
@@ -371,9 +445,17 @@ def _scenario(args: argparse.Namespace) -> Scenario:
         be_rate=be_rate,
         be_lengths=parse_lengths(args.be_lengths or "1024:256") if backlog or be_rate else None,
         be_trace=be_trace,
+        be_deadline_s=args.be_deadline,
         hash_tokens=args.hash_tokens,
         warm_up=args.warm_up,
     )
+
+
+def _offer(text: str) -> Offer:
+    kind, _, price = text.partition("=")
+    if not kind:
+        raise argparse.ArgumentTypeError(f"must be KIND=PER_HOUR, such as A100-80GB=1.9; got {text!r}")
+    return Offer(kind=kind, per_hour=_positive(price))
 
 
 def _whole(low: int) -> Callable[[str], int]:

@@ -97,6 +97,8 @@ class Scenario:
     """Lengths of BE requests, of a backlog or at a rate."""
     be_trace: tuple[TraceRequest, ...] = ()
     """A trace of BE requests, which is used as it is."""
+    be_deadline_s: float | None = None
+    """Seconds within which each BE request is to have its whole output; None: it may take any time."""
     hash_tokens: int = 512
     """Tokens that one of a request's ``hash_ids`` stands for, as in Load."""
     warm_up: float = 0.0
@@ -130,6 +132,8 @@ class Scenario:
         if self.be_lengths is not None:
             times = [0.0] * _PILE if self.backlog else poisson(self.be_rate, duration_s, rng)
             be = requests(times, self.be_lengths, rng)
+        if self.be_deadline_s is not None:
+            be = [dataclasses.replace(request, deadline_s=self.be_deadline_s) for request in be]
         return dataclasses.replace(load, best_effort=be, backlog=self.backlog)
 
     def _stretched(self, rate: float, duration_s: float) -> list[TraceRequest]:
