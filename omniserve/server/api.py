@@ -32,6 +32,7 @@ from omniserve.server.anthropic.errors import error_response, speaks_anthropic
 from omniserve.server.completions.messages import MAX_MESSAGES, Message, Tool
 from omniserve.server.completions.protocol import MAX_TOOLS, TemplateFields
 from omniserve.server.connections import HeadAsGet, RequestLog, UnderPath
+from omniserve.server.direct_routes import DirectRoutes
 from omniserve.server.embeddings import routes as embedding_routes
 from omniserve.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from omniserve.server.fields import StrictModel, ignored_header, read_fields, validate
@@ -64,7 +65,7 @@ def create_app(
     app = FastAPI(title="OmniServe", openapi_url=None)
     adapters = loras.router(service.loras, service.engine, service.bodies, service.unknown_fields)
     callers = [None] if keys is None else [key.name for key in keys.keys]
-    for router in (
+    all_routers = (
         generate.router(service),
         responses.router(service),
         anthropic.router(service),
@@ -74,7 +75,8 @@ def create_app(
         adapters,
         sessions.router(service.engine, service.bodies, service.unknown_fields, callers),
         *routers,
-    ):
+    )
+    for router in all_routers:
         app.include_router(router)
     _answer_errors(app, service)
     document = openapi.document(
@@ -89,19 +91,18 @@ def create_app(
     async def root() -> Response:
         return RedirectResponse("dashboard")  # from here, wherever a proxy has put the server
 
-    app.add_middleware(HeadAsGet)
-
+    inner: ASGIApp = HeadAsGet(DirectRoutes(app, [route for router in all_routers for route in router.routes]))
     if keys is not None:
-        app.add_middleware(Gate, ring=keys, guard_all=guard_all, on_refused=service.metrics.refused)
-    if cors_origins:  # added last, so it is outermost: a browser asks without a key what it may send
-        app.add_middleware(
-            CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+        inner = Gate(inner, ring=keys, guard_all=guard_all, on_refused=service.metrics.refused)
+    if cors_origins:  # around the gate: a browser asks without a key what it may send
+        inner = CORSMiddleware(
+            inner, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
         )
     if keys is None:
-        app.add_middleware(
-            PageGuard, origins=cors_origins, on_loopback=is_loopback(host), on_refused=service.metrics.refused
+        inner = PageGuard(
+            inner, origins=cors_origins, on_loopback=is_loopback(host), on_refused=service.metrics.refused
         )
-    outermost = RequestLog(app, traces)  # around it all, so that internal errors have ids, too
+    outermost = RequestLog(inner, traces)  # around it all, so that internal errors have ids, too
     return UnderPath(outermost, root_path) if root_path else outermost
 
 

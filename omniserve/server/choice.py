@@ -230,13 +230,48 @@ class Choice:
             self._new_token_ids += token_ids
         if text is None:
             return None
-        reasoning, calls = ("", ()) if said is None else (said.reasoning, said.calls)
         echo = None
         if self._echo is not None:
             echo = Echo(self._echo, self.request.prompt_token_ids[0], output.prompt_logprobs)
             self._echo = None
-        elif not text and not calls and not reasoning and finish_reason is None:
+        elif not text and finish_reason is None and (said is None or not (said.calls or said.reasoning)):
             return None
+        return self._delta(text, finish_reason, said, echo, output.embedding)
+
+    def advance_by(self, token_id: int) -> Delta | None:
+        """Take a token that is all that a step produced, and not the first; return what ``advance`` does."""
+        if self._parser is not None:
+            return self.advance(
+                RequestOutput(
+                    request_id=self.request.request_id or "",
+                    service_class=self.request.service_class,
+                    new_token_ids=(token_id,),
+                    num_host_tokens=self.num_host_tokens,
+                    num_cached_tokens=self.num_cached_tokens,
+                    times=self.engine_times,
+                )
+            )
+        self.times.add(1)
+        if self._new_token_ids is not None:
+            self._new_token_ids.append(token_id)
+        token_ids: Sequence[int] = (token_id,)
+        if self._in_large_parts:
+            self._token_ids.append(token_id)
+            if len(self._token_ids) < _TOKENS_PER_PART:
+                return None
+            token_ids, self._token_ids = self._token_ids, []
+        text, finish_reason, _ = self._detokenizer.advance(token_ids, None)
+        return self._delta(text, finish_reason) if text or finish_reason is not None else None
+
+    def _delta(
+        self,
+        text: str,
+        finish_reason: FinishReason | None,
+        said: Said | None = None,
+        echo: Echo | None = None,
+        embedding: Sequence[float] = (),
+    ) -> Delta:
+        reasoning, calls = ("", ()) if said is None else (said.reasoning, said.calls)
         new_logprobs, self._logprobs = self._logprobs, []
         reason = self.finish_reason = None if finish_reason is None else str(finish_reason)
         if self._parser is not None and self._parser.num_calls and finish_reason is FinishReason.STOP:
@@ -262,7 +297,7 @@ class Choice:
             prompt_token_ids,
             num_thought,
             stop_string,
-            output.embedding,
+            embedding,
         )
 
     def _text_tokens(self, output: RequestOutput) -> Sequence[int]:

@@ -14,12 +14,12 @@ import re
 import resource
 import time
 import uuid
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-import h11
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from omniserve.core.logs import access_logger, request_id
 from omniserve.server.errors import ApiError
@@ -42,6 +42,8 @@ _MOST_REFUSED = 32
 ACCEPTED_AT_ONCE = 8
 """Connections that are taken from the kernel before the first of them is seen here, to be refused perhaps."""
 _RETRY_S = 1.0
+# The parser has no limit of its own. Counted are the reads behind the one that the head began in.
+_MAX_HEAD_BYTES = 1 << 16
 
 
 def allow_connections(wanted: int | None) -> int:
@@ -164,13 +166,15 @@ class UnderPath:
         await self._app({**scope, "root_path": self._root_path}, receive, send)
 
 
-class _Connection(H11Protocol):
+class _Connection(HttpToolsProtocol):
     """A connection, made by uvicorn."""
 
     def __init__(self, connections: Connections, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._all = connections
         self._is_refused = False
+        self._is_in_head = False
+        self._num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -190,27 +194,51 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_refused:
-            super().data_received(data)
-            self._note()
+        if self._is_refused or self.transport.is_closing():
+            return
+        if self._is_in_head:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > _MAX_HEAD_BYTES:
+                self.send_400_response(f"its head is longer than {_MAX_HEAD_BYTES} bytes")
+                return
+        super().data_received(data)
+        self._note()
+
+    def on_message_begin(self) -> None:
+        self._is_in_head, self._num_head_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        version, num_hosts = self.parser.get_http_version(), sum(name == b"host" for name, _ in self.headers)
+        if version not in ("1.0", "1.1") or num_hosts > 1 or (version == "1.1" and not num_hosts):
+            raise ValueError("no request of HTTP/1.0, or of HTTP/1.1 with its one Host")  # the parser takes more
+        super().on_headers_complete()
+        if self.parser.should_upgrade():  # to what is not here: the parser takes no request behind this one
+            self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._note()
 
     def send_400_response(self, msg: str) -> None:
-        # In the middle of an answer there is nothing to say any more, and h11 would refuse to.
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        cycle = self.cycle
+        if cycle is not None and not (cycle.response_complete or cycle.more_body):
+            self._is_refused = True  # what comes behind a whole request is no reason to answer that otherwise
+            cycle.keep_alive = False
+            return
+        # In the middle of an answer there is nothing to say any more.
+        if cycle is None or cycle.response_complete or not cycle.response_started:
             self._answer(ApiError(f"this is no HTTP request: {msg.lower()}", code="invalid_http"))
         self.transport.close()
 
     def _answer(self, error: ApiError) -> None:
         body = json.dumps(error.body()).encode()
-        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
-        headers += [(name, value) for name, value in error.response().headers.items() if name == "retry-after"]
-        head = h11.Response(status_code=error.status, headers=headers)
-        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\nConnection: close\r\n"
+        if (after_s := error.response().headers.get("retry-after")) is not None:
+            head += f"Retry-After: {after_s}\r\n"
+        self.transport.write(f"{head}\r\n".encode() + body)
 
     def _note(self) -> None:
         cycle = self.cycle

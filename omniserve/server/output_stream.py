@@ -218,7 +218,10 @@ class OutputStream:
         request_id, item = event
         if self.error is not None:
             return
-        if isinstance(item, Exception):
+        if isinstance(item, int):
+            if not self._advance_by(request_id, item):
+                return
+        elif isinstance(item, Exception):
             if self._is_tried_elsewhere(item):
                 return
             error = self._place.last_error(item)
@@ -287,6 +290,9 @@ class OutputStream:
 
     def _tell(self) -> None:
         """Wake the reader now or, as long as outputs go on, when the job's interval is over."""
+        if not self.job.interval_s:
+            self._news.set()
+            return
         due_s = self._read_s + self.job.interval_s
         if not self._num_running or self.error is not None or asyncio.get_running_loop().time() >= due_s:
             self._stop_timer()
@@ -345,6 +351,25 @@ class OutputStream:
             self._leave_backlog(request_id)
             if before_s is not None and output.new_token_ids:
                 self._metrics.gap(self.job.service_class, choice.times.last_token_s - before_s)
+        return self._is_news(request_id, choice, delta, output)
+
+    def _advance_by(self, request_id: str, token_id: int) -> bool:
+        """Take an output that is one more token and no more; return what ``_advance`` does."""
+        choice = self._choices[request_id]
+        if choice.finish_reason is not None:
+            return False
+        before_s, num_thought = choice.times.last_token_s, choice.num_reasoning_tokens
+        delta = choice.advance_by(token_id)
+        usage = self.usage
+        usage.num_output_tokens += 1
+        usage.num_reasoning_tokens += choice.num_reasoning_tokens - num_thought
+        self._num_unread_tokens += 1
+        if before_s is not None and choice.times.last_token_s is not None:
+            self._metrics.gap(self.job.service_class, choice.times.last_token_s - before_s)
+        return self._is_news(request_id, choice, delta, None)
+
+    def _is_news(self, request_id: str, choice: Choice, delta: Delta | None, output: RequestOutput | None) -> bool:
+        """Keep new text, end what is to end; return whether there is something to read. None: of a bare token."""
         if delta is not None:
             self._keep(delta)
         elif not self._unread:
@@ -372,13 +397,13 @@ class OutputStream:
             self._unread.append([delta])
             self._last_unread[delta.index] = self._unread[-1]
 
-    def _finish(self, request_id: str, choice: Choice, output: RequestOutput) -> None:
+    def _finish(self, request_id: str, choice: Choice, output: RequestOutput | None) -> None:
         self._num_running -= 1
         self._leave_backlog(request_id)
-        if not output.finished:  # a stop string, of which the engine does not know
+        if output is None or not output.finished:  # a stop string, of which the engine does not know
             self._place.client.abort(request_id)
         self._metrics.finished(choice)
-        if choice.finish_reason == FinishReason.ERROR:
+        if choice.finish_reason == FinishReason.ERROR and output is not None:
             self._end(ApiError(f"the engine could not go on with this request: {output.stop_reason}", status=500))
         if choice.finish_reason == FinishReason.TIMEOUT:
             self._end(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import uvicorn
+import uvloop
 
 from omniserve.core.errors import EngineStopped
 from omniserve.core.logs import set_up_logs
@@ -60,7 +61,8 @@ def run(options: ServerOptions, make_engine: EngineFactory) -> int:
         logger.error("cannot start: %s", error)
         return 1
     connections = Connections(max_connections, options.limits.stall_timeout_s)
-    return asyncio.run(_Main(options, make_engine, connections).run())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Main(options, make_engine, connections).run())
 
 
 async def start_service(engine: Fleet, options: ServerOptions) -> Service:

@@ -17,13 +17,14 @@ from benchmarks.common.terminal import argument_parser
 from benchmarks.costs import COSTS
 from benchmarks.decode_rate import RATE
 from benchmarks.features import FEATURES
+from benchmarks.front import FRONT
 from benchmarks.machines import MACHINES
 from benchmarks.paper.measured import MEASURED
 from benchmarks.prefixes import PREFIXES
 from benchmarks.rank_loading import LOADING
 
 importlib.import_module("benchmarks.features.__main__")  # it has all cases
-BENCHMARKS = {each.name: each for each in (FEATURES, PREFIXES, MACHINES, COSTS, RATE, MEASURED, LOADING)}
+BENCHMARKS = {each.name: each for each in (FEATURES, PREFIXES, MACHINES, COSTS, RATE, MEASURED, LOADING, FRONT)}
 CASES = [(benchmark.name, case) for benchmark in BENCHMARKS.values() for case in benchmark.cases]
 QUICK = ("sampling", "host_rows")
 ENVIRONMENT = {"linears": {"GOMP_SPINCOUNT": "10000", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}}

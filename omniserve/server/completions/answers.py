@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from omniserve.core.request import TokenLogprob
@@ -30,6 +31,9 @@ class _CompletionsShape(AnswerShape):
 
     answer_object: str
     chunk_object: str
+    text_key: str
+    """What is before the text in the object of a choice, in JSON, and ``text_end`` behind it."""
+    text_end: str
 
     def __init__(self, service: Service, request: GenerationRequest, call_id: str) -> None:
         super().__init__(service, request, call_id)
@@ -46,6 +50,8 @@ class _CompletionsShape(AnswerShape):
         self._token_text = _token_id_text if request.return_tokens_as_token_ids else service.codec.token_text
         self._with_token_ids = request.return_token_ids
         self._continuous_usage = request.continuous_usage
+        self._with_text_alone = not (self._with_logprobs or self._with_token_ids or self._continuous_usage)
+        self._chunk_end = ', "usage": null' if self._include_usage else ""
         self._num_tokens = 0  # of the output, in chunks so far
         self._usage = Usage()
 
@@ -58,9 +64,21 @@ class _CompletionsShape(AnswerShape):
         self._chunk_head = json.dumps(self._common | {"object": self.chunk_object})[:-1]
 
     def events(self, deltas: Sequence[Delta]) -> str:
-        head, dumps = self._chunk_head, json.dumps
-        chunks = [chunk for delta in deltas for chunk in self._chunks(delta)]
-        return "".join([f"data: {head},{dumps(chunk)[1:]}\n\n" for chunk in chunks])
+        head, events = self._chunk_head, list[str]()
+        for delta in deltas:
+            if self._with_text_alone and self._is_text_alone(delta):  # written as below, in a third of the time
+                events.append(
+                    f'data: {head},"choices": [{{"index": {delta.index}, {self.text_key}{quoted(delta.text)}'
+                    f'{self.text_end}, "logprobs": null, "finish_reason": null}}]{self._chunk_end}}}\n\n'
+                )
+            else:
+                events += [f"data: {head},{json.dumps(chunk)[1:]}\n\n" for chunk in self._chunks(delta)]
+        return "".join(events)
+
+    def _is_text_alone(self, delta: Delta) -> bool:
+        """Return whether a delta is a piece of text in the middle of its choice, and no more."""
+        said_more = delta.finish_reason is not None or delta.reasoning or delta.tool_calls or delta.echo is not None
+        return bool(delta.text) and not said_more
 
     def last_events(self, usage: Usage) -> str:
         if not self._include_usage:
@@ -113,6 +131,7 @@ class CompletionShape(_CompletionsShape):
     id_prefix = "cmpl"
     answer_object = "text_completion"
     chunk_object = "text_completion"
+    text_key, text_end = '"text": ', ""
 
     def __init__(self, service: Service, request: GenerationRequest, call_id: str) -> None:
         super().__init__(service, request, call_id)
@@ -166,10 +185,14 @@ class ChatShape(_CompletionsShape):
     id_prefix = "chatcmpl"
     answer_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    text_key, text_end = '"delta": {"content": ', "}"
 
     def __init__(self, service: Service, request: GenerationRequest, call_id: str) -> None:
         super().__init__(service, request, call_id)
         self._opened: set[int] = set()
+
+    def _is_text_alone(self, delta: Delta) -> bool:
+        return delta.index in self._opened and super()._is_text_alone(delta)
 
     def choices(self, delta: Delta) -> list[dict[str, Any]]:
         chunks = []

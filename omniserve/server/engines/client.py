@@ -37,8 +37,8 @@ class Accepted:
     """The objectives that hold if admission has scaled those of the class; None: it has not."""
 
 
-Event = tuple[str, Accepted | RequestOutput | Exception]
-"""Request id and that it was accepted, an output, or the error that ended it."""
+Event = tuple[str, Accepted | RequestOutput | int | Exception]
+"""Request id and that it was accepted, an output, the token of one that is bare, or the error that ended it."""
 Listener = Callable[[Event], object]
 """Takes the events of a request; must not wait. An ``asyncio.Queue``'s ``put_nowait`` is one."""
 
@@ -316,7 +316,10 @@ class EngineClient:
                         self._taken(request_id)
                         self._deliver(request_id, Accepted(predicted_ttft_s, scaled_slo))
                     for output in outputs:
-                        self._deliver(output.request_id, output)
+                        if not isinstance(output, tuple):
+                            self._deliver(output.request_id, output)
+                        elif (listener := self._listeners.get(output[0])) is not None:
+                            listener(output)
                 case engine_messages.Load(load):
                     assert self._on_load is not None
                     self._on_load(load)

@@ -81,7 +81,20 @@ class Step(Message):
 
     accepted: list[tuple[str, float | None, SLO | None]]
     """Requests that were taken before it: id, predicted TTFT, and the objectives that hold if they were scaled."""
-    outputs: list[RequestOutput]
+    outputs: list[RequestOutput | tuple[str, int]]
+    """In order; request id and token of those that ``is_bare`` tells of, most of all in number."""
+
+
+def is_bare(output: RequestOutput) -> bool:
+    """Return whether all that an output has to tell is one more token: the request's earlier outputs told the rest."""
+    return (
+        output.num_output_tokens > 1
+        and len(output.new_token_ids) == 1
+        and output.finish_reason is None
+        and not (output.new_logprobs or output.prompt_logprobs or output.host_stays or output.num_host_tokens)
+        and not (output.num_accepted_drafts or output.num_rejected_drafts)
+        and (output.times is None or output.times.host_since_s is None)
+    )
 
 
 class Load(Message):

@@ -50,6 +50,7 @@ from omniserve.server.engines.messages import (
     Step,
     decode_command,
     encode,
+    is_bare,
 )
 from omniserve.server.process_settings import GarbageCollector
 
@@ -332,7 +333,7 @@ class _Serving:
         outputs = engine.step() if engine.has_unfinished else []
         self._step_s = time.monotonic() - begun_s
         if outputs or accepted:
-            link.send(Step(accepted, outputs))
+            link.send(Step(accepted, [(o.request_id, o.new_token_ids[0]) if is_bare(o) else o for o in outputs]))
         for output in outputs:
             if output.finished:
                 _log(f"ended: {output.finish_reason}, {output.num_output_tokens} tokens", output.request_id)

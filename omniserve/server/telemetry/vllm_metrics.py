@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -41,7 +41,7 @@ class VllmMetrics(Collector):
         histograms: Name without ``vllm:`` -> histogram by class that is shown under it.
     """
 
-    def __init__(self, served: Served, requests: Counter, histograms: Mapping[str, Histogram]) -> None:
+    def __init__(self, served: Served, requests: Counter, histograms: Mapping[str, Collector]) -> None:
         self._served = served
         self._requests, self._histograms = requests, histograms
         self.stats: EngineStats | None = None
@@ -113,7 +113,7 @@ class VllmMetrics(Collector):
                 counts[sample.labels["finish_reason"]] += sample.value
         return counts
 
-    def _histogram(self, name: str, histogram: Histogram) -> Metric:
+    def _histogram(self, name: str, histogram: Collector) -> Metric:
         """Return the sum of a histogram over the latency-sensitive classes."""
         buckets, total_s = defaultdict[str, float](float), 0.0
         collected = next(iter(histogram.collect()))
