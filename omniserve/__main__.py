@@ -6,6 +6,8 @@ import sys
 
 PROGRAMS = {
     "serve": ("server", "serve a model behind OpenAI's API"),
+    "engine": ("server.engines", "be an engine of a server on another machine"),
+    "engines": ("server.engines.admin_cli", "see and change the engines of a running server"),
     "bench": ("bench", "load a server, and tell how long answers take"),
     "batch": ("batch", "run a file of requests, with a server or without one"),
     "profile": ("profile", "measure how long the steps of a model take"),

@@ -41,6 +41,7 @@ from omniserve.server.access.limits import Limits
 from omniserve.server.access.origins import checked_origin
 from omniserve.server.access.tiers import class_of_tier
 from omniserve.server.batches.files import BatchSettings
+from omniserve.server.engines.sources import RemoteEngines, read_engines_file
 from omniserve.server.errors import ApiError
 from omniserve.server.telemetry.traces import checked_endpoint
 
@@ -88,7 +89,9 @@ class ServerOptions:
     """Port to listen on; 0 takes a free one."""
     replicas: int = 1
     """Engines that serve the model on this machine, each with its part of the cores or GPUs and with its own memory:
-    --device-kv-gib and --host-kv-gib are those of one."""
+    --device-kv-gib and --host-kv-gib are those of one. 0: those of --engines alone."""
+    engines: RemoteEngines | None = None
+    """Engines on other machines; None: only those of this one are used."""
     router: Literal["predicted", "least-loaded", "fewest-requests", "round-robin", "prefix"] = "predicted"
     """How requests are divided among the replicas."""
     keys: KeyRing | None = None
@@ -128,8 +131,9 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be in 0..65535, got {self.port}")
-        if self.replicas < 1:
-            raise ValueError(f"--replicas must be at least 1, got {self.replicas}")
+        has_others = self.engines is not None and self.engines.addresses
+        if self.replicas < (0 if has_others else 1):
+            raise ValueError(f"--replicas must be at least 1, or 0 beside --engines that has some, got {self.replicas}")
         if self.guard_all and self.keys is None:
             raise ValueError("--guard-all needs keys; give --api-key or --api-key-file")
         if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
@@ -177,6 +181,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_profile_flag(parser)
     add_field_flags(parser, ServerOptions, _FIELDS)
+    parser.add_argument(
+        "--engines",
+        type=Path,
+        metavar="FILE",
+        help="YAML: engines, addresses of engines on other machines (tcp://HOST:PORT); allowed, those of others that "
+        "/admin/engines may add; keys, the folder of 'omniserve engines keys'",
+    )
     add_field_flags(parser, BatchSettings, _BATCH_FIELDS)
     parser.add_argument(
         "--api-key", action="append", metavar="KEY", help="ask every caller for this key, or another; repeat it"
@@ -225,6 +236,7 @@ def options_from(
         keys=_keys(args.api_key or (), args.api_key_file or (), config.classes),
         loras=loras_from(args),
         lora_dirs=_folders(args.lora_dir or ()),
+        engines=None if args.engines is None else read_engines_file(args.engines),
         limits=make_options(Limits, dict(args.limit or ()), owner="--limit"),
         cors_origins=tuple(map(checked_origin, args.cors_origin or ())),
         batches=BatchSettings(**{name: getattr(args, name) for name in _BATCH_FIELDS}),

@@ -86,6 +86,10 @@ class ContextExceeded(ApiError):
         self.max_tokens = max_tokens
 
 
+class EngineRemoved(EngineStopped):
+    """An engine was removed while it had the request: nothing is wrong with either."""
+
+
 def from_engine(error: Exception) -> ApiError:
     """Translate what the engine said about one request.
 
@@ -112,6 +116,8 @@ def from_engine(error: Exception) -> ApiError:
             details=details,
             is_final=error.retry_after_s is None,
         )
+    if isinstance(error, EngineRemoved):
+        return ApiError(f"{error}; send the request again", status=503, code="engine_removed", retry_after_s=1)
     if isinstance(error, EngineStopped):
         return ApiError(f"{error}; send the request again", status=500, code="engine_stopped")
     if isinstance(error, ValueError):

@@ -29,8 +29,12 @@ from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_co
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.embeddings.model_files import find_pooling
 from omniserve.server.embeddings.texts_model import start_second
+from omniserve.server.engines import admin
+from omniserve.server.engines.client import starter
 from omniserve.server.engines.fleet import Fleet
 from omniserve.server.engines.process import EngineLike, EngineMaker
+from omniserve.server.engines.remote import RemoteSource
+from omniserve.server.engines.sources import EngineSource, LocalSource, Places
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields
 from omniserve.server.generation_defaults import find_generation_defaults
@@ -105,6 +109,7 @@ async def start_service(engine: Fleet, options: ServerOptions) -> Service:
         raise EngineStopped(f"--generation-config {options.generation_config}: {error}") from None
     pooling = await asyncio.to_thread(find_pooling, options.tokenizer)
     loras = LoRAModels(options.model_names, options.lora_dirs)
+    engine.on_restart = loras.restore
     try:
         for name, folder in options.loras.items():
             await loras.load(engine, name, folder)
@@ -114,7 +119,9 @@ async def start_service(engine: Fleet, options: ServerOptions) -> Service:
     second = None
     if options.embedding_model is not None:
         second = await start_second(
-            options.embedding_model, classes=info.classes, make_fleet=lambda maker: _fleet(options, [maker])
+            options.embedding_model,
+            classes=info.classes,
+            make_fleet=lambda maker: _fleet(options, [_local_source(options, 0, maker)]),
         )
     keys = options.keys.keys if options.keys is not None else ()
     return Service(
@@ -144,18 +151,33 @@ class EngineFactory(Protocol):
 
 def fleet_of(options: ServerOptions, make_engine: EngineFactory) -> Fleet:
     """Return the engines of a server, not started."""
+    return _fleet(options, [*_local_sources(options, make_engine), *_remote_sources(options)])
+
+
+def _local_sources(options: ServerOptions, make_engine: EngineFactory) -> list[EngineSource]:
+    """Return the shares of this machine."""
     count = options.replicas
     makers = [make_engine] if count == 1 else [make_engine.for_replica(number, count) for number in range(count)]
-    return _fleet(options, makers)
+    return [_local_source(options, number, maker) for number, maker in enumerate(makers)]
 
 
-def _fleet(options: ServerOptions, makers: Sequence[EngineMaker]) -> Fleet:
+def _remote_sources(options: ServerOptions) -> list[EngineSource]:
+    """Return the engines on other machines that are used from the start on."""
+    if options.engines is None:
+        return []
+    return [RemoteSource(address, options.engines.keys) for address in options.engines.addresses]
+
+
+def _local_source(options: ServerOptions, number: int, maker: EngineMaker) -> LocalSource:
+    return LocalSource(f"local:{number}", starter(maker, options.log_level, options.log_format))
+
+
+def _fleet(options: ServerOptions, sources: Sequence[EngineSource]) -> Fleet:
     return Fleet(
-        makers,
+        sources,
         ROUTERS[options.router](),
-        log_level=options.log_level,
-        log_format=options.log_format,
         max_restarts=options.limits.engine_restarts,
+        heartbeat_s=options.limits.engine_heartbeat_s,
         on_progress=lambda text: logger.info("engine: %s", text),
     )
 
@@ -166,7 +188,9 @@ class _Main:
     def __init__(self, options: ServerOptions, make_engine: EngineFactory, connections: Connections) -> None:
         self._options = options
         self._connections = connections
-        self._engine = fleet_of(options, make_engine)
+        local = _local_sources(options, make_engine)
+        self._engine = _fleet(options, [*local, *_remote_sources(options)])
+        self._places = Places(local, options.engines)
         self._fleets = [self._engine]
         """The engine, or engines, and that of the second model if there is one."""
         self._batches = BatchServing(options.batches)
@@ -220,7 +244,11 @@ class _Main:
         config = uvicorn.Config(
             create_app(
                 service,
-                routers=[self._batches.start(service), dashboard.start(service)],
+                routers=[
+                    self._batches.start(service),
+                    dashboard.start(service),
+                    admin.router(self._engine, self._places, service.bodies, service.unknown_fields),
+                ],
                 keys=self._options.keys,
                 guard_all=self._options.guard_all,
                 cors_origins=self._options.cors_origins,

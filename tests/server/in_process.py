@@ -25,7 +25,7 @@ from omniserve.server.batches.database import Database
 from omniserve.server.batches.store import Store
 from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import Connections, allow_connections
-from omniserve.server.engines import client as engine_client
+from omniserve.server.engines import local
 from omniserve.server.engines import process as engine_process
 from omniserve.server.engines.process import EngineMaker
 
@@ -120,7 +120,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 class _Thread:
-    """The engine's thread, with what ``EngineClient`` uses of a process."""
+    """The engine's thread, with what ``LocalPeer`` uses of a process."""
 
     pid = None
 
@@ -131,11 +131,9 @@ class _Thread:
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._run, *args), daemon=True)
         self.start, self.join, self.is_alive = self._thread.start, self._thread.join, self._thread.is_alive
 
-    def _run(
-        self, make_engine: Any, command_address: str, output_address: str, _: str, __: str, tells_load: bool
-    ) -> None:
+    def _run(self, make_engine: Any, command_address: str, output_address: str, _: str, __: str) -> None:
         try:
-            self.exitcode = engine_process._run(make_engine, command_address, output_address, {}, tells_load=tells_load)
+            self.exitcode = engine_process._run(make_engine, command_address, output_address, {})
         except _Died as death:
             (self.exitcode,) = death.args
         finally:
@@ -185,8 +183,8 @@ def _in_processes_only(module: Any, name: str, instead: Callable[..., Any]) -> N
 
 
 _in_processes_only(fake_engine, "die", _die)
-_in_processes_only(engine_client, "engine_context", _Threads)
-_in_processes_only(engine_client, "set_engine_environment", lambda: None)
+_in_processes_only(local, "engine_context", _Threads)
+_in_processes_only(local, "set_engine_environment", lambda: None)
 _in_processes_only(engine_process, "GarbageCollector", _NoCollector)
 _in_processes_only(serve, "GarbageCollector", _NoCollector)
 

@@ -10,7 +10,7 @@ import pytest
 from fake_engine import AGE, ANNOUNCED, SCALE, SCALED_TTFT_S, SECONDS_PER_TOKEN, SLOW, FakeLoader
 
 from omniserve.core.request import SLO, Request, SamplingParams
-from omniserve.server.engines.client import Accepted, EngineClient
+from omniserve.server.engines.client import Accepted, EngineClient, starter
 
 HEADER = "x-omniserve-predicted-ttft-ms"
 
@@ -102,7 +102,7 @@ def test_engine_gets_the_arrival_and_tells_its_prediction():
     )
 
     async def submit(arrival_s):
-        client = EngineClient(FakeLoader())
+        client = EngineClient(starter(FakeLoader()))
         await client.start(lambda text: None)
         try:
             queue = asyncio.Queue()

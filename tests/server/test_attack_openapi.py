@@ -49,7 +49,8 @@ OPERATIONS = [
     "POST /v1/files", "GET /v1/files", "GET /v1/files/{file_id}", "DELETE /v1/files/{file_id}",
     "GET /v1/files/{file_id}/content", "POST /v1/batches", "GET /v1/batches", "GET /v1/batches/{batch_id}",
     "POST /v1/batches/{batch_id}/cancel", "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter",
-    "POST /v1/cache/clear",
+    "POST /v1/cache/clear", "GET /admin/engines", "POST /admin/engines", "POST /admin/engines/{engine_id}/drain",
+    "POST /admin/engines/{engine_id}/resume", "DELETE /admin/engines/{engine_id}",
 ]  # fmt: skip
 # Those that have a body or a query, of which something can be wrong.
 TAKERS = [
@@ -58,7 +59,7 @@ TAKERS = [
     "GET /v1/responses/{response_id}/input_items", "GET /v1/files", "POST /v1/batches", "GET /v1/batches",
     "POST /v1/messages", "POST /v1/messages/count_tokens",
     "POST /v1/embeddings", "POST /v1/score", "POST /v1/rerank",
-    "POST /v1/cache/clear",
+    "POST /v1/cache/clear", "POST /admin/engines", "DELETE /admin/engines/{engine_id}",
 ]  # fmt: skip
 
 

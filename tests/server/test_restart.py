@@ -21,6 +21,7 @@ from running import wait_until
 from omniserve.core.errors import EngineStopped
 from omniserve.core.request import Request, SamplingParams
 from omniserve.server.engines import client as engine_client
+from omniserve.server.engines.client import EngineClient, starter
 from omniserve.server.engines.supervisor import EngineSupervisor, pause_before
 from tests.server.attack.processes import engine_pid
 
@@ -113,7 +114,7 @@ def test_engine_that_died_has_a_successor_until_none_can_be_started(engines_in_t
 @contextlib.asynccontextmanager
 async def supervised(loader, *, max_restarts):
     """Run an engine that is started again."""
-    engine = EngineSupervisor(loader, max_restarts=max_restarts)
+    engine = EngineSupervisor(lambda: EngineClient(starter(loader)), max_restarts=max_restarts)
     await engine.start()
     try:
         yield engine
@@ -159,7 +160,7 @@ def test_an_engine_that_hangs_without_a_word_is_killed_and_has_a_successor(monke
     async def scenario():
         monkeypatch.setattr(engine_client, "_ASK_EVERY_S", 0.02)
         async with supervised(FakeLoader(), max_restarts=1) as engine:
-            first, process = engine.client, engine.client._process
+            first, process = engine.client, engine.client._peer._process
             queue = asyncio.Queue()
             slow = Request(request_id="s", prompt_token_ids=[SLOW, 5], sampling=SamplingParams(max_tokens=8))
             first.submit(slow, time.monotonic(), queue.put_nowait)
@@ -193,12 +194,13 @@ def test_a_process_that_cannot_even_be_killed_holds_up_nobody(monkeypatch, caplo
             self.joins.append(timeout)
 
     async def scenario():
-        client = engine_client.EngineClient(FakeLoader())
+        client = EngineClient(starter(FakeLoader()))
         await client.start(lambda text: None)
-        real, client._process = client._process, Undying()
+        peer, real = client._peer, client._peer._process
+        peer._process = undying = Undying()
         try:
             await asyncio.wait_for(client.close(), 30)
-            assert client._process.was_killed and client._process.joins == [15.0, 30.0]
+            assert undying.was_killed and undying.joins == [15.0, 30.0]
         finally:
             real.kill()
 

@@ -36,7 +36,7 @@ class ApiKey:
     weight: float = 1.0
     """The share of its holder beside other keys' in each class, from 0.001 to 1000."""
     admin: bool = False
-    """Its holder may load and unload LoRA adapters, and clear the prefix cache."""
+    """Its holder may load and unload LoRA adapters, clear the prefix cache, and see and change the engines."""
     private_prefixes: bool = False
     """Requests with this key share cached prefixes with each other only. Otherwise a short time to first token shows
     that a request of another key had the same first tokens."""

@@ -59,6 +59,9 @@ class Limits:
     """Seconds that running requests may go on after SIGTERM."""
     engine_restarts: int = 3
     """The number of times in a row that an engine which died is started again; 0: its death ends the server."""
+    engine_heartbeat_s: float = 20.0
+    """An engine that has given no sign of life for so many seconds, of which a well one gives two a second whatever it
+    computes, is taken for dead: it is killed, and started again."""
     profile_time_limit_s: float = 30.0
     """Seconds of measuring if there is no latency profile yet."""
     profile_start_s: float = 4.0
@@ -84,6 +87,8 @@ class Limits:
                 "stream_comment_interval_s",
                 "response_days",
             )
+            if field.name == "engine_heartbeat_s" and not value >= 2:
+                raise ValueError(f"engine_heartbeat_s must be at least 2, got {value}")
             if value is not None and not (math.isfinite(value) and (value > 0 or (may_be_0 and value == 0))):
                 raise ValueError(f"{field.name} must be a number {'>=' if may_be_0 else '>'} 0, got {value}")
 

@@ -74,7 +74,6 @@ class LineWorker:
         self._done = done
         self.changed = asyncio.Event()
         """Set when there may be lines to start or results to save: time to ``work``."""
-        self._concurrency = service.limits.batch_concurrency * len(service.engine.engines)
         self._thread = OneThread("batch-lines")
         self._running: dict[LineKey, RunningLine] = {}
         """Running lines, in the order in which they began."""
@@ -84,6 +83,10 @@ class LineWorker:
         self._shares = LineShares(service.weights)
         self._urgent: dict[str, int] = {}
         """The number of lines of each late batch that should run as LS requests, in the order of expiry."""
+
+    @property
+    def _concurrency(self) -> int:
+        return self._service.limits.batch_concurrency * max(1, len(self._service.engine.engines))
 
     async def work(self) -> None:
         """Save results, and start as many lines as there is room for."""
@@ -102,6 +105,7 @@ class LineWorker:
         now, batches = await self._thread.run(self._owner.running_batches)
         ids = {batch["id"] for batch in batches}
         await self._drop([entry for entry in before if entry.line.batch_id not in ids])
+        self._urgency.concurrency = self._concurrency
         self._urgent = self._urgency.judge(now, batches, Counter(batch_id for batch_id, _ in self._running))
         self._service.metrics.scaling.batch_pressure = self._urgency.pressure
         await self._make_way({batch["id"] for batch in batches if self._has_waiting(batch)})

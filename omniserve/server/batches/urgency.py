@@ -84,7 +84,8 @@ class Urgency:
     """Says which batches are late, and by how much; ``concurrency`` lines run at a time."""
 
     def __init__(self, concurrency: int) -> None:
-        self._concurrency = concurrency
+        self.concurrency = concurrency
+        """Lines that may run at a time."""
         self._paces: dict[str, Pace] = {}
         self._num_running: deque[int] = deque(maxlen=_LOOKS)
         self.pressure = 0.0
@@ -108,7 +109,7 @@ class Urgency:
             left_s = batch["expires_at"] - now
             if batch["problem"] is None:
                 self.pressure = max(self.pressure, remaining_s / max(_USABLE * left_s, 1.0))
-            number = num_urgent(remaining_s, left_s, self._concurrency)
+            number = num_urgent(remaining_s, left_s, self.concurrency)
             if number and batch["may_escalate"] and batch["problem"] is None:  # else it is not time that it lacks
                 urgent[batch["id"]] = number
         return urgent

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import tempfile
+import dataclasses
+import functools
+import math
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
@@ -19,12 +20,10 @@ from omniserve.core.logs import request_id as http_request_id
 from omniserve.core.request import SLO, Request, RequestOutput
 from omniserve.core.stats import EngineStats, FreedKV
 from omniserve.server.engines import messages as engine_messages
+from omniserve.server.engines.local import LocalPeer
 from omniserve.server.engines.messages import EngineInfo
-from omniserve.server.engines.process import EngineMaker, run_engine_process
+from omniserve.server.engines.process import EngineMaker
 from omniserve.server.errors import ApiError, engine_gone
-from omniserve.server.process_settings import engine_context, set_engine_environment
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,41 +44,136 @@ Listener = Callable[[Event], object]
 
 # How long a message that a dying engine sent may still be on its way.
 _LAST_WORDS_S = 0.5
-# An engine that closes may write prefixes to disk for ten seconds.
-_CLOSE_S = 15.0
-# How long a killed process may take to end: with gigabytes to give back, seconds. One in a driver's call may never.
-_KILL_S = 30.0
 # While requests run the engine is asked so often how it is. It answers between two steps; none takes as long as this,
 # not even one that compiles, and what hangs in a step has deadlines of a minute (``ops/streams.py``).
 _ASK_EVERY_S = 30.0
 _SILENCE_S = 600.0
+# An engine on another machine has so long to say that it works for this server.
+_GREETING_S = 10.0
+# The clock of another machine may drift so much from one sign of life to the next.
+_DRIFT_S = 20e-6
+# It is looked for signs of life so often in the time that an engine may give none.
+_LOOKS = 4
 # Of requests that the engine has not taken out of its socket's queue yet; it does so between two steps.
 _MAX_UNTAKEN_BYTES = 256 << 20
 # What a message takes beside its bytes.
 _BYTES_BESIDE = 1024
 
 
-class EngineClient:
-    """An engine process, and the requests that it has.
+class Peer(Protocol):
+    """An engine process, and the way to it."""
+
+    reports_fd: int
+    """Tells, edge-triggered, that there may be reports; all have to be received then."""
+    death_fd: int
+    """Readable when the process, or the way to it, is gone."""
+    has_own_clock: bool
+    """True of a process on another machine, whose clock differs, and which has to be told that this one lives."""
+
+    def receive(self) -> bytes:
+        """Return the next report.
+
+        Raises:
+            zmq.Again: There is none now.
+        """
+
+    def send(self, data: bytes) -> None:
+        """Send a command.
+
+        Raises:
+            zmq.Again: It cannot be sent.
+        """
+
+    @property
+    def is_alive(self) -> bool:
+        """True until it is known to be gone."""
+
+    def end_of(self) -> str:
+        """Return why it is gone, if it said nothing itself."""
+
+    def kill(self) -> None:
+        """End the process at once."""
+
+    async def end(self, *, is_ready: bool, has_stopped: bool) -> None:
+        """End the process in order, or let go of it if it is not this server's."""
+
+    def close(self) -> None:
+        """Free what belongs to it here."""
+
+
+Connect = Callable[[], Awaitable[Peer]]
+"""Starts an engine process, or finds one; raises OSError, zmq.ZMQError or EngineStopped if it cannot."""
+
+
+def starter(make_engine: EngineMaker, log_level: str = "warning", log_format: str = "text") -> Connect:
+    """Return what starts engine processes on this machine.
 
     Args:
         make_engine: Makes the engine in its process.
         log_level, log_format: Of that process.
-        on_load: Told the engine's load every few steps; None: it does not say.
+    """
+
+    async def start() -> Peer:
+        return LocalPeer(make_engine, log_level, log_format)
+
+    return start
+
+
+class Clock:
+    """The clock of an engine's process, by the answers to signs of life; this process's own until there is one."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+        self._error_s = math.inf
+
+    def note(self, sent_s: float, clock_s: float, now_s: float) -> None:
+        """Note that a question of ``sent_s`` was answered at ``clock_s`` there, and the answer came at ``now_s``.
+
+        The answer that was under way for the shortest time counts; later ones win little by little, as clocks drift.
+        """
+        self._error_s += _DRIFT_S
+        if (error_s := (now_s - sent_s) / 2) <= self._error_s:
+            self._ahead_s, self._error_s = clock_s - (sent_s + now_s) / 2, error_s
+
+    def there(self, seconds: float) -> float:
+        """Return a time of this process's clock by the engine's."""
+        return seconds + self._ahead_s
+
+    def here(self, output: RequestOutput) -> RequestOutput:
+        """Return an output with the times of this process's clock."""
+        if output.times is None:
+            return output
+        names = ("arrival_s", "first_scheduled_s", "first_token_s", "finished_s", "host_since_s")
+        found = {name: value - self._ahead_s for name in names if (value := getattr(output.times, name)) is not None}
+        stays = tuple((begun_s - self._ahead_s, ended_s - self._ahead_s) for begun_s, ended_s in output.host_stays)
+        return dataclasses.replace(output, times=dataclasses.replace(output.times, **found), host_stays=stays)
+
+
+class EngineClient:
+    """An engine process, and the requests that it has.
+
+    Args:
+        connect: Starts the process.
+        on_load: Told the engine's load every few steps; None: it does not say, until ``hear_load``.
+        heartbeat_s: Seconds without a sign of life after which an engine that is ready is taken for dead, and killed.
+        relay: Given the engine's reports on requests, also as they came; None: they go to the requests' listeners.
     """
 
     def __init__(
         self,
-        make_engine: EngineMaker,
+        connect: Connect,
         *,
-        log_level: str = "warning",
-        log_format: str = "text",
         on_load: Callable[[EngineLoad], None] | None = None,
+        heartbeat_s: float = 20.0,
+        relay: Callable[[engine_messages.Report, bytes], None] | None = None,
     ) -> None:
-        self._make_engine = make_engine
+        self._connect, self._relay = connect, relay
+        self._clock = Clock()
+        self._look: Callable[[], None] = lambda: None
+        """Handles what has come."""
         self._on_load = on_load
-        self._log_level = log_level
-        self._log_format = log_format
+        self._heartbeat_s = heartbeat_s
+        self._heard_s = 0.0
         self._listeners: dict[str, Listener] = {}
         self._stats: asyncio.Future[EngineStats] | None = None
         """Requests for stats that the engine has not answered yet."""
@@ -95,9 +189,9 @@ class EngineClient:
         self._num_untaken_bytes = 0
         self._closing = False
         self._ready = False
-        self._asking: asyncio.Task[None] | None = None
-        self._launched: contextlib.ExitStack | None = None
-        """Closes what belongs to the process when it has ended; None without a process."""
+        self._watching: list[asyncio.Task[None]] = []
+        self._peer: Peer | None = None
+        """The process; None before it was started, and after it has ended."""
         self.failure: str | None = None
         """The reason why the engine stopped; None while it is well."""
         self.stopped = asyncio.Event()
@@ -109,17 +203,20 @@ class EngineClient:
             EngineStopped: The engine could not start; the message says why.
         """
         try:
-            self._launch()
-        except (OSError, zmq.ZMQError) as error:
-            self.failure = f"its process could not be started: {error}"
+            peer = self._peer = await self._connect()
+        except (OSError, zmq.ZMQError, EngineStopped) as error:
+            self.failure = str(error) if isinstance(error, EngineStopped) else f"its process could not start: {error}"
             self.stopped.set()
             raise EngineStopped(self.failure) from error
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[EngineInfo] = loop.create_future()
-        # Not zmq.asyncio, whose futures cost more than all the rest of a token's way through this process.
-        self._outputs_fd = int(self._outputs.getsockopt(zmq.FD))
-        loop.add_reader(self._outputs_fd, self._read, ready, on_progress)
-        loop.add_reader(self._process.sentinel, self._on_death)
+        self._look = functools.partial(self._read, peer, ready, on_progress)
+        loop.add_reader(peer.reports_fd, self._look)
+        loop.add_reader(peer.death_fd, self._on_death, peer)
+        self._on_death(peer)  # the descriptor tells only of what comes after one has looked
+        if peer.has_own_clock:
+            self._send(engine_messages.Beat(time.monotonic()))
+            self._greeting = loop.call_later(_GREETING_S, self._on_silence)
         stopped = asyncio.create_task(self.stopped.wait())
         both: set[asyncio.Future[Any]] = {ready, stopped}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -127,36 +224,34 @@ class EngineClient:
         if not ready.done():
             raise EngineStopped(self.failure or "the engine process ended")
         self._ready = True
-        self._asking = asyncio.create_task(self._ask_how_it_is())
+        if self._on_load is not None:
+            self._send(engine_messages.TellLoad())
+        self._watching = [asyncio.create_task(self._ask_how_it_is()), asyncio.create_task(self._feel_pulse(peer))]
         return ready.result()
 
-    def _launch(self) -> None:
-        with contextlib.ExitStack() as made:
-            directory = made.enter_context(tempfile.TemporaryDirectory(prefix="omniserve-"))
-            context = zmq.Context()
-            made.callback(context.destroy, linger=0)
-            self._outputs = context.socket(zmq.PULL)
-            self._outputs.setsockopt(zmq.RCVHWM, 0)
-            self._outputs.bind(f"ipc://{directory}/outputs")
-            self._commands = context.socket(zmq.PUSH)
-            self._commands.setsockopt(zmq.SNDHWM, 0)
-            self._commands.bind(f"ipc://{directory}/commands")
-            self._process = engine_context().Process(
-                target=run_engine_process,
-                args=(
-                    self._make_engine,
-                    f"ipc://{directory}/commands",
-                    f"ipc://{directory}/outputs",
-                    self._log_level,
-                    self._log_format,
-                    self._on_load is not None,
-                ),
-                name="omniserve-engine",
-                daemon=True,
-            )
-            set_engine_environment()
-            self._process.start()
-            self._launched = made.pop_all()
+    @property
+    def num_requests(self) -> int:
+        """Requests that the engine has."""
+        return len(self._listeners)
+
+    def hear_load(self, on_load: Callable[[EngineLoad], None]) -> None:
+        """Have an engine that is ready tell its load from now on."""
+        self._on_load = on_load
+        if not self.stopped.is_set():
+            self._send(engine_messages.TellLoad())
+
+    def forward(self, data: bytes) -> None:
+        """Send a command that is encoded already, if the engine is there."""
+        if self._peer is not None and not self.stopped.is_set():
+            self._send_bytes(data)
+
+    def end_requests(self, error: EngineStopped) -> None:
+        """End all requests with an error, as at the engine's death, but it goes on."""
+        while self._listeners:  # one that hears of it may abort others
+            request_id, listener = self._listeners.popitem()
+            if not self.stopped.is_set():
+                self._send(engine_messages.Abort(request_id))
+            listener((request_id, error))
 
     def submit(self, request: Request, arrival_s: float, listener: Listener) -> None:
         """Send a request; its events go to ``listener``: that it was accepted, then outputs, or one exception.
@@ -172,7 +267,8 @@ class EngineClient:
             raise EngineStopped(self.failure or "the engine has stopped")
         assert request.request_id is not None
         self._listeners[request.request_id] = listener
-        num_bytes = self._send(engine_messages.Add(request, arrival_s, http_request_id.get())) + _BYTES_BESIDE
+        add = engine_messages.Add(request, self._clock.there(arrival_s), http_request_id.get())
+        num_bytes = self._send(add) + _BYTES_BESIDE
         self._untaken[request.request_id] = num_bytes
         self._num_untaken_bytes += num_bytes
 
@@ -240,37 +336,41 @@ class EngineClient:
     async def close(self) -> None:
         """End the process; requests that still run get EngineStopped."""
         self._closing = True
-        if self._launched is None:
+        peer = self._peer
+        if peer is None:
             return
-        if not self._ready:
-            self._process.kill()  # it loads a model and hears nothing
-        elif self._process.is_alive() and not self.stopped.is_set():
-            self._send(engine_messages.Close())
-        await asyncio.to_thread(self._process.join, _CLOSE_S)
-        if self._process.is_alive():
-            self._process.kill()
-            await asyncio.to_thread(self._process.join, _KILL_S)
-            if self._process.is_alive():
-                logger.error(
-                    "the engine process %s did not end within %g s after it was killed: it hangs in a call of the "
-                    "kernel, as a rule of the GPU's driver, and keeps its memory",
-                    self._process.pid,
-                    _KILL_S,
-                )
+        await peer.end(is_ready=self._ready, has_stopped=self.stopped.is_set())
         if not self.stopped.is_set():
-            await self._die("the server closed the engine")
-        if self._asking is not None:
-            self._asking.cancel()
+            await self._die(peer, "the server closed the engine")
+        for task in self._watching:
+            task.cancel()
         loop = asyncio.get_running_loop()
-        loop.remove_reader(self._process.sentinel)
-        loop.remove_reader(self._outputs_fd)
-        self._launched.close()
-        self._launched = None
+        loop.remove_reader(peer.death_fd)
+        loop.remove_reader(peer.reports_fd)
+        peer.close()
+        self._peer = None
 
     def kill(self) -> None:
         """End the process at once."""
-        if self._launched is not None:
-            self._process.kill()
+        if self._peer is not None:
+            self._peer.kill()
+
+    async def _feel_pulse(self, peer: Peer) -> None:
+        """Kill an engine that gives no sign of life: its requests are tried elsewhere, or told."""
+        every_s = self._heartbeat_s / _LOOKS
+        looked_s = self._heard_s = time.monotonic()
+        while not self.stopped.is_set():
+            if peer.has_own_clock:
+                self._send(engine_messages.Beat(time.monotonic()))
+            await asyncio.sleep(every_s)
+            self._look()  # what has come counts, and this process may be late to read it
+            now_s = time.monotonic()
+            if now_s - looked_s > 2 * every_s:
+                self._heard_s = now_s  # it was stopped itself, and the engine perhaps with it
+            elif now_s - self._heard_s > self._heartbeat_s and not self.stopped.is_set():
+                self._fail(f"its process gave no sign of life for {self._heartbeat_s:g} s, and was killed")
+                self.kill()
+            looked_s = now_s
 
     async def _ask_how_it_is(self) -> None:
         """Ask the engine for a sign of life, and kill one that hangs: its requests would wait for ever."""
@@ -289,29 +389,46 @@ class EngineClient:
                 self.kill()
                 return
 
-    def _send(self, message: engine_messages.Command) -> int:
+    def _send(self, message: engine_messages.FrontMessage) -> int:
         """Send a message; return its number of bytes."""
         data = engine_messages.encode(message)
+        self._send_bytes(data)
+        return len(data)
+
+    def _send_bytes(self, data: bytes) -> None:
         try:
-            self._commands.send(data, zmq.NOBLOCK)
+            assert self._peer is not None
+            self._peer.send(data)
         except zmq.Again:
             # The process is dead or dying, and _on_death is about to tell all requests.
-            if self._process.is_alive():
+            if self._peer is not None and self._peer.is_alive:
                 raise
-        return len(data)
+        if self._peer is not None and self._peer.has_own_clock:
+            # One socket for both ways: a send may take the descriptor's news of what has come meanwhile.
+            asyncio.get_running_loop().call_soon(self._look)
 
     def _taken(self, request_id: str) -> None:
         self._num_untaken_bytes -= self._untaken.pop(request_id)
 
-    def _read(self, ready: asyncio.Future[EngineInfo], on_progress: Callable[[str], None]) -> None:
+    def _read(self, peer: Peer, ready: asyncio.Future[EngineInfo], on_progress: Callable[[str], None]) -> None:
         """Handle every message that is there: the descriptor tells of new ones only once all were taken."""
+        has_come = False
         while True:
             try:
-                report = engine_messages.decode_report(self._outputs.recv(zmq.NOBLOCK))
+                data = peer.receive()
             except zmq.Again:
-                return
+                break
+            has_come = True
+            if self.stopped.is_set():
+                continue  # everybody was told that it is gone
+            report = engine_messages.decode_report(data)
+            if self._relay is not None and isinstance(report, engine_messages.OfRequests):
+                self._relay(report, data)
+                continue
             match report:
                 case engine_messages.Step(accepted, outputs):
+                    if peer.has_own_clock:
+                        outputs = [self._clock.here(output) for output in outputs]
                     for request_id, predicted_ttft_s, scaled_slo in accepted:
                         self._taken(request_id)
                         self._deliver(request_id, Accepted(predicted_ttft_s, scaled_slo))
@@ -343,8 +460,12 @@ class EngineClient:
                     on_progress(text)
                 case EngineInfo():
                     ready.set_result(report)
+                case engine_messages.Pulse(sent_s, clock_s):
+                    self._clock.note(sent_s, clock_s, time.monotonic())
                 case engine_messages.Failed(reason):
                     self._fail(reason)
+        if has_come:
+            self._heard_s = time.monotonic()
 
     def _deliver(self, request_id: str, item: Accepted | RequestOutput | Exception) -> None:
         listener = self._listeners.get(request_id)
@@ -354,26 +475,29 @@ class EngineClient:
             del self._listeners[request_id]
         listener((request_id, item))
 
-    def _on_death(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._process.sentinel)
-        if not self._closing:
-            self._death = loop.create_task(self._die("", _LAST_WORDS_S))
+    def _on_silence(self) -> None:
+        if not self._ready and not self.stopped.is_set():
+            self._fail(f"it did not answer within {_GREETING_S:g} s")
 
-    async def _die(self, reason: str, patience_s: float = 0.0) -> None:
+    def _on_death(self, peer: Peer) -> None:
+        if peer.is_alive:
+            return  # the descriptor told of something else
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(peer.death_fd)
+        if not self._closing:
+            self._death = loop.create_task(self._die(peer, "", _LAST_WORDS_S))
+
+    async def _die(self, peer: Peer, reason: str, patience_s: float = 0.0) -> None:
         """Give a last report of the engine a moment to arrive; without one, fail all requests."""
         try:
             await asyncio.wait_for(self.stopped.wait(), patience_s)
         except TimeoutError:
-            code = self._process.exitcode
-            self._fail(reason or f"the engine process died (exit code {code})")
+            self._fail(reason or peer.end_of())
 
     def _fail(self, reason: str) -> None:
         self.failure = reason
         self.stopped.set()
-        while self._listeners:  # one that hears of it may abort others
-            request_id, listener = self._listeners.popitem()
-            listener((request_id, EngineStopped(reason)))
+        self.end_requests(EngineStopped(reason))
         unanswered: list[asyncio.Future[Any]] = [*self._lora_changes.values(), *self._clearing]
         for done in unanswered:
             done.set_exception(engine_gone(reason, None))

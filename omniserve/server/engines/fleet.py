@@ -2,14 +2,18 @@
 
 A call's requests go to one engine. If that refuses them for its load, or dies before the first token, the next engine
 is tried; the order is the router's (``omniserve/routing``). After two deaths a call gets its error.
+
+Engines join and leave while requests run. One that is drained gets no more calls; one that is removed is drained first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from omniserve.core.errors import EngineStopped, RequestRejected
@@ -19,96 +23,275 @@ from omniserve.routing.books import Call, EngineBooks, Sent
 from omniserve.routing.routers import Router
 from omniserve.server.engines.client import EngineClient
 from omniserve.server.engines.messages import EngineInfo
-from omniserve.server.engines.process import EngineMaker
+from omniserve.server.engines.sources import EngineSource
 from omniserve.server.engines.supervisor import EngineSupervisor
-from omniserve.server.errors import ApiError, engine_gone
+from omniserve.server.errors import ApiError, EngineRemoved, engine_gone
+
+# It is looked so often whether an engine that is drained has ended its requests.
+_LOOK_S = 0.05
+# The longest pause between two attempts to find an engine of another machine.
+_SEEK_S = 5.0
+
+
+@dataclass(eq=False)
+class Member:
+    """An engine of a fleet."""
+
+    source: EngineSource
+    engine: EngineSupervisor
+    books: EngineBooks
+    is_draining: bool = False
+    """True: the engine gets no more calls."""
+    leaving: asyncio.Task[None] | None = None
+    """Ends it when its requests have ended; None: it stays."""
+
+    @property
+    def number(self) -> int:
+        """The engine's number, which no other engine of this server has had."""
+        return self.books.number
+
+    @property
+    def is_up(self) -> bool:
+        """The engine is there."""
+        return self.engine.client.failure is None
+
+    @property
+    def is_open(self) -> bool:
+        """The engine takes requests."""
+        return self.is_up and not self.is_draining
+
+    @property
+    def state(self) -> str:
+        """One word of ``/admin/engines``."""
+        if self.leaving is not None:
+            return "leaving"
+        if self.is_up:
+            return "draining" if self.is_draining else "up"
+        return "down" if self.engine.ready.is_set() else "joining"
 
 
 class Fleet:
     """Some engines of the same model with the same settings.
 
+    What serves calls uses ``start``, ``place``, ``check_room``, ``stats``, ``change_lora``, ``clear_cache``, the
+    properties and ``close``; ``add``, ``drain``, ``resume`` and ``remove`` are of those who run the server.
+
     Args:
-        make_engines: Makes each engine; their number is that of the engines.
+        sources: Where the engines are from.
         router: Chooses among them.
-        log_level, log_format, max_restarts: As ``EngineSupervisor`` takes them.
+        max_restarts: As ``EngineSupervisor`` takes it, for engines of this machine. Those of others are looked for
+            without end.
+        heartbeat_s: As ``EngineClient`` takes it.
         on_progress: Told how starts go on.
     """
 
     def __init__(
         self,
-        make_engines: Sequence[EngineMaker],
+        sources: Sequence[EngineSource],
         router: Router,
         *,
-        log_level: str = "warning",
-        log_format: str = "text",
         max_restarts: int = 3,
+        heartbeat_s: float = 20.0,
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> None:
-        count = len(make_engines)
         self._router = router
-        self._books = [EngineBooks(number) for number in range(count)]
-        self.engines = [
-            EngineSupervisor(
-                make_engine,
-                log_level=log_level,
-                log_format=log_format,
-                max_restarts=max_restarts,
-                on_progress=on_progress if count == 1 else functools.partial(_tell, on_progress, number),
-                on_load=None if count == 1 else functools.partial(self._hear, number),
-                on_death=self._books[number].forget,
-            )
-            for number, make_engine in enumerate(make_engines)
-        ]
+        self._max_restarts, self._heartbeat_s, self._on_progress = max_restarts, heartbeat_s, on_progress
+        self._is_plural = len(sources) > 1
+        """Books are kept; True from the second engine on."""
+        self._num_ever = 0
+        self._info: EngineInfo | None = None
+        self.members: list[Member] = []
+        """The engines, those that are not there now among them."""
+        for source in sources:
+            self._make_member(source)
         self.on_restart: Callable[[EngineClient], Awaitable[None]] | None = None
-        """Called with an engine that was started again, before it takes requests."""
+        """Called with an engine that was started again or has joined, before it takes requests."""
         self.stopped = asyncio.Event()
         """Set when all engines are dead for good."""
         self._watching: list[asyncio.Task[None]] = []
 
+    def _make_member(self, source: EngineSource) -> Member:
+        number = self._num_ever
+        self._num_ever += 1
+        books = EngineBooks(number)
+        engine = EngineSupervisor(
+            functools.partial(self._new_client, source, books),
+            name="the engine" if source.is_local and not self._is_plural else f"engine {number} ({source.name})",
+            max_restarts=self._max_restarts if source.is_local else math.inf,
+            **({} if source.is_local else {"longest_pause_s": _SEEK_S}),
+            on_progress=functools.partial(self._tell, number),
+            on_death=books.forget,
+            check=functools.partial(self._check, books),
+        )
+        member = Member(source, engine, books)
+        self.members.append(member)
+        return member
+
+    def _new_client(self, source: EngineSource, books: EngineBooks) -> EngineClient:
+        on_load = functools.partial(_hear, books) if self._is_plural else None
+        return EngineClient(source.connect, on_load=on_load, heartbeat_s=self._heartbeat_s)
+
+    def _tell(self, number: int, text: str) -> None:
+        self._on_progress(f"{number}: {text}" if self._is_plural else text)
+
+    def _check(self, books: EngineBooks, info: EngineInfo) -> None:
+        """Take an engine's word on what it is.
+
+        Raises:
+            EngineStopped: It is not like the others.
+        """
+        if self._info is None:
+            self._info = info
+        for what, own, others in (
+            ("model (--model, --max-model-len)", _model_of(info), _model_of(self._info)),
+            ("classes (--class)", info.classes, self._info.classes),
+        ):
+            if own != others:
+                raise EngineStopped(f"its {what} is not that of the other engines: {own}, not {others}")
+        books.have_cache(info.limits.pool_tokens or info.limits.max_tokens)
+
     async def start(self) -> EngineInfo:
-        """Start the engines; return when all are ready.
+        """Start the engines; return when those of this machine are ready, or the first one of others if none is here.
 
         The first one starts alone: what it measures and compiles is there for the others then.
 
         Raises:
             EngineStopped: One could not start; the message says why.
         """
-        info = await self.engines[0].start()
-        if len(self.engines) > 1:
-            await asyncio.gather(*(engine.start() for engine in self.engines[1:]))
-        tokens = info.limits.pool_tokens or info.limits.max_tokens
-        for books, engine in zip(self._books, self.engines, strict=True):
-            books.have_cache(tokens)
-            engine.on_restart = self._restarted
-            self._watching.append(asyncio.create_task(self._watch(engine)))
-        return info
+        local = [member for member in self.members if member.source.is_local]
+        if local:
+            await local[0].engine.start()
+            await asyncio.gather(*(member.engine.start() for member in local[1:]))
+        seeking = [member for member in self.members if not member.source.is_local]
+        for member in self.members:
+            member.engine.on_restart = self._restarted
+            self._watching.append(asyncio.create_task(self._watch(member)))
+        for member in seeking:
+            member.engine.begin()
+        if not local:
+            ready = [asyncio.create_task(member.engine.ready.wait()) for member in seeking]
+            try:
+                await asyncio.wait(ready, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in ready:
+                    task.cancel()
+        assert self._info is not None
+        return self._info
+
+    def add(self, source: EngineSource) -> Member:
+        """Have an engine join; it gets calls when it is ready."""
+        if not self._is_plural:
+            self._is_plural = True
+            for member in self.members:
+                member.engine.client.hear_load(functools.partial(_hear, member.books))
+        member = self._make_member(source)
+        member.engine.on_restart = self._restarted
+        member.engine.begin()
+        self._watching.append(asyncio.create_task(self._watch(member)))
+        return member
+
+    def member(self, number: int) -> Member:
+        """Return the engine of a number.
+
+        Raises:
+            ApiError: There is none.
+        """
+        for member in self.members:
+            if member.number == number:
+                return member
+        known = ", ".join(str(member.number) for member in self.members)
+        raise ApiError(f"there is no engine {number}; there are {known}", status=404, param="id", code="not_found")
+
+    def drain(self, number: int) -> Member:
+        """Give an engine no more calls; those that it has go on.
+
+        Raises:
+            ApiError: There is no such engine, or no other that takes calls.
+        """
+        member = self.member(number)
+        self._check_others(member)
+        member.is_draining = True
+        return member
+
+    def resume(self, number: int) -> Member:
+        """Give an engine that was drained calls again.
+
+        Raises:
+            ApiError: There is no such engine, or it is being removed.
+        """
+        member = self.member(number)
+        if member.leaving is not None:
+            raise ApiError(f"engine {number} is being removed; add another one", status=409, code="engine_removed")
+        member.is_draining = False
+        return member
+
+    def remove(self, number: int, timeout_s: float) -> Member:
+        """Drain an engine and end it when it has no more requests, at the latest after ``timeout_s`` seconds.
+
+        Requests that have no token by then are tried on other engines, others get an error; lines of batches are run
+        again.
+
+        Raises:
+            ApiError: As ``drain`` does.
+        """
+        member = self.drain(number)
+        if member.leaving is None:
+            member.leaving = asyncio.create_task(self._remove(member, timeout_s))
+        return member
+
+    def _check_others(self, member: Member) -> None:
+        if not any(each.is_open for each in self.members if each is not member):
+            raise ApiError(
+                f"no engine but {member.number} takes calls: add one, or stop the server",
+                status=409,
+                code="last_engine",
+            )
+
+    async def _remove(self, member: Member, timeout_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
+        member.engine.keep_down()
+        while member.engine.client.num_requests and time.monotonic() < until_s:
+            await asyncio.sleep(_LOOK_S)
+        member.engine.client.end_requests(EngineRemoved(f"engine {member.number} was removed"))
+        try:
+            await member.engine.close()
+            await member.source.end()
+        finally:
+            self.members.remove(member)
+            self._note_stopped()
+
+    @property
+    def engines(self) -> list[EngineSupervisor]:
+        """The engines that take calls, or will when they are there again."""
+        return [each.engine for each in self.members if each.engine.ready.is_set() and not each.is_draining]
 
     @property
     def clients(self) -> list[EngineClient]:
-        """The engine processes that take requests."""
-        return [engine.client for engine in self.engines if engine.client.failure is None]
+        """The engine processes that are there, those that are drained among them."""
+        return [member.engine.client for member in self.members if member.is_up]
 
     @property
     def replicas(self) -> list[tuple[bool, EngineBooks]]:
         """For each engine a truth value, True while it takes requests, and its books; empty if there is one engine."""
-        if len(self.engines) == 1:
-            return []
-        return [(_is_open(engine), books) for engine, books in zip(self.engines, self._books, strict=True)]
+        return [(member.is_open, member.books) for member in self.members] if self._is_plural else []
 
     @property
     def failure(self) -> str | None:
         """The reason why no engine takes requests now; None while one does."""
-        return None if self.clients else next(engine.failure for engine in self.engines)
+        return None if self._open() else next((m.engine.failure for m in self.members if not m.is_up), None)
 
     @property
     def retry_after_s(self) -> float | None:
         """Seconds until the first engine is expected back; None if all are dead for good."""
-        return min((s for engine in self.engines if (s := engine.retry_after_s) is not None), default=None)
+        return min((s for m in self.members if (s := m.engine.retry_after_s) is not None), default=None)
 
     @property
     def num_restarts(self) -> int:
         """Engines that were ready again after a death."""
-        return sum(engine.num_restarts for engine in self.engines)
+        return sum(member.engine.num_restarts for member in self.members)
+
+    def _open(self) -> list[Member]:
+        return [member for member in self.members if member.is_open]
 
     def check_room(self) -> None:
         """Raise ApiError unless an engine takes requests.
@@ -116,13 +299,13 @@ class Fleet:
         Raises:
             ApiError: None is there, or too much waits for each of them.
         """
-        clients = self.clients
-        if not clients:
+        members = self._open()
+        if not members:
             raise engine_gone(self.failure or "the engine has stopped", self.retry_after_s)
         refusals: list[ApiError] = []
-        for client in clients:
+        for member in members:
             try:
-                client.check_room()
+                member.engine.client.check_room()
                 return
             except ApiError as error:
                 refusals.append(error)
@@ -138,19 +321,17 @@ class Fleet:
         Raises:
             ApiError: No such engine takes requests.
         """
-        if (failure := self.failure) is not None:
-            raise engine_gone(failure, self.retry_after_s)
-        if len(self.engines) == 1:
-            return Placement(call, [(self.engines[0], None)])
-        open_books = [
-            books
-            for (is_open, books), engine in zip(self.replicas, self.engines, strict=True)
-            if is_open and lora not in engine.client.refused_loras
-        ]
-        if not open_books:
+        members = self._open()
+        if not members:
+            raise engine_gone(self.failure or "the engine has stopped", self.retry_after_s)
+        if not self._is_plural:
+            return Placement(call, [(members[0], None)])
+        members = [member for member in members if lora not in member.engine.client.refused_loras]
+        if not members:
             raise engine_gone(f"no engine is ready that has the LoRA adapter {lora!r}", self.retry_after_s)
-        order = self._router.order(call, open_books)
-        return Placement(call, [(self.engines[books.number], books) for books in order])
+        by_number = {member.number: member for member in members}
+        order = self._router.order(call, [member.books for member in members])
+        return Placement(call, [(by_number[books.number], books) for books in order])
 
     async def change_lora(self, name: str, folder: str | None) -> None:
         """Have each engine load a LoRA adapter from a folder, or unload it if that is None.
@@ -184,8 +365,8 @@ class Fleet:
         if not clients:
             raise engine_gone(self.failure or "the engine has stopped", None)
         found = await asyncio.gather(*(client.clear_cache(sessions) for client in clients), return_exceptions=True)
-        for books in self._books:
-            books.forget_prompts()
+        for member in self.members:
+            member.books.forget_prompts()
         freed = [each for each in found if isinstance(each, FreedKV)]
         if not freed:
             raise next(each for each in found if isinstance(each, BaseException))
@@ -217,31 +398,33 @@ class Fleet:
 
     def keep_down(self) -> None:
         """Start no engine from now on: the server is about to stop."""
-        for engine in self.engines:
-            engine.keep_down()
+        for member in self.members:
+            member.engine.keep_down()
 
     def kill(self) -> None:
         """End the processes at once."""
-        for engine in self.engines:
-            engine.kill()
+        for member in self.members:
+            member.engine.kill()
 
     async def close(self) -> None:
         """End the processes; requests that still run get EngineStopped."""
-        for task in self._watching:
+        leaving = [member.leaving for member in self.members if member.leaving is not None]
+        for task in (*self._watching, *leaving):
             task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
-        await asyncio.gather(*(engine.close() for engine in self.engines))
-
-    def _hear(self, number: int, load: EngineLoad) -> None:
-        self._books[number].hear(load, time.monotonic())
+        await asyncio.gather(*self._watching, *leaving, return_exceptions=True)
+        await asyncio.gather(*(member.engine.close() for member in self.members))
+        await asyncio.gather(*(member.source.end() for member in self.members))
 
     async def _restarted(self, client: EngineClient) -> None:
         if self.on_restart is not None:
             await self.on_restart(client)
 
-    async def _watch(self, engine: EngineSupervisor) -> None:
-        await engine.stopped.wait()
-        if all(each.stopped.is_set() for each in self.engines):
+    async def _watch(self, member: Member) -> None:
+        await member.engine.stopped.wait()
+        self._note_stopped()
+
+    def _note_stopped(self) -> None:
+        if all(each.engine.stopped.is_set() for each in self.members):
             self.stopped.set()
 
 
@@ -253,7 +436,7 @@ class Placement:
         order: The engines to try, the first of which takes requests, each with its books if they are kept.
     """
 
-    def __init__(self, call: Call, order: Sequence[tuple[EngineSupervisor, EngineBooks | None]]) -> None:
+    def __init__(self, call: Call, order: Sequence[tuple[Member, EngineBooks | None]]) -> None:
         self._call = call
         self._left = list(reversed(order))
         self._refusals: list[RequestRejected] = []
@@ -270,10 +453,10 @@ class Placement:
         else:
             return False
         while self._left:
-            engine, books = self._left.pop()
-            if _is_open(engine):
+            member, books = self._left.pop()
+            if member.is_open:
                 self.end()
-                self._take(engine, books)
+                self._take(member, books)
                 return True
         return False
 
@@ -295,16 +478,16 @@ class Placement:
             books.end(sent)
             self._sent = None
 
-    def _take(self, engine: EngineSupervisor, books: EngineBooks | None) -> None:
-        self.client = engine.client
+    def _take(self, member: Member, books: EngineBooks | None) -> None:
+        self.client = member.engine.client
         """The engine process that has the call, or is to get it."""
         if books is not None:
             self._sent = books, books.expect(self._call)
 
 
-def _is_open(engine: EngineSupervisor) -> bool:
-    return engine.client.failure is None
+def _hear(books: EngineBooks, load: EngineLoad) -> None:
+    books.hear(load, time.monotonic())
 
 
-def _tell(on_progress: Callable[[str], None], number: int, text: str) -> None:
-    on_progress(f"{number}: {text}")
+def _model_of(info: EngineInfo) -> tuple[int, int]:
+    return info.limits.vocab_size, info.limits.max_model_len

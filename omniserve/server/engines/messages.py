@@ -1,4 +1,4 @@
-"""The messages between the API process and the engine's process, in MessagePack."""
+"""The messages between the API process and the engine's process, on this machine or another, in MessagePack."""
 
 from __future__ import annotations
 
@@ -49,11 +49,45 @@ class AskStats(Message):
     """Answer with ``Stats``."""
 
 
+class TellLoad(Message):
+    """Tell the load every few steps from now on, with ``Load``."""
+
+
+class Reset(Message):
+    """End all requests, whoever sent them; answer with ``WasReset``."""
+
+
 class Close(Message):
     """End the process."""
 
 
-Command = Add | Abort | ChangeLoRA | ClearCache | AskStats | Close
+Command = Add | Abort | ChangeLoRA | ClearCache | AskStats | TellLoad | Reset | Close
+
+
+class Hello(Message):
+    """Ask an engine on another machine to work for this server; it answers with ``EngineInfo`` or ``Failed``."""
+
+    version: str
+    """This server's version of OmniServe."""
+    server_id: str
+
+
+class Beat(Message):
+    """A sign of life of the server; an engine on another machine answers with ``Pulse``."""
+
+    sent_s: float
+
+
+class Leave(Message):
+    """Let go of an engine on another machine, which goes on without requests."""
+
+
+class Kill(Message):
+    """Kill the process of an engine on another machine, and start it again."""
+
+
+FrontMessage = Command | Hello | Beat | Leave | Kill
+"""What an engine on another machine gets."""
 
 
 class Progress(Message):
@@ -98,7 +132,7 @@ def is_bare(output: RequestOutput) -> bool:
 
 
 class Load(Message):
-    """The engine's load, if it is to tell it."""
+    """The engine's load, after ``TellLoad``."""
 
     load: EngineLoad
 
@@ -137,8 +171,28 @@ class Stats(Message):
     stats: EngineStats
 
 
-Report = Progress | EngineInfo | Failed | Step | Load | Refused | LoRAChanged | CacheCleared | Stats
+class WasReset(Message):
+    """The outcome of ``Reset``: what is reported later is of requests that came later."""
+
+
+class Alive(Message):
+    """A sign of life, several a second, whatever the engine does."""
+
+
+class Pulse(Message):
+    """The answer to ``Beat``."""
+
+    sent_s: float
+    """That of the ``Beat``."""
+    clock_s: float
+    """The other machine's ``time.monotonic``."""
+
+
+OfRequests = Step | Load | Refused | LoRAChanged | CacheCleared | Stats | WasReset
+"""Reports that are passed on to a server on another machine."""
+Report = OfRequests | Progress | EngineInfo | Failed | Alive | Pulse
 
 encode = msgpack.Encoder(enc_hook=float).encode  # for the float64 of numpy, which predictions are made in
 decode_command = msgpack.Decoder[Command](Command).decode
+decode_front = msgpack.Decoder[FrontMessage](FrontMessage).decode
 decode_report = msgpack.Decoder[Report](Report).decode

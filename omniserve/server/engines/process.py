@@ -33,6 +33,7 @@ from omniserve.sampling.grammar import Grammar
 from omniserve.server.engines.messages import (
     Abort,
     Add,
+    Alive,
     AskStats,
     CacheCleared,
     ChangeLoRA,
@@ -46,8 +47,11 @@ from omniserve.server.engines.messages import (
     Progress,
     Refused,
     Report,
+    Reset,
     Stats,
     Step,
+    TellLoad,
+    WasReset,
     decode_command,
     encode,
     is_bare,
@@ -69,6 +73,8 @@ _IDLE_STEP_S = 1.0
 _LINGER_MS = 2000
 # An engine beside others tells its load so often.
 _LOAD_EVERY_S = 0.02
+# And every engine that it is alive.
+_ALIVE_EVERY_S = 0.5
 
 
 class TakesArrivals(Protocol):
@@ -123,17 +129,9 @@ EngineMaker = Callable[[Callable[[str], None]], EngineLike]
 
 
 def run_engine_process(
-    make_engine: EngineMaker,
-    command_address: str,
-    output_address: str,
-    log_level: str,
-    log_format: str,
-    tells_load: bool,
+    make_engine: EngineMaker, command_address: str, output_address: str, log_level: str, log_format: str
 ) -> None:
-    """Run the engine process until it is told to close, or until the API process is gone.
-
-    ``tells_load``: reports its load every few steps.
-    """
+    """Run the engine process until it is told to close, or until the API process is gone."""
     # Ctrl-C reaches the whole process group; the API process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -142,7 +140,7 @@ def run_engine_process(
     threading.Thread(target=_exit_with_parent, name="parent-watch", daemon=True).start()
     status = 1
     try:
-        status = _run(make_engine, command_address, output_address, names, tells_load=tells_load)
+        status = _run(make_engine, command_address, output_address, names)
     except Exception:
         logger.exception("the engine process failed")
     finally:
@@ -151,9 +149,7 @@ def run_engine_process(
         os._exit(status)
 
 
-def _run(
-    make_engine: EngineMaker, command_address: str, output_address: str, names: dict[str, str], *, tells_load: bool
-) -> int:
+def _run(make_engine: EngineMaker, command_address: str, output_address: str, names: dict[str, str]) -> int:
     """Start the engine and serve; return the exit status."""
     context = zmq.Context()
     commands, outputs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -161,13 +157,16 @@ def _run(
     outputs.setsockopt(zmq.SNDHWM, 0)
     outputs.connect(output_address)
     link = _Link(commands, outputs)
+    ended = threading.Event()
+    heart = threading.Thread(target=_beat, args=(context, output_address, ended), name="alive", daemon=True)
+    heart.start()
     try:
         started = _start(make_engine, link)
         if started is None:
             return 1
         engine, collector = started
         try:
-            _serve(engine, link, names, collector, tells_load=tells_load)
+            _serve(engine, link, names, collector)
             return 0
         except Exception as error:
             logger.exception("the engine's step failed")
@@ -178,7 +177,21 @@ def _run(
                 engine.upkeep.close()
             engine.close()
     finally:
+        ended.set()
+        heart.join()
         context.destroy(linger=_LINGER_MS)
+
+
+def _beat(context: zmq.Context, output_address: str, ended: threading.Event) -> None:
+    """Tell that this process is alive, in long steps, too, until it ends."""
+    outputs = context.socket(zmq.PUSH)
+    outputs.setsockopt(zmq.SNDHWM, 1)  # what is not taken need not be repeated
+    outputs.connect(output_address)
+    alive = encode(Alive())
+    while not ended.wait(_ALIVE_EVERY_S):
+        with contextlib.suppress(zmq.Again):
+            outputs.send(alive, zmq.NOBLOCK)
+    outputs.close(linger=0)
 
 
 class _Link:
@@ -285,18 +298,12 @@ class _Compiling:
 class _Serving:
     """Takes commands and steps; to the engine's upkeep it is what has to be given way to."""
 
-    def __init__(
-        self,
-        engine: EngineLike,
-        link: _Link,
-        names: dict[str, str],
-        collector: GarbageCollector,
-        *,
-        tells_load: bool = False,
-    ) -> None:
+    def __init__(self, engine: EngineLike, link: _Link, names: dict[str, str], collector: GarbageCollector) -> None:
         self._engine, self._link, self._names, self._collector = engine, link, names, collector
         self._step_s = 0.0
-        self._tells_load = tells_load
+        self._ids: set[str] = set()
+        """Requests that the engine has."""
+        self._tells_load = False
         self._told_s, self._told_idle = -math.inf, False
         self._num_taken = 0
         self._compiling: dict[str, _Compiling] = {}
@@ -338,6 +345,7 @@ class _Serving:
             if output.finished:
                 _log(f"ended: {output.finish_reason}, {output.num_output_tokens} tokens", output.request_id)
                 names.pop(output.request_id, None)
+                self._ids.discard(output.request_id)
         if self._tells_load:
             self._tell_load()
         if engine.has_unfinished and engine.last_plan_was_empty:
@@ -369,6 +377,7 @@ class _Serving:
                 if self._compiling.pop(request_id, None) is not None or self._engine.abort(request_id):
                     _log("aborted", request_id)
                 self._names.pop(request_id, None)
+                self._ids.discard(request_id)
             case ChangeLoRA(number, name, None):
                 try:
                     self._engine.loras.remove(name)
@@ -383,8 +392,24 @@ class _Serving:
                 self._link.send(CacheCleared(self._engine.clear_prefixes(sessions)))
             case AskStats():
                 self._link.send(Stats(self._engine.stats()))
+            case TellLoad():
+                self._tells_load = True
+            case Reset():
+                self._reset(accepted)
             case Close():
                 raise _Closed
+
+    def _reset(self, accepted: list[tuple[str, float | None, SLO | None]]) -> None:
+        """End all requests, and tell nothing more of them."""
+        for request_id in self._ids:
+            self._engine.abort(request_id)
+        self._ids.clear()
+        self._names.clear()
+        self._compiling.clear()
+        self._reading.clear()
+        accepted.clear()
+        self._num_taken, self._tells_load = 0, False
+        self._link.send(WasReset())
 
     def _add_compiled(self, accepted: list[tuple[str, float | None, SLO | None]]) -> None:
         """Add the requests whose grammars have been compiled, and refuse those that waited too long for it."""
@@ -428,6 +453,7 @@ class _Serving:
             self._refuse(request_id, error)
         else:
             engine = self._engine
+            self._ids.add(request_id)
             accepted.append((request_id, engine.predicted_ttft_s(request_id), engine.scaled_slo(request_id)))
             _log("accepted", request_id)
 
@@ -450,12 +476,10 @@ class _Serving:
             raise _Interrupted from error
 
 
-def _serve(
-    engine: EngineLike, link: _Link, names: dict[str, str], collector: GarbageCollector, *, tells_load: bool = False
-) -> None:
+def _serve(engine: EngineLike, link: _Link, names: dict[str, str], collector: GarbageCollector) -> None:
     if engine.preemption is not None:
         engine.preemption.arrivals = link.arrivals
-    serving = _Serving(engine, link, names, collector, tells_load=tells_load)
+    serving = _Serving(engine, link, names, collector)
     try:
         while True:
             if (upkeep := engine.upkeep) is None:
