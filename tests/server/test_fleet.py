@@ -43,7 +43,7 @@ def test_metrics_are_those_of_one_server(two):
 
 def test_a_server_of_one_engine_has_no_series_of_replicas(server):
     with server.http() as http:
-        assert "omniserve_replica" not in http.get("/metrics").text
+        assert "omniserve_replica_" not in http.get("/metrics").text
 
 
 def test_a_refusal_is_tried_elsewhere(two):
