@@ -170,12 +170,12 @@ class QueueingControl:
     def _queue_before(self, state: RequestState, others: Sequence[RequestState], now_s: float) -> LSQueue:
         """Return the queue before a request, of LS decodes and of these others with prefill left."""
         ahead = ahead_of(state, others, now_s)
-        return self._queue([other for other in self._view.device[LS] if other.decodes], ahead)
+        return self._queue([other for other in self._view.device[LS].everyone() if other.decodes], ahead)
 
     def _other_prompts(self, state: RequestState) -> Iterator[RequestState]:
         """Yield the other LS requests with prefill left."""
         loading = (other for other in self._view.loading if other.kind is LS)
-        in_line = itertools.chain(self._view.device[LS], self._view.waiting[LS], loading)
+        in_line = itertools.chain(self._view.device[LS].everyone(), self._view.waiting[LS].everyone(), loading)
         return (other for other in in_line if other is not state and not other.decodes)
 
     def _note_overtaken(self, state: RequestState, now_s: float) -> None:
@@ -192,17 +192,17 @@ class QueueingControl:
 
     def _queue(self, decoding: Sequence[RequestState], prompts: Sequence[RequestState]) -> LSQueue:
         """Return the queue of these LS requests, with the blocks that they have or can have."""
-        device, memory = self._view.device, self._memory
-        held = {state.request_id: memory.num_blocks(state) for state in device[LS]}
-        of_ls = sum(held.values()) - sum(map(memory.num_shared_at_begin, device[LS]))
-        of_be = sum(map(memory.num_blocks, device[BE]))
+        memory, on_device = self._memory, self._view.device[LS].everyone()
+        held = {state.request_id: memory.num_blocks(state) for state in on_device}
+        of_ls = sum(held.values()) - sum(map(memory.num_shared_at_begin, on_device))
+        of_be = sum(map(memory.num_blocks, self._view.device[BE].everyone()))
         of_be += sum(len(move.src_block_ids) for move in memory.moves_to_host)
         free = memory.num_free
         # Blocks that several requests share count for each, so BE requests have no more than all others.
         num_free = free + min(of_be, max(0, memory.num_device_blocks - free - of_ls))
         num_places = self._view.limits.config.max_num_seqs - memory.num_admitted(LS)
         known = {*decoding, *prompts}
-        behind = [state for state in device[LS] if state not in known]
+        behind = [state for state in on_device if state not in known]
         return LSQueue(decoding, prompts, held, num_free, num_places, behind)
 
     # -- bounds --------------------------------------------------------------------------------------------------

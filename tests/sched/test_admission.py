@@ -264,6 +264,21 @@ def test_a_prediction_knows_that_places_are_taken() -> None:
     assert caught.value.predicted_ttft_s is not None and caught.value.predicted_ttft_s > 1.0
 
 
+@pytest.mark.parametrize("max_num_seqs", [4, 16])
+def test_a_prediction_knows_of_requests_that_other_stages_compute(max_num_seqs: int) -> None:
+    bench = Clock(max_num_seqs=max_num_seqs, max_num_batched_tokens=64)
+    for number in range(3):
+        bench.add(f"ls{number}", prompt=20, output=100, tpot=0.05)
+    bench.run_until(lambda: len(bench.first_s) == 3)
+    bench.add("ls-prompt", prompt=500, ttft=50.0)
+    bench.step()
+    scheduler, hidden = bench.scheduler, bench.requests.hidden
+    predicted = scheduler.load(bench.now_s, 0).ttft_s
+    hidden.update(bench.requests.states.values())
+    assert scheduler.load(bench.now_s, 0).ttft_s == predicted
+    hidden.clear()
+
+
 # -- random histories --
 
 
