@@ -141,7 +141,7 @@ class PaperControl:
     def all_ls_work(self) -> StepCost:
         """Return one step with all LS decodes, and all that is left of LS prompts."""
         step = self._forecast.step()
-        for state in (*self._view.device[LS], *self._view.waiting[LS]):
+        for state in (*self._view.device[LS].everyone(), *self._view.waiting[LS].everyone()):
             if state.decodes:
                 step.add_chunk(state.num_computed_tokens, 1, samples=True)
             else:
