@@ -54,8 +54,8 @@ class AwayTokens:
         """Results of each slot's newest token that late joins have used before their events came: (epoch, layer,
         position). Of most of them no event comes any more."""
         self._used_before: list[set[tuple[int, int, int]]] = [set() for _ in range(slots.num_free)]
-        """Those of the token that the slot had before, be it another request's. Later than that no event comes: a token
-        takes a step for each layer."""
+        """Results of the token that each slot had before that, be it another request's. Later no event comes of them: a
+        token takes a step for each layer."""
         self.ready: list[RequestQueue] = [RequestQueue() for _ in range(num_layers)]
         """Requests with a result that waits to join, by layer."""
 
