@@ -1,7 +1,7 @@
 """BackgroundCompile: a forked process compiles the halves of a model, while this one serves with them as they are.
 
 A fork shares the weights, where a new process would load them once more. It has the lowest priority and ends with this
-process.
+process. Of the engines of a server one compiles at a time, so the others find what it has stored.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
 from omniserve.engine.fingerprint import has_constant_steps
+from omniserve.layers.compile_cache import one_compiler
 from omniserve.layers.patched_model import PatchedModel
 from omniserve.layers.patching import patched_model
 
@@ -91,5 +92,5 @@ def _run_child(model: PatchedModel, fused: bool) -> None:
 
 def _compile(model: PatchedModel, fused: bool) -> bool:
     # One after the other: the threads of a pool that this process's parent has compiled with did not come along.
-    with torch.inference_mode(), inductor_config.patch(compile_threads=1):
+    with one_compiler(model.family.model), torch.inference_mode(), inductor_config.patch(compile_threads=1):
         return model.find_compiled(else_compile=True, fused=fused)

@@ -9,7 +9,9 @@ stored, and only those whose call needs nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -122,6 +124,23 @@ class CompileCache:
             temporary.replace(path)
         except OSError as error:
             logger.warning("compiled halves are not kept, so the next start compiles again: %s", error)
+
+
+@contextlib.contextmanager
+def one_compiler(model: nn.Module) -> Iterator[None]:
+    """Wait until no other process compiles halves of such a model: what it has stored is found then.
+
+    Where the folder cannot be written to, each process compiles for itself, which is logged.
+    """
+    name = hashlib.sha256(_config_text(model.config).encode()).hexdigest()[:32]
+    with contextlib.ExitStack() as stack:
+        try:
+            _folder().mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((_folder() / f"{name}.lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.warning("halves are compiled whoever else compiles them: %s", error)
+        yield
 
 
 def cacheable_half(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from itertools import repeat
 from pathlib import Path
 from shutil import copytree
@@ -14,6 +16,7 @@ from transformers import PreTrainedModel
 
 from omniserve import patch
 from omniserve.layers import compile_cache
+from omniserve.layers.compile_cache import one_compiler
 from omniserve.layers.compiled import CompiledHalf
 from omniserve.layers.patched_model import PatchedModel
 from tests.parity.models import MODELS, tiny_model
@@ -145,3 +148,33 @@ def test_a_file_that_cannot_be_read_is_logged_and_made_anew(
     assert "is not used" in caplog.text
     assert len(compiled_names) == 2
     assert patched().find_compiled(else_compile=False), "the files were written again"
+
+
+def test_one_process_compiles_a_model_at_a_time(folder: Path) -> None:
+    """Files that are locked by two openings of one process exclude each other as those of two processes do."""
+    model, order, is_there = tiny_model("llama"), list[str](), threading.Event()
+
+    def compile_too() -> None:
+        is_there.set()
+        with one_compiler(tiny_model("llama")):
+            order.append("second")
+
+    second = threading.Thread(target=compile_too)
+    with one_compiler(model):
+        second.start()
+        is_there.wait()
+        with one_compiler(tiny_model("opt")):
+            order.append("another model")
+        time.sleep(0.1)
+        order.append("first")
+    second.join()
+    assert order == ["another model", "first", "second"]
+
+
+def test_without_a_folder_to_write_to_each_process_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(compile_cache, "_folder", lambda: tmp_path / "file" / "halves")
+    with one_compiler(tiny_model("llama")):
+        assert "whoever else compiles them" in caplog.text
