@@ -44,6 +44,11 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _count_or_none(text: str) -> int:
+    """Read a number of requests, or 0; an argparse type."""
+    return 0 if text == "0" else _count(text)
+
+
 def _names(text: str) -> list[str]:
     """Read metrics with commas between them; an argparse type."""
     names = [name.strip() for name in text.split(",")]
@@ -103,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--random-vocab", type=int, default=400, metavar="N", help="token ids are below this one (default: %(default)s)"
     )
     add("--service-tier", metavar="TIER", help="of the timed requests (default: none is named)")
-    add("--best-effort", type=_count, default=0, metavar="N",
+    add("--best-effort", type=_count_or_none, default=0, metavar="N",
         help="so many requests of tier flex always run beside the timed ones (default: none)")  # fmt: skip
     add("--best-effort-input-len", type=_count, default=512, metavar="N", help="(default: %(default)s)")
     add("--best-effort-output-len", type=_count, default=128, metavar="N", help="(default: %(default)s)")

@@ -111,6 +111,11 @@ def test_best_effort_requests_run_beside_them(url, tmp_path):
     assert found["background_token_throughput"] > 0
 
 
+def test_best_effort_0_is_none(url):
+    assert bench(url, "--best-effort", "0") == 0
+    assert len(Handler.asked) == 5
+
+
 @pytest.mark.parametrize(
     ("model", "told"), [("busy", "HTTP 429: busy"), ("broken", "it broke"), ("short", "ended early")]
 )
