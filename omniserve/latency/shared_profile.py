@@ -66,18 +66,30 @@ class SharedProfile:
         if self._waits_since_s is None:
             self._waits_since_s = now_s
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
+            self._lock = self._locked()
+        except BlockingIOError:
+            return now_s - self._waits_since_s > self._patience_s
+        except OSError as error:  # such as a file system without locks
             logger.warning("engines of this server do not take turns to measure latency profiles: %s", error)
             return True
+        self._waits_since_s = None
+        return True
+
+    def _locked(self) -> int:
+        """Open and lock the file; return its descriptor.
+
+        Raises:
+            BlockingIOError: Another engine has locked it.
+            OSError: It cannot be made, or cannot be locked.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError:
             os.close(lock)
-            return now_s - self._waits_since_s > self._patience_s
-        self._lock, self._waits_since_s = lock, None
-        return True
+            raise
+        return lock
 
     def end(self) -> None:
         """Let the next engine measure."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import time
 from pathlib import Path
@@ -81,6 +82,19 @@ def test_a_lock_is_given_back_although_a_child_process_has_it_too(tmp_path: Path
         os.close(reading)
         os.close(writing)
         os.waitpid(child, 0)
+
+
+def test_where_files_cannot_be_locked_each_engine_measures(
+    tmp_path: Path, coarse: Profile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("omniserve.latency.shared_profile.fcntl.flock", refuse)
+    mine = shared(tmp_path, coarse)
+    assert mine.begin()
+    mine.end()
+    assert "No locks available" in caplog.text
 
 
 def test_without_a_folder_to_write_to_each_engine_measures(
