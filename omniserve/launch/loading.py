@@ -85,7 +85,8 @@ class EngineLoader:
             ValueError: The settings or the profile do not fit it or this machine.
         """
         if self.replica[1] > 1:
-            keep_to_share(*self.replica, has_ranks=self.config.parallel.num_ranks > 1)
+            has_ranks = self.config.parallel.num_ranks > 1
+            keep_to_share(*self.replica, self.config.execution.numa, has_ranks=has_ranks)
         if self.config.parallel.num_ranks > 1:
             return self._make_with_ranks(progress)
         model = self.load_model(progress)

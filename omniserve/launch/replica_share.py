@@ -7,13 +7,14 @@ import os
 from omniserve.parallel.shares import keep_engine_to_share
 
 
-def keep_to_share(number: int, count: int, *, has_ranks: bool) -> None:
+def keep_to_share(number: int, count: int, numa: str = "auto", *, has_ranks: bool) -> None:
     """Keep this process to the share of engine ``number`` of ``count``; CUDA must not have been used yet.
 
-    Cores are divided as among ranks, within NUMA nodes if that is even. GPUs are divided in their order; with fewer
-    GPUs than engines several share one. The ranks of an engine, if it ``has_ranks``, divide its share.
+    Cores are divided as among ranks, within NUMA nodes if that is even and ``numa`` is not ``off``. GPUs are divided in
+    their order; with fewer GPUs than engines several share one. The ranks of an engine, if it ``has_ranks``, divide its
+    share.
     """
-    keep_engine_to_share(number, count, has_ranks=has_ranks)
+    keep_engine_to_share(number, count, numa, has_ranks=has_ranks)
     import torch
 
     if num_gpus := torch.cuda.device_count():  # by the driver's library: it begins nothing on a GPU

@@ -29,12 +29,16 @@ def pin_to_share(rank: int, num_ranks: int, how: str = "auto", *, num_engines: i
     _keep_to(share, f"rank {rank} of {num_ranks}", num_ranks * num_engines)
 
 
-def keep_engine_to_share(number: int, num_engines: int, *, has_ranks: bool) -> None:
+def keep_engine_to_share(number: int, num_engines: int, how: str = "auto", *, has_ranks: bool) -> None:
     """Keep this process, an engine of several, to its share of this machine's cores, as a rank is, and for good.
 
-    ``has_ranks``: its ranks divide the share, and choose where their memory comes from.
+    Args:
+        number: Which engine.
+        num_engines: How many.
+        how: As of ``pin_to_share``.
+        has_ranks: Its ranks divide the share, and choose where their memory comes from.
     """
-    share = _share(number, num_engines, "auto", "engines")
+    share = _share(number, num_engines, how, "engines")
     _keep_to(numa.Share(share.cores) if has_ranks else share, f"engine {number} of {num_engines}", num_engines)
     numa.settle()
 

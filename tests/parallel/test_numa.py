@@ -290,6 +290,30 @@ def test_ranks_of_one_of_several_engines_divide_its_cores(
     assert cores_of_processes._num_sharing == 4
 
 
+@pytest.mark.parametrize("how", ["auto", "off"])
+def test_an_engine_of_several_has_a_node_unless_that_is_switched_off(
+    unpinned: None, machine: Path, all_memory: None, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) != 2:
+        pytest.skip("made for two cores")
+    write_machine(machine, {0: str(cores[1]), 1: str(cores[0])})
+    preferred: list[list[int]] = []
+    monkeypatch.setattr(numa, "_prefer", preferred.append)
+    config = _engine_config(ParallelConfig())
+    config = dataclasses.replace(config, execution=dataclasses.replace(config.execution, numa=how))
+    loader = EngineLoader(model="none", dtype="float32", device="cpu", config=config).for_replica(0, 2)
+    monkeypatch.setattr(EngineLoader, "load_model", _stop)
+    with pytest.raises(KeyboardInterrupt):
+        loader(lambda what: None)
+    assert os.sched_getaffinity(0) == {cores[1] if how == "auto" else cores[0]}
+    assert preferred == ([[0]] if how == "auto" else [])
+
+
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_torchrun_says_which_of_a_machines_ranks_this_is(
     has_gpu: bool,
