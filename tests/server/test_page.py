@@ -378,6 +378,37 @@ def test_text_has_contrast(shown, scheme):
     assert ratios and min(ratio for _, ratio in ratios) >= 4.5, sorted(ratios, key=lambda pair: pair[1])[:5]
 
 
+def test_each_engine_of_several_has_a_line_and_one_alone_has_none(start_server, shown, open_page):
+    expect(shown.locator("#engines-panel")).to_be_hidden()
+    server = start_server("--replicas", "2", "--router", "round-robin", "--limit", "engine_restarts=1")
+    page = live(open_page(server.wait_until_ready().url))
+    rows = page.locator("#engines tbody tr")
+    expect(rows).to_have_count(2)
+    expect(rows.nth(1)).to_contain_text("engine 1")
+    for row in rows.all():
+        expect(row.locator(".badge")).to_have_text("up")
+        expect(row).to_contain_text("0 LS, 0 BE")
+        expect(row).to_contain_text("256 s", timeout=TIMEOUT_MS)  # of 1,024 tokens
+        expect(row).to_contain_text("device 0 %, host 1.5 %")
+    for _ in range(3):
+        server.client().completions.create(model="fake", prompt=[5], max_tokens=3)
+    expect(rows.nth(0).locator("td").nth(6)).to_contain_text("2")
+    expect(rows.nth(1).locator("td").nth(6)).to_contain_text("1")
+    for scheme in ("light", "dark"):
+        show_scheme(page, scheme)
+        ratios = page.evaluate(CONTRAST)
+        assert min(ratio for _, ratio in ratios) >= 4.5, sorted(ratios, key=lambda pair: pair[1])[:5]
+    for width in (390, 768, 1280):
+        page.set_viewport_size({"width": width, "height": 844})
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+    with pytest.raises(Exception, match="engine"):
+        server.client().completions.create(model="fake", prompt=[DIE], max_tokens=2)
+    expect(page.locator("#engines .badge[data-status='completed']")).to_have_count(2, timeout=TIMEOUT_MS)
+    restarts = page.locator("#engines tbody tr td:last-child")
+    expect(restarts).to_contain_text(["1", "1"], timeout=TIMEOUT_MS)  # the call killed both
+
+
 CONTRAST = """() => {
   const channels = (color) => color.match(/[\\d.]+/g).map(Number);
   const light = (color) => {

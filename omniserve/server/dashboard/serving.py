@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from omniserve.core.errors import EngineStopped
+from omniserve.server.dashboard.engines import look_at
 from omniserve.server.dashboard.history import History
 from omniserve.server.dashboard.series import Reading, read
 from omniserve.server.errors import ApiError
@@ -64,19 +65,25 @@ class Dashboard:
 
     def __init__(self) -> None:
         self._sampling: asyncio.Task[None] | None = None
+        self._engines: list[dict[str, Any]] = []
+        """Each engine of several, at the last sample."""
 
     def start(self, service: Service) -> APIRouter:
         """Begin to take samples; return the routes."""
-        history = History(lambda: _take_reading(service), service.info.classes)
+        history = History(lambda: self._take_reading(service), service.info.classes)
         self._sampling = asyncio.create_task(history.keep())
         self._sampling.add_done_callback(_tell_failure)
-        return _router(history, _about(service))
+        return _router(history, _about(service), lambda: self._engines)
 
     async def stop(self) -> None:
         """Take no more samples."""
         if self._sampling is not None:
             self._sampling.cancel()
             await asyncio.gather(self._sampling, return_exceptions=True)
+
+    async def _take_reading(self, service: Service) -> Reading:
+        reading, self._engines = await asyncio.gather(_take_reading(service), look_at(service.engine))
+        return reading
 
 
 def _tell_failure(sampling: asyncio.Task[None]) -> None:
@@ -124,8 +131,10 @@ class _File:
         return Response(self.content, media_type=self.media_type, headers=headers)
 
 
-def _router(history: History, about: Mapping[str, Any]) -> APIRouter:
-    """Return the routes; ``about`` is what the page is told about the server, as plain data."""
+def _router(
+    history: History, about: Mapping[str, Any], engines: Callable[[], Sequence[Mapping[str, Any]]]
+) -> APIRouter:
+    """Return the routes; ``about`` and ``engines`` are what the page is told about the server, as plain data."""
     routes, files = APIRouter(), _read_files()
 
     @routes.get(_PAGE, include_in_schema=False)
@@ -146,7 +155,8 @@ def _router(history: History, about: Mapping[str, Any]) -> APIRouter:
         except ValueError:
             message = f"since must be the number of the last sample that you have, or -1 for none; got {since[:80]!r}"
             raise ApiError(message, param="since", code="invalid_value") from None
-        return JSONResponse(history.since(run, number) | {"about": about}, headers={"Cache-Control": "no-store"})
+        news = history.since(run, number) | {"about": about, "engines": engines()}
+        return JSONResponse(news, headers={"Cache-Control": "no-store"})
 
     return routes
 

@@ -2,6 +2,7 @@
 
 import { Batches } from "./batches.js";
 import { Chart } from "./chart.js";
+import { Engines } from "./engines.js";
 import { find, make, setText } from "./elements.js";
 import { clock } from "./format.js";
 import { panels } from "./panels.js";
@@ -17,6 +18,7 @@ const themes = globalThis.omniserveThemes;
 const samples = new Samples();
 const tiles = new Tiles(find("tiles"));
 const batches = new Batches();
+const engines = new Engines();
 const promptBox = new PromptBox();
 let charts = [];
 let about = null;
@@ -100,6 +102,7 @@ async function refresh(pauseMs) {
     if (samples.add(data)) {
       latest = data.latest;
       engineStatus();
+      engines.show(data.engines);
       draw();
     }
     return data.interval_s * 1000;
