@@ -16,6 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 ENGINE = ("omniserve/",)
 LOADING = ("omniserve/launch/", "omniserve/layers/")
 KERNELS = ("omniserve/ops/csrc/",)
+ROUTING = ("omniserve/routing/", "omniserve/core/load.py")
 SIMULATED = ("omniserve/sched/", "omniserve/kv/", "omniserve/latency/", "omniserve/simulate/")
 
 
@@ -114,6 +115,15 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     *_cases("machines", tensor_parallel=3, pipeline_parallel=3, network_hosts=6, prefill_apart=3),
     dataclasses.replace(_cases("rank_loading", rank_loading=6)[0], parts=LOADING, kinds=("AMX",)),
     *_simulated("machines", scaling=5),
+    dataclasses.replace(
+        _of("routing", *"--engines 4 --minutes 1 --conversations 0.5 0.9 --seeds 3".split(), minutes=15),
+        parts=(*SIMULATED, *ROUTING), is_simulated=True,
+    ),
+    dataclasses.replace(_of("routing", "--cost", case="cost", minutes=1), parts=ROUTING),
+    dataclasses.replace(
+        _of("routing_live", "--traces", "TRACES", "--vllm-router", "PEERS/vllm-router/bin/vllm-router", minutes=40),
+        needs="vllm-router, and traces of loads",
+    ),
     *(
         dataclasses.replace(case, record="measured", command=("benchmarks.paper.measured", case.case))
         for case in _cases("measured", modules=2, streams=1, piggyback_operators=1)

@@ -22,7 +22,7 @@ class Demand:
     offered_per_s: float
     """Requests a second that came, refused ones included."""
     kept_per_s: float
-    """Those of them that were admitted and predicted to keep their TTFT objective."""
+    """Requests a second of these that were admitted and predicted to keep their TTFT objective."""
     admittable_per_s: float
     """Requests a second that admission would let in now beside those that are there."""
 
