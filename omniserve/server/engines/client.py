@@ -428,7 +428,7 @@ class EngineClient:
             match report:
                 case engine_messages.Step(accepted, outputs):
                     if peer.has_own_clock:
-                        outputs = [self._clock.here(output) for output in outputs]
+                        outputs = [each if isinstance(each, tuple) else self._clock.here(each) for each in outputs]
                     for request_id, predicted_ttft_s, scaled_slo in accepted:
                         self._taken(request_id)
                         self._deliver(request_id, Accepted(predicted_ttft_s, scaled_slo))
