@@ -13,7 +13,8 @@ one such engine each. Everyone gets the same requests, by their seed:
 * floods of best-effort requests, with lengths of ``lengths/arxiv_summarization_llama2.csv``.
 
 All servers are there at the same time, and take turns: with each seed, each router has its run. A run that was measured
-is kept in ``--runs``, and not measured again. The figures say whether this machine limits them: by how much steps end
+is kept in ``--runs``, and not measured again; one whose steps were too late, because other programs had the cores, is
+not kept. The figures say whether this machine limits them: by how much steps end
 later than they should (``late``), the cores that a run uses, client and all (``cores``), and those in use in all.
 """
 
@@ -359,6 +360,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chats", type=float, default=0.08, help="conversations a second and engine")
     parser.add_argument("--be-per-flood", type=int, default=7, help="of each engine")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    parser.add_argument(
+        "--most-late",
+        type=float,
+        default=0.05,
+        help="keep no run whose steps took longer by such a share than they should",
+    )
     parser.add_argument("--runs", type=Path, default=ROOT / ".cache" / "routing_live_runs", metavar="FOLDER")
     parser.add_argument("--record", type=Path, metavar="FILE")
     args = parser.parse_args(arguments)
@@ -373,10 +380,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for router, seed in wanted:
             bar.set_description(f"{router}, seed {seed}")
             figures = run(router, places[router], workload, seed, args.traces)
+            text = ", ".join(f"{name} {value:.3g}" for name, value in figures.items())
+            bar.update()
+            if figures["late"] > args.most_late:
+                tqdm.write(f"{router}, seed {seed}: not kept, as this machine has too much to do: {text}")
+                continue
+            tqdm.write(f"{router}, seed {seed}: {text}")
             files[router, seed].parent.mkdir(parents=True, exist_ok=True)
             files[router, seed].write_text(json.dumps(figures, indent=1) + "\n")
-            tqdm.write(f"{router}, seed {seed}: " + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()))
-            bar.update()
+    if missing := [f"{router} {seed}" for (router, seed), file in files.items() if not file.exists()]:
+        print(f"not measured yet, so run this command again when the machine has less to do: {', '.join(missing)}")
+        return
     results = {
         router: _summary([json.loads(files[router, seed].read_text()) for seed in args.seeds])
         for router in args.routers
