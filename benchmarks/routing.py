@@ -175,14 +175,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cost", action="store_true", help="only what routers cost the front, of 64 engines")
     args = parser.parse_args(arguments)
     if args.cost:
-        scale = {"engines": 64, "requests_per_s": 2000, "seconds": 5.0}
-        costs = {router: cost(router, **scale, seed=0) for router in args.routers}
+        costs = {router: cost(router, engines=64, requests_per_s=2000, seconds=5.0, seed=0) for router in args.routers}
         for router, figures in costs.items():
             print(
                 f"  {router:16} {figures['ms_a_request']:.3f} ms a request, {figures['share_of_core']:.0%} of a core "
                 "at 2,000 requests a second"
             )
         if args.record is not None:
+            scale = {"engines": 64, "requests_per_s": 2000, "seconds": 5.0}
             write_record(args.record, name="routing", case="cost", config=scale, seed=0, results=costs)
         return
     results: dict[str, dict[str, dict[str, float]]] = {}

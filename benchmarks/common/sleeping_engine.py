@@ -19,7 +19,9 @@ from omniserve.core.load import EngineLoad
 from omniserve.core.lora import LoRA, LoRAError
 from omniserve.core.request import SLO, ClassSpec, Request, RequestLimits, RequestOutput, ServiceClass
 from omniserve.core.stats import EngineStats, FreedKV, LatencyStats
+from omniserve.core.upkeep import Upkeep
 from omniserve.sampling.grammar import Grammar
+from omniserve.server.engines.process import TakesArrivals
 from omniserve.simulate.analytic import analytic_machine, engine_config_for
 from omniserve.simulate.engine import SimulatedEngine
 from omniserve.simulate.hardware import find_devices
@@ -42,8 +44,8 @@ class SleepingEngine:
         chances: The noise of its steps.
     """
 
-    preemption = None
-    upkeep = None
+    preemption: TakesArrivals | None = None
+    upkeep: Upkeep | None = None
 
     def __init__(self, machine: Machine, config: EngineConfig, chances: Chances) -> None:
         self.config = config

@@ -136,7 +136,10 @@ def find_plan(offer: Offer, run: Callable[[int, bool], Result], target: float, *
 
 def plan_table(plans: Sequence[tuple[Offer, Plan | None]]) -> str:
     """Return a plain-text table of the kinds, the cheapest first."""
-    lines = [("machines", "an hour", "LS kept", "deadlines", "LS/M tokens", "BE/M tokens", "all/M tokens", "LS alone")]
+    lines: list[tuple[str, ...]] = []
+    lines.append(
+        ("machines", "an hour", "LS kept", "deadlines", "LS/M tokens", "BE/M tokens", "all/M tokens", "LS alone")
+    )
     for offer, plan in sorted(plans, key=lambda pair: math.inf if pair[1] is None else pair[1].per_hour):
         if plan is None:
             lines.append((f"{offer.kind}: {MOST_MACHINES} are too few", *[""] * 7))

@@ -13,7 +13,7 @@ from omniserve.simulate.machines_needed import Offer, fewest, find_plan, keeps, 
 from omniserve.simulate.results import RequestResult, Result, summarise
 
 LS, BE = ServiceClass.LS, ServiceClass.BE
-QUICK = ["--model", "llama-3.1-8b", "--minutes", "0.3", "--ls-lengths", "1000:20", "--be", "0"]
+QUICK = ["--model", "llama-3.1-8b", "--minutes", "0.15", "--ls-lengths", "1000:8", "--be", "0"]
 
 
 def result(*, attainment: float = 1.0, ls_tokens: float = 100.0, be_tokens: float = 300.0, requests=()) -> Result:
@@ -92,7 +92,7 @@ def test_the_command_line_searches_kinds(capsys: pytest.CaptureFixture[str], tmp
     arguments = [*QUICK, "--ls-rate", "12", "--slo", "1:0.2", "--router", "predicted", "--warm-up", "0"]
     assert main([*arguments, "--price", "A10=1", "--price", "A100-80GB=4", "--record", str(record)]) == 0
     title, heads, *rows = capsys.readouterr().out.splitlines()
-    assert title.startswith("llama-3.1-8b, 12 LS requests/s, 0.3 simulated minutes; 95% within TTFT 1.0 s")
+    assert title.startswith("llama-3.1-8b, 12 LS requests/s, 0.15 simulated minutes; 95% within TTFT 1.0 s")
     assert heads.split()[:2] == ["machines", "an"]
     numbers = {row.split()[2]: int(row.split()[0]) for row in rows}
     assert numbers.keys() == {"A10", "A100-80GB"} and numbers["A10"] > numbers["A100-80GB"] >= 1
