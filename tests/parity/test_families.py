@@ -19,7 +19,6 @@ from omniserve.layers.patching import patch, unpatch
 from omniserve.layers.tracing.traced import TracedFamily
 from tests.parity.models import MODELS, tiny_model
 from tests.quick import slow_except
-from tests.rotation import chosen_of
 
 PROMPT_LENGTHS = (17, 5, 12)
 NUM_NEW_TOKENS = 24
@@ -209,7 +208,8 @@ def test_bf16_log_probs_stay_close_with_prepacked_linears(name: str) -> None:
         assert difference.quantile(0.99) < BF16_LOGPROB_TOLERANCE
 
 
-@pytest.mark.parametrize("name", slow_except(chosen_of(("llama", "opt", "qwen3_moe", "gemma4", "llama4"), 1), MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_halves_trace_as_one_graph_and_no_layer_recompiles(name: str) -> None:
     model = tiny_model(name, num_layers=4)
     family = TracedFamily(model)

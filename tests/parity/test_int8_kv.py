@@ -19,9 +19,9 @@ from tests.pairwise import pairwise
 from tests.parity.engine_histories import BLOCK, Reference, run_histories
 from tests.parity.models import tiny_model
 from tests.parity.reference import NEAR_TIE
-from tests.parity.test_engine import BOTH, HOST_FAULTS, flat
+from tests.parity.test_engine import BOTH, HOST_FAULTS, UNLIKE_LLAMA, flat
 from tests.parity.test_network import hosts_behind_proxies, small_pools
-from tests.quick import slow_except
+from tests.rotation import rotating
 from tests.sched import preemptible
 
 _SHARED = 19
@@ -71,7 +71,7 @@ def test_random_histories(kv: str, short_prefixes: None) -> None:
     run_histories(model, reference, range(1100, 1101), reach=reach, rows=rows, **settings)
 
 
-@pytest.mark.parametrize("family", slow_except(("gemma2", "gpt_neox"), ["gemma2", "opt", "gpt_neox", "qwen3_moe"]))
+@pytest.mark.parametrize("family", rotating(UNLIKE_LLAMA, 1))
 def test_models_over_random_histories(family: str) -> None:
     model, reference = model_and_reference(family)
     run_histories(
@@ -79,7 +79,7 @@ def test_models_over_random_histories(family: str) -> None:
     )
 
 
-@pytest.mark.parametrize("head_size", [12, 20, 80])
+@pytest.mark.parametrize("head_size", rotating([12, 20, 80], 1))
 def test_heads_of_odd_sizes(head_size: int) -> None:
     model, reference = model_and_reference("llama", head_dim=head_size)
     run_histories(model, reference, range(1140, 1141), reach=("host_tokens",), kv="tiered", **crowded(model))

@@ -24,6 +24,7 @@ from tests.parity.models import tiny_model
 from tests.parity.test_network import hosts_behind_proxies, small_pools
 from tests.parity.zoo import tiny
 from tests.quick import slow_except
+from tests.rotation import rotating
 from tests.sched import preemptible
 
 # With rotated parts that are interleaved or not, scaled latents, an indexer.
@@ -37,7 +38,7 @@ GIB = 1 << 30
 @functools.cache
 def model_and_reference(model_type: str) -> tuple[PreTrainedModel, Reference]:
     model = tiny(model_type)
-    reference = Reference(model)
+    reference = Reference(model, num_shared=19)
     return patch(model, compile=False, latent_kv=True), reference
 
 
@@ -60,12 +61,12 @@ def test_rows_on_both_tiers_equal_hugging_face(model_type: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", ["kimi_linear", "bailing_hybrid"])
+@pytest.mark.parametrize("model_type", rotating(["kimi_linear", "bailing_hybrid"], 1))
 def test_layers_with_states_beside_them(model_type: str) -> None:
     """Latents are so small beside states that the device has room for all."""
     model, reference = model_and_reference(model_type)
     assert model.omniserve.spec.state_bytes > 0
-    run_histories(model, reference, range(2), reach=("finished",), attention="latent", kv="tiered")
+    run_histories(model, reference, range(1), reach=("finished",), attention="latent", kv="tiered")
 
 
 def _rows() -> list[Any]:
@@ -87,18 +88,37 @@ def test_policies_and_kv_managers(row: dict[str, Any]) -> None:
     assert run_history(model, reference, 100, faults=True, attention="latent", **row).finished > 0
 
 
-def test_checkpoints_safepoints_and_the_prefix_cache() -> None:
+@pytest.mark.parametrize(
+    ("seed", "reach", "settings"),
+    [
+        pytest.param(100, ("preemptions", "resumed_tokens"), {"kv": "incremental"}, id="checkpoints"),
+        pytest.param(500, ("halted", "preemptions"), {"scheduler": preemptible.NAME}, id="safepoints"),
+        pytest.param(200, ("cached_tokens",), {"kv": "tiered", "prefix_cache": True}, id="prefixes"),
+    ],
+)
+def test_checkpoints_safepoints_and_the_prefix_cache(seed: int, reach: tuple[str, ...], settings: Any) -> None:
     model, reference = model_and_reference("deepseek_v2")
-    small = 9 * model.omniserve.spec.kv_block_bytes(8)
-    settings: dict[str, Any] = {"device_kv_bytes": small, "host_kv_bytes": 1 << 20, "attention": "latent"}
-    run_histories(
-        model, reference, range(100, 101), reach=("preemptions", "resumed_tokens"), kv="incremental", **settings
-    )
-    run_histories(model, reference, range(500, 501), reach=("halted", "preemptions"), attention="latent",
-                  scheduler=preemptible.NAME)  # fmt: skip
-    run_histories(model, reference, range(200, 201), reach=("cached_tokens",), kv="tiered", **settings)
+    if settings.get("kv") == "incremental":
+        settings = {**settings, "device_kv_bytes": 9 * model.omniserve.spec.kv_block_bytes(8), "host_kv_bytes": 1 << 20}
+    run_histories(model, reference, range(seed, seed + 1), reach=reach, attention="latent", **settings)
 
 
+def test_a_restart_finds_latents_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("omniserve.sched.prefixes_on_host.LEAST_RESTORED_TOKENS", 8)
+    model, reference = model_and_reference("deepseek_v2")
+    index = max(range(len(reference.prompts)), key=lambda each: len(reference.prompts[each]))
+    prompt, tokens = reference.prompts[index], reference.tokens[index]
+    found = []
+    for _ in range(2):
+        with Engine(model, config_of(model, disk_kv=DiskKVConfig(gib=0.01, dir=str(tmp_path), keep=True))) as engine:
+            sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+            (done,) = engine.generate([Request(prompt_token_ids=prompt, sampling=sampling)])
+            assert tuple(done.token_ids) == tokens[:8]
+            found.append(done.num_cached_tokens)
+    assert found == [0, (len(prompt) - 1) // 8 * 8]
+
+
+@pytest.mark.slow
 def test_prefixes_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omniserve.sched.prefixes_on_host.LEAST_RESTORED_TOKENS", 8)
     model, reference = model_and_reference("deepseek_v2")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tests.parity.engine_histories import Reference, run_histories
 from tests.parity.formats import of_codes
 from tests.parity.models import tiny_model
 from tests.quick import slow_except
+from tests.rotation import rotating
 
 peft = pytest.importorskip("peft")
 
@@ -64,27 +67,37 @@ def is_exact(model: PreTrainedModel, reference: Reference, *, compile: bool = Fa
     unpatch(model)
 
 
+@pytest.fixture(scope="module")
+def make_adapted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[PreTrainedModel, Reference]]:
+    """Return a family's model, which is not patched, and the continuations by its adapters: both are made once."""
+
+    @functools.cache
+    def make(family: str) -> tuple[PreTrainedModel, Reference]:
+        model = tiny_model(family)
+        # Adapters of experts are refused, and PEFT takes these for linears.
+        options = {"target_modules": ["q_proj", "k_proj", "o_proj"]} if family == "qwen3_moe" else {}
+        return model, with_adapters(model, tmp_path_factory.mktemp(family), **options)
+
+    return make
+
+
 @pytest.mark.parametrize("family", slow_except(("llama", "gpt_neox"), FAMILIES))
-def test_requests_of_several_adapters_on_both_tiers(family: str, tmp_path: Path) -> None:
+def test_requests_of_several_adapters_on_both_tiers(family: str, make_adapted: Any) -> None:
     """There are more adapters than slots, so that they take turns; the cache of prefixes keeps them apart."""
-    model = tiny_model(family)
-    # Adapters of experts are refused, and PEFT takes these for linears.
-    options = {"target_modules": ["q_proj", "k_proj", "o_proj"]} if family == "qwen3_moe" else {}
-    is_exact(model, with_adapters(model, tmp_path, **options), kv="tiered")
+    is_exact(*make_adapted(family), kv="tiered")
 
 
-@pytest.mark.parametrize("scheduler", slow_except(("apex", "conserve"), ("neo", "bros", "llumnix", "apex", "conserve")))
-def test_other_policies(scheduler: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheduler", rotating(("neo", "bros", "llumnix", "apex", "conserve"), 1))
+def test_other_policies(scheduler: str, make_adapted: Any) -> None:
     """Sub-batches embed rows themselves; rows that leave a step between layers come back with their adapter."""
-    model = tiny_model("llama")
-    reference = with_adapters(model, tmp_path)
+    model, reference = make_adapted("llama")
     patched_model(model, compile=False, lora=LORA)
-    run_histories(model, reference, range(3), reach=("loras_left",), scheduler=scheduler, lora=LORA, **HOST)
+    run_histories(model, reference, range(2), reach=("loras_left",), scheduler=scheduler, lora=LORA, **HOST)
+    unpatch(model)
 
 
-def test_compiled_halves_and_constant_shapes(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    is_exact(model, with_adapters(model, tmp_path), compile=True, kv="tiered", step_graphs="on")
+def test_compiled_halves_and_constant_shapes(make_adapted: Any) -> None:
+    is_exact(*make_adapted("llama"), compile=True, kv="tiered", step_graphs="on")
 
 
 def test_weights_of_codes_below_adapters(tmp_path: Path) -> None:

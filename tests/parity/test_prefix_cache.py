@@ -18,8 +18,9 @@ from tests.kv.free_blocks import free_block_ids
 from tests.pairwise import pairwise
 from tests.parity.engine_histories import Reference, run_histories
 from tests.parity.models import tiny_model
-from tests.parity.test_engine import BOTH, DEVICES, HOST_FAULTS, crowded, flat
+from tests.parity.test_engine import BOTH, DEVICES, HOST_FAULTS, UNLIKE_LLAMA, crowded, flat
 from tests.quick import slow_except
+from tests.rotation import chosen_of, rotating
 from tests.sched import preemptible
 
 _SHARED = 19  # of which two blocks are full
@@ -39,7 +40,9 @@ def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("scheduler", slow_except(("omniserve", "sarathi", "conserve", "neo"), SCHEDULERS.names()))
+@pytest.mark.parametrize(
+    "scheduler", slow_except(("omniserve", *chosen_of(("sarathi", "conserve", "neo"), 1)), SCHEDULERS.names())
+)
 def test_schedulers_over_random_histories(scheduler: str, device: str, short_prefixes: None) -> None:
     """Prefixes are on the device, or, with kv="tiered", come back from the host."""
     model, reference = model_and_reference("llama", device)
@@ -55,7 +58,7 @@ def test_schedulers_over_random_histories(scheduler: str, device: str, short_pre
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", slow_except(("gemma2", "qwen3_moe"), ["gemma2", "opt", "gpt_neox", "qwen3_moe"]))
+@pytest.mark.parametrize("family", rotating(UNLIKE_LLAMA, 1))
 def test_models_over_random_histories(family: str, device: str) -> None:
     model, reference = model_and_reference(family, device)
     run_histories(
