@@ -66,7 +66,11 @@ def say(client, text, *, stream=False, **kwargs):
         for choice in chunk.choices:
             delta = choice.delta.model_dump()
             message["content"] += delta.get("content") or ""
-            message["tool_calls"] += delta.get("tool_calls") or []
+            for call in delta.get("tool_calls") or []:
+                if call["id"] is None:  # more of the arguments
+                    message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+                else:
+                    message["tool_calls"].append(call)
             for name in ("reasoning", "reasoning_content"):
                 if delta.get(name):
                     message[name] = message.get(name, "") + delta[name]
