@@ -7,7 +7,7 @@ Routes that generate are in ``generate``, those of files and batches in ``batche
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,8 +24,8 @@ from starlette.types import ASGIApp
 from omniserve.core.errors import EngineStopped
 from omniserve.core.version import __version__
 from omniserve.server import generate, loras, openapi, sessions
-from omniserve.server.access.keys import KeyRing
-from omniserve.server.access.limits import Gate, is_free, take_body
+from omniserve.server.access.keys import ApiKey, KeyRing
+from omniserve.server.access.limits import Caller, Gate, is_free, take_body
 from omniserve.server.access.origins import PageGuard, is_loopback
 from omniserve.server.anthropic import routes as anthropic
 from omniserve.server.anthropic.errors import error_response, speaks_anthropic
@@ -55,12 +55,14 @@ def create_app(
     host: str = "127.0.0.1",
     root_path: str = "",
     traces: OtlpTraces | None = None,
+    caller: Callable[[ApiKey], Caller] = Caller,
 ) -> ASGIApp:
     """Return the ASGI application of a service; the options are those of ``ServerOptions``.
 
     Args:
         routers: More routes, behind the same keys.
         traces: It is told of completions and chats when they are over.
+        caller: Makes the caller of a key.
     """
     app = FastAPI(title="OmniServe", openapi_url=None)
     adapters = loras.router(service.loras, service.engine, service.bodies, service.unknown_fields)
@@ -93,7 +95,7 @@ def create_app(
 
     inner: ASGIApp = HeadAsGet(DirectRoutes(app, [route for router in all_routers for route in router.routes]))
     if keys is not None:
-        inner = Gate(inner, ring=keys, guard_all=guard_all, on_refused=service.metrics.refused)
+        inner = Gate(inner, ring=keys, guard_all=guard_all, on_refused=service.metrics.refused, caller=caller)
     if cors_origins:  # around the gate: a browser asks without a key what it may send
         inner = CORSMiddleware(
             inner, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
@@ -236,6 +238,7 @@ def _state(service: Service) -> APIRouter:
             stats = None
         except TimeoutError:
             raise ApiError("the engine is in a long step; ask again", status=503, retry_after_s=1) from None
+        await service.gather_counts()
         body = service.metrics.render(stats, service.engine)
         return Response(body, media_type=CONTENT_TYPE_LATEST)
 

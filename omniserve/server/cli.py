@@ -94,6 +94,8 @@ class ServerOptions:
     """Engines on other machines; None: only those of this one are used."""
     router: Literal["predicted", "least-loaded", "fewest-requests", "round-robin", "prefix"] = "predicted"
     """How requests are divided among the replicas."""
+    api_processes: int = 1
+    """Processes that answer requests, on one port: where one core for HTTP and text is the limit, not the engines."""
     keys: KeyRing | None = None
     """Keys of those that may call; None: calls need no key."""
     root_path: str = ""
@@ -134,6 +136,8 @@ class ServerOptions:
         has_others = self.engines is not None and self.engines.addresses
         if self.replicas < (0 if has_others else 1):
             raise ValueError(f"--replicas must be at least 1, or 0 beside --engines that has some, got {self.replicas}")
+        if self.api_processes < 1:
+            raise ValueError(f"--api-processes must be at least 1, got {self.api_processes}")
         if self.guard_all and self.keys is None:
             raise ValueError("--guard-all needs keys; give --api-key or --api-key-file")
         if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
@@ -151,6 +155,7 @@ _FIELDS = (
     "generation_config",
     "replicas",
     "router",
+    "api_processes",
     "embedding_model",
     "host",
     "port",

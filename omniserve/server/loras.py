@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -42,7 +42,7 @@ class Engines(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
+class ServedLoRA:
     """An adapter that requests can name."""
 
     folder: str
@@ -61,7 +61,10 @@ class LoRAModels:
     def __init__(self, bases: Sequence[str], folders: Iterable[Path] = ()) -> None:
         self._bases = bases
         self._folders = [folder.resolve() for folder in folders]
-        self._served: dict[str, _Served] = {}
+        self.served: dict[str, ServedLoRA] = {}
+        """The adapters by name."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when there is another one, or one less."""
         self._changing = asyncio.Lock()
 
     @property
@@ -72,7 +75,7 @@ class LoRAModels:
     def named_by(self, model: str) -> str | None:
         """Return the adapter that a model's name stands for, its own or ``BASE:NAME``; None: there is none."""
         names = [model, *(model.removeprefix(f"{base}:") for base in self._bases)]
-        return next((each for each in names if each in self._served), None)
+        return next((each for each in names if each in self.served), None)
 
     def cards(self) -> list[dict[str, Any]]:
         """Return the objects of /v1/models."""
@@ -81,7 +84,7 @@ class LoRAModels:
                 "id": name, "object": "model", "created": served.created, "owned_by": "omniserve",
                 "root": served.folder, "parent": self._bases[0],
             }
-            for name, served in self._served.items()
+            for name, served in self.served.items()
         ]  # fmt: skip
 
     async def load_from(self, client: Engines, name: str, path: str, *, replaces: bool) -> None:
@@ -101,13 +104,14 @@ class LoRAModels:
         if any(name == base or name.startswith(f"{base}:") for base in self._bases):
             raise ApiError(f"{name!r} is a name of the base model; choose another", param="lora_name")
         async with self._changing:
-            if name in self._served and not replaces:
+            if name in self.served and not replaces:
                 raise ApiError(
                     f"the LoRA adapter {name!r} is loaded already; unload it first, or set load_inplace to true",
                     param="lora_name",
                 )
             await client.change_lora(name, folder)
-            self._served[name] = _Served(folder, int(time.time()))
+            self.served[name] = ServedLoRA(folder, int(time.time()))
+            self.on_change()
         logger.info("loaded the LoRA adapter %s from %s", name, folder)
 
     async def unload(self, client: Engines, name: str) -> None:
@@ -117,10 +121,11 @@ class LoRAModels:
             ApiError: There is none of this name.
         """
         async with self._changing:
-            if name not in self._served:
+            if name not in self.served:
                 raise ApiError(f"there is no LoRA adapter {name!r}", status=404, param="lora_name", code="not_found")
             await client.change_lora(name, None)
-            del self._served[name]
+            del self.served[name]
+            self.on_change()
         logger.info("unloaded the LoRA adapter %s", name)
 
     async def restore(self, client: Engines) -> set[str]:
@@ -131,7 +136,7 @@ class LoRAModels:
         """
         refused = set()
         async with self._changing:
-            for name, served in list(self._served.items()):
+            for name, served in list(self.served.items()):
                 try:
                     await client.change_lora(name, served.folder)
                 except ApiError as error:
@@ -144,7 +149,8 @@ class LoRAModels:
     def forget(self, names: Iterable[str]) -> None:
         """Let no request name adapters that no engine has."""
         for name in names:
-            self._served.pop(name, None)
+            self.served.pop(name, None)
+            self.on_change()
             logger.error("the LoRA adapter %s is gone with the engine", name)
 
     def _checked(self, path: str) -> Path:

@@ -225,7 +225,8 @@ class OutputStream:
             if self._is_tried_elsewhere(item):
                 return
             error = self._place.last_error(item)
-            if isinstance(error, RequestRejected) and self.job.fallback is not None:
+            is_for_load = isinstance(error, RequestRejected) or (isinstance(error, ApiError) and error.status == 429)
+            if is_for_load and self.job.fallback is not None:
                 self._serve_otherwise(self.job.fallback)
             else:
                 self._end(error)

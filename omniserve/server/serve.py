@@ -11,15 +11,19 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import uvicorn
 import uvloop
+from fastapi import APIRouter
+from starlette.types import ASGIApp
 
 from omniserve.core.errors import EngineStopped
 from omniserve.core.logs import set_up_logs
 from omniserve.launch.models import load_tokenizer
 from omniserve.routing.routers import ROUTERS
+from omniserve.server.access.keys import ApiKey
+from omniserve.server.access.limits import Caller
 from omniserve.server.access.origins import is_loopback
 from omniserve.server.api import create_app
 from omniserve.server.batches.database import StorageError
@@ -27,17 +31,18 @@ from omniserve.server.batches.routes import BatchServing
 from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
-from omniserve.server.embeddings.model_files import find_pooling
-from omniserve.server.embeddings.texts_model import start_second
+from omniserve.server.embeddings.model_files import PoolingOfModel, find_pooling
+from omniserve.server.embeddings.texts_model import TextsModel, start_second
 from omniserve.server.engines import admin
-from omniserve.server.engines.client import starter
+from omniserve.server.engines.client import EngineClient, starter
 from omniserve.server.engines.fleet import Fleet
+from omniserve.server.engines.messages import EngineInfo
 from omniserve.server.engines.process import EngineLike, EngineMaker
 from omniserve.server.engines.remote import RemoteSource
 from omniserve.server.engines.sources import EngineSource, LocalSource, Places
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import UnknownFields
-from omniserve.server.generation_defaults import find_generation_defaults
+from omniserve.server.generation_defaults import GenerationDefaults, find_generation_defaults
 from omniserve.server.loras import LoRAModels
 from omniserve.server.process_settings import GarbageCollector
 from omniserve.server.responses.store import ResponseStore
@@ -45,12 +50,15 @@ from omniserve.server.service import Service
 from omniserve.server.telemetry.traces import open_traces
 from omniserve.server.tokenizing.text import TextCodec
 
+if TYPE_CHECKING:
+    from omniserve.server.telemetry.otlp import OtlpTraces
+
 logger = logging.getLogger("omniserve.server")
 
 # After the running requests had their time: what connections get to close.
 _CLOSE_CONNECTIONS_S = 2
 # Connections that wait in the kernel to be accepted.
-_BACKLOG = 2048
+BACKLOG = 2048
 
 
 def run(options: ServerOptions, make_engine: EngineFactory) -> int:
@@ -87,9 +95,42 @@ async def start_service(engine: Fleet, options: ServerOptions) -> Service:
         loaded = tokenizer.result()
     except (OSError, ValueError, ImportError) as error:
         raise EngineStopped(f"no tokenizer in {options.tokenizer}: {error}") from None
+    codec, defaults, pooling = await texts_of(options, info, loaded)
+    loras = LoRAModels(options.model_names, options.lora_dirs)
+
+    async def restore(client: EngineClient) -> None:
+        client.refused_loras |= await loras.restore(client)
+
+    engine.on_restart = restore
+    try:
+        for name, folder in options.loras.items():
+            await loras.load(engine, name, folder)
+    except ApiError as error:
+        raise EngineStopped(f"--lora-modules: {error.message}") from None
+    logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
+    second = None
+    if options.embedding_model is not None:
+        second = await start_second(
+            options.embedding_model,
+            classes=info.classes,
+            make_fleet=lambda maker: _fleet(options, [_local_source(options, 0, maker)]),
+        )
+    return service_of(
+        options, engine=engine, info=info, codec=codec, defaults=defaults, loras=loras, pooling=pooling, second=second
+    )
+
+
+async def texts_of(
+    options: ServerOptions, info: EngineInfo, tokenizer: Any
+) -> tuple[TextCodec, GenerationDefaults, PoolingOfModel]:
+    """Return what reads and writes a model's texts, what its files say of sampling, and of pooling.
+
+    Raises:
+        EngineStopped: An option does not fit the model; the message says which.
+    """
     try:
         codec = TextCodec(
-            loaded,
+            tokenizer,
             options.chat_template,
             tool_call_parser=options.tool_call_parser,
             reasoning_parser=options.reasoning_parser,
@@ -107,22 +148,21 @@ async def start_service(engine: Fleet, options: ServerOptions) -> Service:
         defaults = await asyncio.to_thread(find_generation_defaults, options.generation_config, options.tokenizer)
     except (OSError, ValueError) as error:
         raise EngineStopped(f"--generation-config {options.generation_config}: {error}") from None
-    pooling = await asyncio.to_thread(find_pooling, options.tokenizer)
-    loras = LoRAModels(options.model_names, options.lora_dirs)
-    engine.on_restart = loras.restore
-    try:
-        for name, folder in options.loras.items():
-            await loras.load(engine, name, folder)
-    except ApiError as error:
-        raise EngineStopped(f"--lora-modules: {error.message}") from None
-    logger.info("engine: ready after %.1f s", time.monotonic() - started_s)
-    second = None
-    if options.embedding_model is not None:
-        second = await start_second(
-            options.embedding_model,
-            classes=info.classes,
-            make_fleet=lambda maker: _fleet(options, [_local_source(options, 0, maker)]),
-        )
+    return codec, defaults, await asyncio.to_thread(find_pooling, options.tokenizer)
+
+
+def service_of(
+    options: ServerOptions,
+    *,
+    engine: Fleet,
+    info: EngineInfo,
+    codec: TextCodec,
+    defaults: GenerationDefaults,
+    loras: LoRAModels,
+    pooling: PoolingOfModel,
+    second: TextsModel | None,
+) -> Service:
+    """Return the service that options ask for, of parts that were loaded."""
     keys = options.keys.keys if options.keys is not None else ()
     return Service(
         engine=engine,
@@ -201,7 +241,12 @@ class _Main:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         try:
-            listener = _listen(self._options.host, self._options.port, self._options.limits.stall_timeout_s)
+            listener = listen(
+                self._options.host,
+                self._options.port,
+                self._options.limits.stall_timeout_s,
+                is_shared=self._options.api_processes > 1,
+            )
         except OSError as error:
             logger.error("cannot listen on %s:%d: %s", self._options.host, self._options.port, error.strerror)
             return 1
@@ -241,38 +286,37 @@ class _Main:
         if database is not None and days:
             service.responses = ResponseStore(database, ttl_s=days * 86400)
         traces = open_traces(self._options.otlp_endpoint, model_name=service.model_name)
-        config = uvicorn.Config(
-            create_app(
-                service,
-                routers=[
-                    self._batches.start(service),
-                    dashboard.start(service),
-                    admin.router(self._engine, self._places, service.bodies, service.unknown_fields),
-                ],
-                keys=self._options.keys,
-                guard_all=self._options.guard_all,
-                cors_origins=self._options.cors_origins,
-                host=self._options.host,
-                root_path=self._options.root_path,
-                traces=traces,
-            ),
-            http=self._connections.protocol,  # type: ignore[arg-type]  # a class, it says, but it only calls it
-            ssl_certfile=self._options.ssl_certfile,
-            ssl_keyfile=self._options.ssl_keyfile,
-            access_log=False,
-            log_config=None,
-            log_level="warning",
-            lifespan="off",
-            ws="none",
-            timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
-            # Longer than clients keep an idle connection (5 s): one that both sides close costs a request.
-            timeout_keep_alive=math.ceil(self._options.limits.stall_timeout_s),
-            backlog=ACCEPTED_AT_ONCE,  # asyncio accepts as many in a row
+        keys = () if self._options.keys is None else self._options.keys.keys
+        callers = {key.name: Caller(key) for key in keys}
+        app = application(
+            self._options,
+            service,
+            routers=[
+                self._batches.start(service),
+                dashboard.start(service),
+                admin.router(self._engine, self._places, service.bodies, service.unknown_fields),
+            ],
+            traces=traces,
+            caller=lambda key: callers[key.name],
         )
-        server = _UvicornServer(config, self._connections, GarbageCollector(), service)
-        listener.listen(_BACKLOG)  # now, so that a program that reads the next line can connect
+        pool, public = None, listener
+        if self._options.api_processes > 1:
+            from omniserve.server.workers.pool import WorkerPool
+            from omniserve.server.workers.process import settings_of
+
+            pool = WorkerPool(
+                service,
+                settings_of(self._options, service, listener.getsockname()[1]),
+                callers,
+                self._options.api_processes,
+            )
+            listener = pool.listen()
+        server = HttpServer(app, self._options, self._connections, service, is_public=pool is None)
+        listener.listen(BACKLOG)  # now, so that a program that reads the next line can connect
         serving = asyncio.create_task(server.serve([listener]))
-        host, port = listener.getsockname()[:2]
+        if pool is not None:
+            await pool.start()
+        host, port = public.getsockname()[:2]
         scheme, path = "http" if self._options.ssl_certfile is None else "https", self._options.root_path
         logger.info("serving %s on %s://%s:%d%s/v1", service.model_name, scheme, host, port, path)
         await _first_of(serving, self._stop.wait(), self._engine.stopped.wait())
@@ -283,9 +327,13 @@ class _Main:
         for engine in self._fleets:
             engine.keep_down()
         draining = asyncio.create_task(service.drain(self._options.limits.shutdown_timeout_s))
+        if pool is not None:
+            await pool.drain(self._options.limits.shutdown_timeout_s)
         await self._batches.stop()
         await draining  # at once without an engine: every call got its error
         await dashboard.stop()
+        if pool is not None:
+            await pool.close()
         server.should_exit = True
         await serving
         if service.responses is not None:
@@ -303,22 +351,69 @@ class _Main:
         self._stop.set()
 
 
-class _UvicornServer(uvicorn.Server):
-    """Ignores signals, which ``_Main`` handles: uvicorn would cut connections, and running requests shall finish."""
+def application(
+    options: ServerOptions,
+    service: Service,
+    *,
+    traces: OtlpTraces | None,
+    routers: Sequence[APIRouter] = (),
+    caller: Callable[[ApiKey], Caller] = Caller,
+) -> ASGIApp:
+    """Return the ASGI application that options ask for; the other arguments are those of ``create_app``."""
+    return create_app(
+        service,
+        routers=routers,
+        keys=options.keys,
+        guard_all=options.guard_all,
+        cors_origins=options.cors_origins,
+        host=options.host,
+        root_path=options.root_path,
+        traces=traces,
+        caller=caller,
+    )
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application, and leaves signals to others: uvicorn would cut connections, and requests shall finish.
+
+    Args:
+        app: The application.
+        options: What they say of addresses and times.
+        connections: Those of this process.
+        service: What is served.
+        is_public: Clients connect to it: with TLS, if asked for, and with the server's own headers.
+    """
 
     def __init__(
-        self, config: uvicorn.Config, connections: Connections, collector: GarbageCollector, service: Service
+        self, app: ASGIApp, options: ServerOptions, connections: Connections, service: Service, *, is_public: bool
     ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=connections.protocol,  # type: ignore[arg-type]  # a class, it says, but it only calls it
+            ssl_certfile=options.ssl_certfile if is_public else None,
+            ssl_keyfile=options.ssl_keyfile if is_public else None,
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            lifespan="off",
+            ws="none",
+            server_header=is_public,
+            date_header=is_public,
+            timeout_graceful_shutdown=_CLOSE_CONNECTIONS_S,
+            # Longer than clients keep an idle connection (5 s): one that both sides close costs a request.
+            timeout_keep_alive=math.ceil(options.limits.stall_timeout_s),
+            backlog=ACCEPTED_AT_ONCE,  # asyncio accepts as many in a row
+        )
         super().__init__(config)
         self._connections = connections
-        self._collector = collector
+        self._collector = GarbageCollector()
         self._service = service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to serve."""
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(_BACKLOG)  # which uvicorn made as short as what is accepted at once
+            listener.listen(BACKLOG)  # which uvicorn made as short as what is accepted at once
 
     async def on_tick(self, counter: int) -> bool:
         """Close idle connections and collect garbage; uvicorn calls this each tenth of a second."""
@@ -331,12 +426,17 @@ class _UvicornServer(uvicorn.Server):
         yield
 
 
-def _listen(host: str, port: int, stall_timeout_s: float) -> socket.socket:
-    """Bind now, so that a port in use is known before a model is loaded; uvicorn listens when all is ready."""
+def listen(host: str, port: int, stall_timeout_s: float, *, is_shared: bool) -> socket.socket:
+    """Bind now, so that a port in use is known before a model is loaded; uvicorn listens when all is ready.
+
+    ``is_shared``: other processes of the server listen on the port, too; who does not listen gets no connections.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named: asyncio sets TCP_NODELAY on such sockets only, and without it an answer waits 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     # Connections inherit it: the kernel cuts one off if its peer takes nothing for so long of what is sent to it, also
     # where this process has long written the last byte and closed its side.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(stall_timeout_s * 1000))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -101,8 +101,11 @@ class Service:
         self.prompts = PromptWriter(codec, info.limits, self.defaults)
         """Writes the prompts of requests."""
         self.bodies = BodyReader(int(limits.max_body_mib * MIB), limits.stall_timeout_s)
-        self._backlog = Backlog([spec.name for spec in info.classes], limits.max_queued_requests)
-        self.metrics.show_backlog(self._backlog.num_waiting)
+        self.backlog = Backlog([spec.name for spec in info.classes], limits.max_queued_requests)
+        """The requests that wait for their first token."""
+        self.metrics.show_backlog(self.backlog.num_waiting)
+        self.gather_counts: Callable[[], Awaitable[None]] = _nothing
+        """Adds to the metrics what other processes of the server have counted."""
         self._kinds = {spec.name: ServiceClass(spec.kind) for spec in info.classes}
         self._running: set[OutputStream] = set()
         self._draining = False
@@ -258,7 +261,7 @@ class Service:
             place=self._place if reader is None else functools.partial(self._place, engine=reader.engine),
             codec=self.codec if reader is None else reader.codec,
             metrics=self.metrics,
-            backlog=self._backlog,
+            backlog=self.backlog,
         )
         self._running.add(outputs)
         self._idle.clear()
@@ -348,6 +351,10 @@ class Service:
                 outputs.fail(shutting_down())
             # A client that reads nothing cannot hold the server: the connection is cut after this.
             await asyncio.wait([asyncio.ensure_future(self._idle.wait())], timeout=_GOODBYE_S)
+
+
+async def _nothing() -> None:
+    """Do nothing: there are no other processes that count."""
 
 
 def new_call_id(prefix: str) -> str:

@@ -129,6 +129,13 @@ def start_process(tokenizer_folder, memory) -> Iterator[Start]:
         yield start
 
 
+@pytest.fixture(scope="module")
+def start_module_process(tokenizer_folder, memory) -> Iterator[Start]:
+    """Start servers in processes of their own that end with the module's tests."""
+    with starting(tokenizer_folder, memory, in_process=False) as start:
+        yield start
+
+
 @pytest.fixture
 def engines_in_threads() -> Iterator[None]:
     """Have the engines that this test starts run in threads of its process."""

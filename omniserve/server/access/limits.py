@@ -281,6 +281,10 @@ class Caller:
         if "requests" in self._allowances:
             self._allowances["requests"].use(1, now_s)
 
+    async def enter(self) -> None:
+        """Do as ``admit``; where another process counts the key's calls, ask it."""
+        self.admit()
+
     def use_tokens(self, num_tokens: int) -> None:
         """Count tokens of a prompt or an output."""
         if "tokens" in self._allowances:
@@ -319,18 +323,33 @@ async def take_body(http: Request, bodies: BodyReader) -> AsyncIterator[bytes]:
     Raises:
         ApiError: 429: the caller made too many calls of late. Others: as ``hold`` does.
     """
-    caller_of(http).admit()
+    await caller_of(http).enter()
     async with bodies.hold(http) as body:
         yield body
 
 
 class Gate:
-    """ASGI middleware that lets in only requests with a known key, and notes their callers, before all else."""
+    """ASGI middleware that lets in only requests with a known key, and notes their callers, before all else.
 
-    def __init__(self, app: ASGIApp, *, ring: KeyRing, guard_all: bool, on_refused: Callable[[ApiError], None]) -> None:
+    Args:
+        ring: The keys.
+        guard_all: As ``is_free`` takes it.
+        on_refused: Told of each refusal.
+        caller: Makes the caller of a key.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        ring: KeyRing,
+        guard_all: bool,
+        on_refused: Callable[[ApiError], None],
+        caller: Callable[[ApiKey], Caller] = Caller,
+    ) -> None:
         self._app = app
         self._ring = ring
-        self._callers = {key.name: Caller(key) for key in ring.keys}
+        self._callers = {key.name: caller(key) for key in ring.keys}
         self._guard_all = guard_all
         self._on_refused = on_refused
 

@@ -144,7 +144,7 @@ def _router(store: Store, runner: BatchRunner, service: Service) -> APIRouter:
     )
     async def upload(request: Request) -> Response:
         caller = caller_of(request)
-        caller.admit()
+        await caller.enter()
         async with _form(request, service.limits) as form:
             file, fields = form.get("file"), _nested({name: value for name, value in form.items() if name != "file"})
             if not isinstance(file, UploadFile):

@@ -99,6 +99,7 @@ async def _take_reading(service: Service) -> Reading:
         stats, state = None, service.engine.failure or str(error)
     except TimeoutError:
         stats, state = None, "busy"
+    await service.gather_counts()
     metrics = service.metrics.collect(stats, service.engine)
     reading = read(metrics, clock_s=time.monotonic(), time_s=time.time(), engine=state)
     service.metrics.scaling.note(reading, len(service.engine.clients))

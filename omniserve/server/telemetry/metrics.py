@@ -5,7 +5,9 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -84,6 +86,16 @@ _ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0
 _E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the metrics of one process have counted."""
+
+    rows: Sequence[tuple[str, dict[str, str], float]]
+    """Of counters: name, labels, increase."""
+    values: Sequence[tuple[str, str, Sequence[int], float]]
+    """Of histograms: name, class, number of values in each bucket, sum."""
+
+
 class ServerMetrics:
     """The metrics of one server, in a registry of its own.
 
@@ -99,6 +111,9 @@ class ServerMetrics:
         classes: Sequence[ClassSpec] = (),
     ) -> None:
         registry = self._registry = CollectorRegistry()
+        self._histograms: dict[str, QuickHistogram] = {}
+        self._told: dict[tuple[str, ...], float] = {}
+        """What ``take_counts`` has told, by counter and labels."""
         by_class = ["service_class"]
         self._requests = Counter(
             "omniserve_requests", "Requests that ended", [*by_class, "finish_reason"], registry=registry
@@ -116,7 +131,7 @@ class ServerMetrics:
         tpot_buckets = _with_bounds(_TPOT_BUCKETS_S, [slo.tpot_s for slo in objectives])
 
         def histogram(name: str, help_text: str, bounds: Sequence[float]) -> QuickHistogram:
-            made = QuickHistogram(f"omniserve_{name}_seconds", help_text, bounds, class_names)
+            made = self._histograms[name] = QuickHistogram(f"omniserve_{name}_seconds", help_text, bounds, class_names)
             registry.register(made)
             return made
 
@@ -148,6 +163,9 @@ class ServerMetrics:
         self._errors = Counter(
             "omniserve_http_errors", "Answers other than success", ["status", "code"], registry=registry
         )
+        self._counters = (
+            self._requests, self._rejected, self._fallbacks, self._slo, self._scaled, self._errors
+        )  # fmt: skip
         for service_class in class_names:
             self._begin_at_zero(service_class)
         self._engine = EngineCollector()
@@ -232,6 +250,29 @@ class ServerMetrics:
             if value_s is not None and limit_s is not None:
                 self._slo.labels(service_class, objective, str(value_s <= limit_s).lower()).inc()
 
+    def take_counts(self) -> Counts:
+        """Return what was counted since the last call, for ``add_counts`` of another process."""
+        rows = list[tuple[str, dict[str, str], float]]()
+        for counter in self._counters:
+            (family,) = counter.collect()
+            for sample in family.samples:
+                if not sample.name.endswith("_total"):
+                    continue
+                key = family.name, *sample.labels.values()
+                if (more := sample.value - self._told.get(key, 0.0)) > 0:
+                    self._told[key] = sample.value
+                    rows.append((family.name, sample.labels, more))
+        values = [(name, *row) for name, histogram in self._histograms.items() for row in histogram.take()]
+        return Counts(rows, values)
+
+    def add_counts(self, counts: Counts) -> None:
+        """Count what another process has counted."""
+        counters = {next(iter(counter.collect())).name: counter for counter in self._counters}
+        for name, labels, value in counts.rows:
+            counters[name].labels(**labels).inc(value)
+        for name, service_class, buckets, total in counts.values:
+            self._histograms[name].add(service_class, buckets, total)
+
     def render(self, stats: EngineStats | None, engine: Fleet | None = None) -> bytes:
         """Return everything in Prometheus' text format.
 
@@ -264,6 +305,7 @@ class QuickHistogram(Collector):
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float], class_names: Sequence[str]) -> None:
         self._name, self._help_text, self._bounds = name, help_text, bounds
+        self._created_s = time.time()
         self._counts = {name: [0] * (len(bounds) + 1) for name in class_names}
         self._sums = dict.fromkeys(class_names, 0.0)
 
@@ -271,6 +313,20 @@ class QuickHistogram(Collector):
         """Count a value."""
         self._counts[service_class][bisect.bisect_left(self._bounds, value)] += 1
         self._sums[service_class] += value
+
+    def add(self, service_class: str, counts: Sequence[int], total: float) -> None:
+        """Count values that were noted elsewhere: the number in each bucket, and their sum."""
+        own = self._counts[service_class]
+        for i, count in enumerate(counts):
+            own[i] += count
+        self._sums[service_class] += total
+
+    def take(self) -> Iterator[tuple[str, list[int], float]]:
+        """Yield the arguments of ``add`` for what was noted since the last call, and forget it."""
+        for service_class, counts in self._counts.items():
+            if any(counts):
+                yield service_class, counts, self._sums[service_class]
+                self._counts[service_class], self._sums[service_class] = [0] * len(counts), 0.0
 
     def collect(self) -> Iterator[Metric]:
         family = Metric(self._name, self._help_text, "histogram")
@@ -282,6 +338,7 @@ class QuickHistogram(Collector):
             family.add_sample(f"{self._name}_count", label, float(sum(counts)))
             if self._bounds[0] >= 0:  # as Prometheus has it: a sum that may fall is no counter
                 family.add_sample(f"{self._name}_sum", label, self._sums[service_class])
+            family.add_sample(f"{self._name}_created", label, self._created_s)
         yield family
 
 
