@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from benchmarks.common.cases import Benchmark, Trials
 from benchmarks.common.server import ServerProcess
+from omniserve.server.workers.process import PROCESS_NAME
 from tests.server.tokenizers_for_tests import byte_level_tokenizer
 
 FRONT = Benchmark("front")
@@ -47,6 +48,43 @@ def requests(args: argparse.Namespace) -> Trials:
                 f"{label}, {args.tokens} tokens",
                 {tree: functools.partial(_cost, server, args, is_streamed) for tree, server in servers.items()},
             )
+
+
+@FRONT.case(
+    processes=[1, 2], requests=400, concurrency=8, tokens=64, repeats=9,
+    tiny={"requests": 4, "concurrency": 2, "tokens": 4, "repeats": 1},
+)  # fmt: skip
+def processes(args: argparse.Namespace) -> Trials:
+    """What a chat costs the owner of the engines and the API workers, by ``--api-processes``.
+
+    Milliseconds of CPU time a request, as in ``requests``. There is one owner, however many workers there are: what it
+    takes bounds what they can bring together.
+    """
+    with contextlib.ExitStack() as running:
+        folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="omniserve-front-")))
+        byte_level_tokenizer().save_pretrained(folder)
+        servers = {
+            str(count): running.enter_context(_serving(ROOT, folder, count, "--api-processes", str(count)))
+            for count in args.processes
+        }
+        for server in servers.values():
+            server.wait_until_healthy()
+        for label, is_streamed in (("plain", False), ("streamed", True)):
+            yield (
+                f"{label}, {args.tokens} tokens",
+                {count: functools.partial(_shares, server, args, is_streamed) for count, server in servers.items()},
+            )
+
+
+def _shares(server: ServerProcess, args: argparse.Namespace, is_streamed: bool) -> dict[str, float]:
+    owner = server.group
+    children = Path(f"/proc/{owner}/task/{owner}/children").read_text().split()
+    workers = [int(child) for child in children if Path(f"/proc/{child}/comm").read_text().strip() == PROCESS_NAME]
+    before_s = [cpu_s(process) for process in (owner, *workers)]
+    asyncio.run(ask(server.base_url, args.requests, args.concurrency, args.tokens, is_streamed=is_streamed))
+    used_s = [cpu_s(process) - was_s for process, was_s in zip((owner, *workers), before_s, strict=True)]
+    figures = {"owner, ms a request": 1e3 * used_s[0] / args.requests}
+    return figures | ({"workers, ms a request": 1e3 * sum(used_s[1:]) / args.requests} if workers else {})
 
 
 def _serving(tree: Path, folder: Path, number: int, *flags: str) -> ServerProcess:

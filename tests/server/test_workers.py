@@ -135,17 +135,17 @@ def test_a_killed_worker_takes_its_own_calls_with_it_and_is_started_again(two):
     client = two.client()
     before = workers_of(two)
     body = {"model": "fake", "prompt": [SILENT, 5], "max_tokens": 4, "stream": True}
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(httpx.post, f"{two.url}/v1/completions", json=body, timeout=60) for _ in range(8)]
-        two.wait_for_metric('omniserve_requests_running{service_class="LS"}', 8)
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        calls = [pool.submit(httpx.post, f"{two.url}/v1/completions", json=body, timeout=60) for _ in range(16)]
+        two.wait_for_metric('omniserve_requests_running{service_class="LS"}', 16)
         os.kill(before[0], signal.SIGKILL)
         wait_until(
-            lambda: two.metric('omniserve_requests_running{service_class="LS"}') < 8, lambda: "nothing was aborted"
+            lambda: two.metric('omniserve_requests_running{service_class="LS"}') < 16, lambda: "nothing was aborted"
         )
         left = int(two.metric('omniserve_requests_running{service_class="LS"}'))
         cut = [call for call in calls if call.done() and call.exception() is not None]
         wait_until(
-            lambda: sum(call.done() and call.exception() is not None for call in calls) == 8 - left,
+            lambda: sum(call.done() and call.exception() is not None for call in calls) == 16 - left,
             lambda: f"{len(cut)} are cut, {left} run",
         )
         wait_until(lambda: len(workers_of(two)) == 2, lambda: f"there are {workers_of(two)}")

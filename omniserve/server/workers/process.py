@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import os
 import signal
 import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import uvloop
 import zmq
@@ -46,6 +48,9 @@ from omniserve.server.workers.remote import RemoteCallers, RemoteFleet
 
 logger = logging.getLogger("omniserve.server")
 
+PROCESS_NAME = "omniserve-api"
+"""The name of workers' processes, as ps shows it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSettings:
@@ -78,6 +83,8 @@ def run_worker(settings: WorkerSettings, incoming: str, outgoing: str, owner_pat
     # Ctrl-C reaches the whole process group; the owner decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(OSError):  # where there is no such file, ps shows what it shows
+        Path("/proc/self/comm").write_text(PROCESS_NAME)
     options = settings.options
     set_up_logs(options.log_level, options.log_format, text="%(levelname)s %(message)s")
     for name in ("httpx", "httpcore"):  # the owner's log has what was handed on
