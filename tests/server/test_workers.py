@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_engine import SILENT, SLOW
+from fake_engine import REFUSE, REJECT, SILENT, SLOW
 from running import wait_until
 
 KEYS = [
@@ -72,6 +72,7 @@ def test_streams_are_whole(two):
         assert "".join(part.choices[0].text for part in parts) == whole
 
 
+@pytest.mark.slow
 def test_what_clients_leave_is_aborted(two):
     aborted = 'omniserve_requests_total{finish_reason="abort",service_class="LS"}'
     before = two.metric(aborted)
@@ -102,6 +103,7 @@ def test_the_owner_answers_what_is_not_the_workers(two):
     assert len(httpx.get(f"{two.url}/health").headers.get_list("date")) == 1
 
 
+@pytest.mark.slow
 def test_a_batch_runs(two, tmp_path):
     client = two.client()
     lines = [
@@ -115,9 +117,8 @@ def test_a_batch_runs(two, tmp_path):
     assert {json.loads(line)["custom_id"] for line in found} == set(map(str, range(20)))
 
 
+@pytest.mark.slow
 def test_refusals_of_engines_and_errors_of_requests_reach_clients(two):
-    from fake_engine import REFUSE, REJECT
-
     rejected = ask(two, prompt=[REJECT, 5])
     assert (rejected.status_code, rejected.headers["retry-after"]) == (429, "3")
     refused = ask(two, prompt=[REFUSE, 5])
@@ -131,6 +132,7 @@ def test_refusals_of_engines_and_errors_of_requests_reach_clients(two):
     assert (timed_out.status_code, timed_out.json()["error"]["code"]) == (429, "queue_timeout")
 
 
+@pytest.mark.slow
 def test_a_killed_worker_takes_its_own_calls_with_it_and_is_started_again(two):
     client = two.client()
     before = workers_of(two)
@@ -158,6 +160,7 @@ def test_a_killed_worker_takes_its_own_calls_with_it_and_is_started_again(two):
     wait_until(lambda: len(workers_of(two)) == 2, lambda: f"there are {workers_of(two)}")
 
 
+@pytest.mark.slow
 def test_rates_and_limits_are_of_all_workers_and_sigterm_lets_calls_end(start_process, tmp_path):
     keys = tmp_path / "keys.json"
     keys.write_text(json.dumps(KEYS))
