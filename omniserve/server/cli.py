@@ -90,6 +90,11 @@ class ServerOptions:
     replicas: int = 1
     """Engines that serve the model on this machine, each with its part of the cores or GPUs and with its own memory:
     --device-kv-gib and --host-kv-gib are those of one. 0: those of --engines alone."""
+    ray_address: str | None = None
+    """Have Ray place the --replicas on the nodes of its cluster at this address (auto: the one that this machine is a
+    node of), and start them again (default: they are on this machine)."""
+    num_ranks: int = 1
+    """Processes of an engine, each of which needs a GPU where there are any."""
     engines: RemoteEngines | None = None
     """Engines on other machines; None: only those of this one are used."""
     router: Literal["predicted", "least-loaded", "fewest-requests", "round-robin", "prefix"] = "predicted"
@@ -154,6 +159,7 @@ _FIELDS = (
     "reasoning_parser",
     "generation_config",
     "replicas",
+    "ray_address",
     "router",
     "api_processes",
     "embedding_model",
@@ -241,6 +247,7 @@ def options_from(
         keys=_keys(args.api_key or (), args.api_key_file or (), config.classes),
         loras=loras_from(args),
         lora_dirs=_folders(args.lora_dir or ()),
+        num_ranks=config.parallel.num_ranks,
         engines=None if args.engines is None else read_engines_file(args.engines),
         limits=make_options(Limits, dict(args.limit or ()), owner="--limit"),
         cors_origins=tuple(map(checked_origin, args.cors_origin or ())),
@@ -304,8 +311,9 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
         print(_settings_text(parser, args), end="")
         parser.exit()
     profile, with_profile = profile_from(args)
-    if options.replicas > 1 and (flag := _of_one_engine(config)) is not None:
-        parser.error(f"{flag} is of one engine; leave it out, or --replicas")
+    is_several = options.replicas > 1 or options.ray_address is not None
+    if is_several and (flag := _of_one_engine(config)) is not None:
+        parser.error(f"{flag} is of one engine; leave it out, or --replicas and --ray-address")
     loader = EngineLoader(
         model=model,
         dtype=args.dtype,

@@ -119,7 +119,8 @@ def from_engine(error: Exception) -> ApiError:
     if isinstance(error, EngineRemoved):
         return ApiError(f"{error}; send the request again", status=503, code="engine_removed", retry_after_s=1)
     if isinstance(error, EngineStopped):
-        return ApiError(f"{error}; send the request again", status=500, code="engine_stopped")
+        message = f"the engine has stopped: {error}; send the request again"
+        return ApiError(message, status=500, code="engine_stopped")
     if isinstance(error, ValueError):
         return ApiError(str(error))
     raise error

@@ -73,8 +73,13 @@ def run(options: ServerOptions, make_engine: EngineFactory) -> int:
         logger.error("cannot start: %s", error)
         return 1
     connections = Connections(max_connections, options.limits.stall_timeout_s)
+    try:
+        main = _Main(options, make_engine, connections)
+    except ValueError as error:
+        logger.error("cannot start: %s", error)
+        return 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Main(options, make_engine, connections).run())
+        return runner.run(main.run())
 
 
 async def start_service(engine: Fleet, options: ServerOptions) -> Service:
@@ -191,13 +196,37 @@ class EngineFactory(Protocol):
 
 def fleet_of(options: ServerOptions, make_engine: EngineFactory) -> Fleet:
     """Return the engines of a server, not started."""
-    return _fleet(options, [*_local_sources(options, make_engine), *_remote_sources(options)])
+    return _fleet(options, _sources(options, make_engine))
+
+
+def _sources(options: ServerOptions, make_engine: EngineFactory) -> list[EngineSource]:
+    """Return where the engines of a server are from; those of this machine are its shares.
+
+    Raises:
+        ValueError: Ray cannot place them.
+    """
+    if options.ray_address is None:
+        return [*_local_sources(options, make_engine), *_remote_sources(options)]
+    from omniserve.server.engines.on_ray import place_engines
+
+    placed = place_engines(
+        options.ray_address,
+        [make_engine] * options.replicas,
+        num_ranks=options.num_ranks,
+        heartbeat_s=options.limits.engine_heartbeat_s,
+        max_restarts=options.limits.engine_restarts,
+        log_level=options.log_level,
+        log_format=options.log_format,
+    )
+    return [*placed, *_remote_sources(options)]
 
 
 def _local_sources(options: ServerOptions, make_engine: EngineFactory) -> list[EngineSource]:
     """Return the shares of this machine."""
     count = options.replicas
-    makers = [make_engine] if count == 1 else [make_engine.for_replica(number, count) for number in range(count)]
+    makers: list[EngineMaker] = [make_engine]
+    if count != 1:
+        makers = [make_engine.for_replica(number, count) for number in range(count)]
     return [_local_source(options, number, maker) for number, maker in enumerate(makers)]
 
 
@@ -228,9 +257,9 @@ class _Main:
     def __init__(self, options: ServerOptions, make_engine: EngineFactory, connections: Connections) -> None:
         self._options = options
         self._connections = connections
-        local = _local_sources(options, make_engine)
-        self._engine = _fleet(options, [*local, *_remote_sources(options)])
-        self._places = Places(local, options.engines)
+        sources = _sources(options, make_engine)
+        self._engine = _fleet(options, sources)
+        self._places = Places([source for source in sources if source.is_local], options.engines)
         self._fleets = [self._engine]
         """The engine, or engines, and that of the second model if there is one."""
         self._batches = BatchServing(options.batches)

@@ -108,6 +108,17 @@ def test_every_command_is_obeyed_in_its_order() -> None:
     assert collector.asked[0] and collector.asked[-1] and not any(collector.asked[1:-1])
 
 
+def test_nothing_is_told_of_requests_after_a_reset() -> None:
+    engine = Counting(64, 2, EngineConfig(device_kv_bytes=1 << 20))
+    commands = [add(0, 50), add(1, 50), engine_messages.Reset(), add(2, 3)]
+    link = Link(commands, lambda: link.num_taken == len(commands) and not engine.has_unfinished)
+    serve(engine, link)
+    (at,) = [i for i, report in enumerate(link.sent) if isinstance(report, engine_messages.WasReset)]
+    steps = [report for report in link.sent[at:] if isinstance(report, engine_messages.Step)]
+    assert {name for report in steps for name, *_ in report.accepted} == {"r2"}
+    assert {output.request_id for report in steps for output in report.outputs} == {"r2"}
+
+
 class Script(Link):
     """Commands that are put in as the test goes on, and an end."""
 

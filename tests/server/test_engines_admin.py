@@ -88,6 +88,7 @@ def test_requests_of_an_engine_that_has_no_time_left_go_elsewhere_or_are_told(tw
         threading.Thread(target=wait_for_answer, args=[prompt], daemon=True).start()
         wait_until(lambda i=i: sum(calls(two)) == i + 1)
     wait_until(lambda: two.metric('omniserve_itl_seconds_count{service_class="LS"}') > 402)
+    wait_until(lambda: len(ended) == 1)
     ended.clear()
     ask(two, "DELETE", "/0?timeout_s=0")
     wait_until(lambda: len(engines(two)) == 1 and ended)
@@ -172,7 +173,7 @@ def test_an_engine_that_is_stopped_for_longer_than_its_heartbeat_is_taken_out_an
         thread.join(60)
     told = [each for each in ended if isinstance(each, openai.APIError)]
     answers = [each for each in ended if not isinstance(each, openai.APIError)]
-    assert len(told) == len(answers) == 1 and "no sign of life for 2 s" in str(told[0])
+    assert len(told) == len(answers) == 1 and "no sign of life for 2 s, and was killed" in str(told[0])
     assert answers[0].usage.completion_tokens == 3
     wait_until(lambda: [each["state"] for each in engines(both)] == ["up", "up"], lambda: str(engines(both)))
     assert first not in engine_processes(both) and engines(both)[0]["restarts"] == 1

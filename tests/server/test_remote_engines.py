@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import threading
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import openai
 import pytest
 import zmq
 from fake_engine import SILENT, SLOW, FakeLoader
+from proxy import Proxy, free_address
 from running import wait_until
 from test_engines_admin import ask, engines
 from test_fleet import calls, complete
@@ -26,11 +26,6 @@ from omniserve.server.engines.client import Clock
 from omniserve.server.engines.curve import ENGINE, SERVER, checked_address, make_keys, read_keys
 from omniserve.server.engines.sources import read_engines_file
 from tests.server.in_process import threads_for_engines
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 class Agent:
@@ -93,12 +88,8 @@ def keys(tmp_path):
     return tmp_path / "keys"
 
 
-def address_here() -> str:
-    return f"tcp://127.0.0.1:{free_port()}"
-
-
 def test_a_server_without_engines_of_its_own_uses_that_of_another_process(start_server, start_agent, tmp_path, keys):
-    address = address_here()
+    address = free_address()
     agent = start_agent(address, read_keys(keys, ENGINE))
     file = engines_file(tmp_path, engines=[address], keys="keys")
     server = start_server("--replicas", "0", "--engines", file).wait_until_ready()
@@ -118,7 +109,7 @@ def test_a_server_without_engines_of_its_own_uses_that_of_another_process(start_
 
 
 def test_an_engine_is_added_by_its_address_if_that_is_allowed(start_server, start_agent, tmp_path):
-    address = address_here()
+    address = free_address()
     start_agent(address)
     file = engines_file(tmp_path, allowed=["tcp://127.0.0.1:*"])
     server = start_server("--engines", file, "--router", "round-robin").wait_until_ready()
@@ -136,9 +127,9 @@ def test_an_engine_is_added_by_its_address_if_that_is_allowed(start_server, star
 
 
 def test_requests_of_a_cut_connection_go_on_elsewhere_and_it_is_made_again(start_server, start_agent, tmp_path):
-    address, outside = address_here(), address_here()
+    address, outside = free_address(), free_address()
     start_agent(address)
-    with Proxy(outside, address) as proxy:
+    with contextlib.closing(Proxy(outside, address)) as proxy:
         file = engines_file(tmp_path, engines=[outside])
         server = start_server("--engines", file, "--router", "round-robin").wait_until_ready()
         wait_until(lambda: [each["state"] for each in engines(server)] == ["up", "up"], lambda: str(engines(server)))
@@ -165,46 +156,8 @@ def outcome(server, prompt):
         return error
 
 
-class Proxy:
-    """Passes bytes on between an address and another, until it is told to cut its connections."""
-
-    def __init__(self, outside: str, inside: str) -> None:
-        self._inside = int(inside.rpartition(":")[2])
-        self._listener = socket.create_server(("127.0.0.1", int(outside.rpartition(":")[2])))
-        self._open: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def __enter__(self) -> Proxy:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.close()
-        self.cut()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                here, _ = self._listener.accept()
-                there = socket.create_connection(("127.0.0.1", self._inside))
-                self._open += [here, there]
-                for source, target in ((here, there), (there, here)):
-                    threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(data)
-
-    def cut(self) -> None:
-        for each in self._open:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-        self._open.clear()
-
-
 def test_another_server_takes_an_engine_when_the_first_one_has_ended(start_server, start_agent, tmp_path):
-    address = address_here()
+    address = free_address()
     start_agent(address)
     file = engines_file(tmp_path, engines=[address])
     first = start_server("--replicas", "0", "--engines", file).wait_until_ready()
@@ -216,7 +169,7 @@ def test_another_server_takes_an_engine_when_the_first_one_has_ended(start_serve
 
 
 def test_an_engine_of_another_model_does_not_join(start_server, start_agent, tmp_path):
-    address = address_here()
+    address = free_address()
     start_agent(address, max_model_len=256)
     server = start_server("--engines", engines_file(tmp_path, engines=[address])).wait_until_ready()
     wait_until(
@@ -226,7 +179,7 @@ def test_an_engine_of_another_model_does_not_join(start_server, start_agent, tmp
 
 
 def test_who_has_another_key_or_none_is_not_served(start_server, start_agent, tmp_path, keys):
-    address = address_here()
+    address = free_address()
     start_agent(address, read_keys(keys, ENGINE))
     make_keys(tmp_path / "others")
     for name in ("engine.key",):  # knows the engine, which does not know it
@@ -238,7 +191,7 @@ def test_who_has_another_key_or_none_is_not_served(start_server, start_agent, tm
 
 
 def test_bytes_of_strangers_change_nothing(start_server, start_agent, tmp_path):
-    address = address_here()
+    address = free_address()
     start_agent(address)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0

@@ -94,11 +94,11 @@ def _do(http: httpx.Client, args: argparse.Namespace) -> None:
                     raise AdminError(f"engine {engine['id']} has not come: {engine.get('failure')}")
             print(_table([engine]))
         case "remove":
-            engine = _ask(http, "DELETE", f"/{args.id}", params={"timeout_s": args.timeout})
-            while args.wait and engine is not None:
+            leaving: dict[str, Any] | None = _ask(http, "DELETE", f"/{args.id}", params={"timeout_s": args.timeout})
+            while args.wait and leaving is not None:
                 time.sleep(_POLL_S)
-                engine = _find(http, args.id)
-            print(f"engine {args.id} {'is leaving' if engine is not None else 'has left'}")
+                leaving = _find(http, args.id)
+            print(f"engine {args.id} {'is leaving' if leaving is not None else 'has left'}")
         case action:
             print(_table([_ask(http, "POST", f"/{args.id}/{action}")]))
 

@@ -75,7 +75,7 @@ class EngineServer:
             (zmq.RCVHWM, 0),
             (zmq.LINGER, _LINGER_MS),
             (zmq.ROUTER_MANDATORY, 1),
-            (zmq.IPV6, 1),
+            (zmq.IPV6, int("[" in address)),
         ):
             self._socket.setsockopt(option, value)
         if keys is not None:
@@ -216,9 +216,9 @@ class EngineServer:
             self._send_bytes(self._front, data)
 
     def _tell_of_death(self) -> None:
-        self._is_resetting, self._next = False, None
-        if self._front is not None:
-            front, self._front = self._front, None
+        told = [each for each in (self._front, self._next and self._next[0]) if each is not None]
+        self._is_resetting, self._next, self._front = False, None, None
+        for front in told:
             self._send(front, engine_messages.Failed(self._supervisor.client.failure or "the engine has stopped"))
 
     async def _look_after_front(self) -> None:

@@ -356,7 +356,7 @@ class EngineClient:
             self._peer.kill()
 
     async def _feel_pulse(self, peer: Peer) -> None:
-        """Kill an engine that gives no sign of life: its requests are tried elsewhere, or told."""
+        """Give up an engine that gives no sign of life: its requests are tried elsewhere, or told."""
         every_s = self._heartbeat_s / _LOOKS
         looked_s = self._heard_s = time.monotonic()
         while not self.stopped.is_set():
@@ -368,8 +368,10 @@ class EngineClient:
             if now_s - looked_s > 2 * every_s:
                 self._heard_s = now_s  # it was stopped itself, and the engine perhaps with it
             elif now_s - self._heard_s > self._heartbeat_s and not self.stopped.is_set():
-                self._fail(f"its process gave no sign of life for {self._heartbeat_s:g} s, and was killed")
-                self.kill()
+                silence = f"it gave no sign of life for {self._heartbeat_s:g} s"
+                self._fail(silence if peer.has_own_clock else f"{silence}, and was killed")
+                if not peer.has_own_clock:  # else the other machine has to judge its process
+                    self.kill()
             looked_s = now_s
 
     async def _ask_how_it_is(self) -> None:

@@ -38,6 +38,12 @@ class CurveKeys:
             socket.curve_serverkey = self.other
 
 
+def new_pair() -> tuple[bytes, bytes]:
+    """Return a new public key and its secret one."""
+    public, secret = zmq.curve_keypair()
+    return public, secret
+
+
 def make_keys(folder: Path) -> list[Path]:
     """Make a folder of new keys, which only this user can read; return its files.
 

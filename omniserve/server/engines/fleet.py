@@ -402,9 +402,10 @@ class Fleet:
             member.engine.keep_down()
 
     def kill(self) -> None:
-        """End the processes at once."""
+        """End the processes of this machine at once."""
         for member in self.members:
-            member.engine.kill()
+            if member.source.is_local:
+                member.engine.kill()
 
     async def close(self) -> None:
         """End the processes; requests that still run get EngineStopped."""

@@ -24,7 +24,7 @@ _EVENTS_OF_AN_END = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_REASONS = {
+_REASONS: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: "the connection to it was cut",
     zmq.EVENT_CLOSED: "nothing answers there",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know this server's key: give both ends files of the same folder",
