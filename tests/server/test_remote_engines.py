@@ -27,6 +27,8 @@ from omniserve.server.engines.curve import ENGINE, SERVER, checked_address, make
 from omniserve.server.engines.sources import read_engines_file
 from tests.server.in_process import threads_for_engines
 
+pytestmark = pytest.mark.usefixtures("no_pause")
+
 
 class Agent:
     """An engine server in a thread of this process, its engine in another."""

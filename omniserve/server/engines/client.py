@@ -52,6 +52,8 @@ _SILENCE_S = 600.0
 _GREETING_S = 10.0
 # The clock of another machine may drift so much from one sign of life to the next.
 _DRIFT_S = 20e-6
+# An engine that starts, and imports and loads what keeps its other threads waiting, has so many times as long.
+_STARTING = 15
 # It is looked for signs of life so often in the time that an engine may give none.
 _LOOKS = 4
 # Of requests that the engine has not taken out of its socket's queue yet; it does so between two steps.
@@ -156,6 +158,7 @@ class EngineClient:
         connect: Starts the process.
         on_load: Told the engine's load every few steps; None: it does not say, until ``hear_load``.
         heartbeat_s: Seconds without a sign of life after which an engine that is ready is taken for dead, and killed.
+            One that starts has 15 times as long.
         relay: Given the engine's reports on requests, also as they came; None: they go to the requests' listeners.
     """
 
@@ -217,6 +220,7 @@ class EngineClient:
         if peer.has_own_clock:
             self._send(engine_messages.Beat(time.monotonic()))
             self._greeting = loop.call_later(_GREETING_S, self._on_silence)
+        self._watching.append(asyncio.create_task(self._feel_pulse(peer)))
         stopped = asyncio.create_task(self.stopped.wait())
         both: set[asyncio.Future[Any]] = {ready, stopped}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -226,7 +230,7 @@ class EngineClient:
         self._ready = True
         if self._on_load is not None:
             self._send(engine_messages.TellLoad())
-        self._watching = [asyncio.create_task(self._ask_how_it_is()), asyncio.create_task(self._feel_pulse(peer))]
+        self._watching.append(asyncio.create_task(self._ask_how_it_is()))
         return ready.result()
 
     @property
@@ -355,6 +359,10 @@ class EngineClient:
         if self._peer is not None:
             self._peer.kill()
 
+    @property
+    def _patience_s(self) -> float:
+        return self._heartbeat_s if self._ready else self._heartbeat_s * _STARTING
+
     async def _feel_pulse(self, peer: Peer) -> None:
         """Give up an engine that gives no sign of life: its requests are tried elsewhere, or told."""
         every_s = self._heartbeat_s / _LOOKS
@@ -367,8 +375,8 @@ class EngineClient:
             now_s = time.monotonic()
             if now_s - looked_s > 2 * every_s:
                 self._heard_s = now_s  # it was stopped itself, and the engine perhaps with it
-            elif now_s - self._heard_s > self._heartbeat_s and not self.stopped.is_set():
-                silence = f"it gave no sign of life for {self._heartbeat_s:g} s"
+            elif now_s - self._heard_s > (patience_s := self._patience_s) and not self.stopped.is_set():
+                silence = f"it gave no sign of life for {patience_s:g} s"
                 self._fail(silence if peer.has_own_clock else f"{silence}, and was killed")
                 if not peer.has_own_clock:  # else the other machine has to judge its process
                     self.kill()

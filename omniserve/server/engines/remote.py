@@ -27,6 +27,7 @@ _EVENTS_OF_AN_END = (
 _REASONS: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: "the connection to it was cut",
     zmq.EVENT_CLOSED: "nothing answers there",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the connection to it was cut before the ends knew each other",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know this server's key: give both ends files of the same folder",
 }
 _UNKNOWN_REASON = "no connection could be made: one end has keys and the other none, or they have different ones"
