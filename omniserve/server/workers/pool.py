@@ -335,7 +335,8 @@ class _Call:
                     max_tokens=first.sampling.max_tokens,
                     ttft_s=begun.ttft_s,
                     salt=begun.salt,
-                )
+                ),
+                lora=first.lora,
             )
             service.backlog.enter(first.service_class, len(self.left), tenant=first.tenant, weight=first.weight)
         except ApiError as error:

@@ -40,8 +40,8 @@ class RemoteFleet:
         if self.state.failure is not None:
             raise engine_gone(self.state.failure, self.state.retry_after_s)
 
-    def place(self, call: Call) -> RemotePlacement:
-        """Return the way of a call's requests to the owner, which places them.
+    def place(self, call: Call, *, lora: str | None = None) -> RemotePlacement:
+        """Return the way of a call's requests to the owner, which places them, by their adapter, too.
 
         Raises:
             ApiError: No engine takes requests.
