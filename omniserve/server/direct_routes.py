@@ -33,7 +33,7 @@ class DirectRoutes:
         self._endpoints: dict[tuple[str, str], Endpoint] = {}
         for route in routes:
             if isinstance(route, APIRoute) and "{" not in route.path and _takes_request_alone(route.endpoint):
-                for method in route.methods:
+                for method in route.methods or ():
                     self._endpoints.setdefault((method, route.path), route.endpoint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

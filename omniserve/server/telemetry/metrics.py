@@ -91,9 +91,9 @@ class Counts:
     """What the metrics of one process have counted."""
 
     rows: Sequence[tuple[str, dict[str, str], float]]
-    """Of counters: name, labels, increase."""
+    """The increases of counters: name, labels, increase."""
     values: Sequence[tuple[str, str, Sequence[int], float]]
-    """Of histograms: name, class, number of values in each bucket, sum."""
+    """The values of histograms: name, class, number of them in each bucket, sum."""
 
 
 class ServerMetrics:

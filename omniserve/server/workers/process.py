@@ -11,6 +11,7 @@ import signal
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import uvloop
 import zmq
@@ -22,6 +23,7 @@ from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import Connections, allow_connections
 from omniserve.server.embeddings.model_files import PoolingOfModel
 from omniserve.server.embeddings.texts_model import TextsModel
+from omniserve.server.engines.fleet import Fleet
 from omniserve.server.engines.messages import Close, EngineInfo, Refused, Step
 from omniserve.server.loras import LoRAModels
 from omniserve.server.serve import BACKLOG, HttpServer, application, listen, service_of, texts_of
@@ -134,13 +136,13 @@ class _Worker:
         connections = Connections(allow_connections(options.limits.max_connections), options.limits.stall_timeout_s)
         tokenizer = await asyncio.to_thread(load_tokenizer, options.tokenizer, options.trust_remote_code)
         codec, defaults, pooling = await texts_of(options, info, tokenizer)
-        second = None
+        engine, second = cast(Fleet, self._fleet), None  # it has all that is used of one here
         if self._settings.second is not None:
             name, use = self._settings.second
-            second = TextsModel(name=name, engine=self._fleet, info=info, codec=codec, pooling=use)
+            second = TextsModel(name=name, engine=engine, info=info, codec=codec, pooling=use)
         service = self._service = service_of(
             options,
-            engine=self._fleet,
+            engine=engine,
             info=info,
             codec=codec,
             defaults=defaults,
