@@ -28,7 +28,7 @@ def post(server, path, content):
     return server.session.post(path, content=content, headers={"content-type": "application/json"})
 
 
-@pytest.mark.parametrize("num_examples", slow_except((100,), (100, 300)))
+@pytest.mark.parametrize("num_examples", slow_except((60,), (60, 300)))
 def test_any_body_is_answered(harmless, num_examples):
     @bounded(num_examples)
     @given(request=requests())

@@ -44,7 +44,7 @@ def raw_lines(draw):
     return json.dumps(right).encode()
 
 
-@pytest.mark.parametrize("num_examples", slow_except((50,), (50, 300)))
+@pytest.mark.parametrize("num_examples", slow_except((30,), (30, 300)))
 def test_every_bad_line_is_named(num_examples):
     @bounded(num_examples)
     @given(lines=st.lists(raw_lines(), max_size=8))
