@@ -28,6 +28,7 @@ from pydantic import (
 
 from omniserve.sampling.grammar import GrammarCompiler, json_grammar
 from omniserve.sampling.json_schema import MAX_OPTIONAL_PROPERTIES, UnsupportedSchema, check, enforceable
+from tests.masks import ids_of
 from tests.server.tokenizers_for_tests import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer()
@@ -46,8 +47,7 @@ def written(schema: dict[str, Any], seed: int) -> Any:
     """Return a value that a model without sense writes under a schema's grammar."""
     rng, state, token_ids = random.Random(seed), COMPILER.compile(json_grammar(schema)).result().start(), []
     for _ in range(4000):
-        bits = state.allowed()
-        allowed = [i for i in range(len(TOKENIZER)) if bits[i // 8] >> i % 8 & 1]
+        allowed = ids_of(state.allowed(), len(TOKENIZER))
         closing = [i for i in CLOSING if i in allowed]
         token_ids.append(rng.choice(closing if closing and rng.random() < 0.4 else allowed))
         state.accept(token_ids[-1])

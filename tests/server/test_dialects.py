@@ -7,7 +7,6 @@ import json
 import random
 
 import jsonschema
-import numpy as np
 import pytest
 from dialect_samples import FORMS, harmony
 from tokenizers import AddedToken
@@ -20,6 +19,7 @@ from omniserve.server.dialects import CALL_FORMS, THINKING, choose
 from omniserve.server.dialects.base import Opening, joined
 from omniserve.server.dialects.pythonic import Pythonic
 from omniserve.server.tokenizing.text import TextCodec
+from tests.masks import ids_of
 
 WEATHER = {
     "type": "object",
@@ -608,17 +608,11 @@ def compiler_of(tokenizer):
     return GrammarCompiler(tokenizer, vocab_size=len(tokenizer) + 8, eos_token_ids=(tokenizer.eos_token_id,))
 
 
-def allowed_ids(state, tokenizer):
-    """Return the tokens that a grammar allows next."""
-    bits = np.unpackbits(np.frombuffer(state.allowed(), np.uint8), bitorder="little")
-    return np.flatnonzero(bits[: len(tokenizer)]).tolist()
-
-
 def walk(grammar, tokenizer, seed, most=3000):
     """Return the tokens of a random walk under a grammar."""
     rng, state, token_ids = random.Random(seed), grammar.start(), []
     while len(token_ids) < most:
-        allowed = allowed_ids(state, tokenizer)
+        allowed = ids_of(state.allowed(), len(tokenizer))
         ends = tokenizer.eos_token_id in allowed and rng.random() < 0.5
         token_ids.append(tokenizer.eos_token_id if ends else rng.choice(allowed))
         state.accept(token_ids[-1])
@@ -800,7 +794,7 @@ def test_thinking_ends_when_its_budget_is_spent(name, special):
     for seed in range(5):
         state, rng, token_ids = grammar.start(), random.Random(seed), []
         for _ in range(60):
-            token_ids.append(rng.choice(allowed_ids(state, tokenizer)))
+            token_ids.append(rng.choice(ids_of(state.allowed(), len(tokenizer))))
             state.accept(token_ids[-1])
             if token_ids[-1] == tokenizer.eos_token_id:
                 break

@@ -19,6 +19,7 @@ from omniserve.server.dialects.base import Opening
 from omniserve.server.dialects.hermes import Hermes
 from omniserve.server.dialects.tagged import TaggedDialect, ToolCallParser
 from omniserve.server.tokenizing.text import TextCodec
+from tests.masks import ids_of
 
 TOKENIZER = byte_level_tokenizer()
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -304,8 +305,7 @@ def test_calls_that_a_grammar_forces_are_read_from_the_tokens(tokenizer):
     for seed in range(40):
         rng, state, token_ids = random.Random(seed), compiled.start(), []
         while not token_ids or token_ids[-1] != tokenizer.eos_token_id:
-            bits = state.allowed()
-            token_ids.append(rng.choice([i for i in range(len(tokenizer)) if bits[i // 8] >> i % 8 & 1]))
+            token_ids.append(rng.choice(ids_of(state.allowed(), len(tokenizer))))
             state.accept(token_ids[-1])
         shown = Detokenizer(tokenizer, shown=special.tags.values())
         parser = ToolCallParser(Hermes(), {"f": {}})
