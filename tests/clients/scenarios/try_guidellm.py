@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trial import MODEL, MODEL_FOLDER, URL, best_effort, check, main, run
+from trial import MODEL, MODEL_FOLDER, URL, beside_best_effort, best_effort, check, compare, main, run
 
 NUM_REQUESTS = 12
 
@@ -44,6 +44,16 @@ def chat():
 def completions_as_flex():
     with best_effort(NUM_REQUESTS):
         judge(benchmark("completions", "kind=synchronous", "extras.body.service_tier=flex"))
+
+
+@check
+def beside_best_effort_work():
+    with beside_best_effort() as server:
+        found = benchmark("chat/completions", "kind=concurrent,streams=2")
+    judge(found)
+    means = {name: found["metrics"][name]["successful"]["mean"] for name in (
+        "time_to_first_token_ms", "inter_token_latency_ms")}  # fmt: skip
+    compare(means["time_to_first_token_ms"], means["inter_token_latency_ms"], server)
 
 
 if __name__ == "__main__":
