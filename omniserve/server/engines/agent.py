@@ -229,9 +229,8 @@ class EngineServer:
             await asyncio.sleep(every_s)
             self._read()
             now_s = time.monotonic()
-            if now_s - looked_s > 2 * every_s:
-                self._heard_s = now_s  # this process was stopped itself
-            elif self._front is not None and now_s - self._heard_s > self._heartbeat_s:
+            self._heard_s += max(0.0, now_s - looked_s - every_s)  # for so long this process stood still itself
+            if self._front is not None and now_s - self._heard_s > self._heartbeat_s:
                 logger.warning("the server gave no sign of life for %g s: its requests are ended", self._heartbeat_s)
                 self._reset()
             looked_s = now_s

@@ -373,9 +373,8 @@ class EngineClient:
             await asyncio.sleep(every_s)
             self._look()  # what has come counts, and this process may be late to read it
             now_s = time.monotonic()
-            if now_s - looked_s > 2 * every_s:
-                self._heard_s = now_s  # it was stopped itself, and the engine perhaps with it
-            elif now_s - self._heard_s > (patience_s := self._patience_s) and not self.stopped.is_set():
+            self._heard_s += max(0.0, now_s - looked_s - every_s)  # for so long this process stood still itself
+            if now_s - self._heard_s > (patience_s := self._patience_s) and not self.stopped.is_set():
                 silence = f"it gave no sign of life for {patience_s:g} s"
                 self._fail(silence if peer.has_own_clock else f"{silence}, and was killed")
                 if not peer.has_own_clock:  # else the other machine has to judge its process
