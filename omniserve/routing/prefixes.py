@@ -42,10 +42,17 @@ class SentPrefixes:
 
     def num_cached(self, hashes: Sequence[int]) -> int:
         """Return how many tokens of a prompt, from its first on, the engine is likely to have."""
-        for i, each in enumerate(hashes):
-            if each not in self._blocks:
-                return i * BLOCK
-        return len(hashes) * BLOCK
+        blocks = self._blocks
+        if not hashes or hashes[0] not in blocks:
+            return 0
+        low, high = 1, len(hashes)  # hashes[:low] are there; of a prompt's blocks the later ones leave first
+        while low < high:
+            middle = (low + high) // 2
+            if hashes[middle] in blocks:
+                low = middle + 1
+            else:
+                high = middle
+        return low * BLOCK
 
     def add(self, hashes: Sequence[int]) -> None:
         """Note a prompt that was sent. Its later blocks leave before its earlier ones."""

@@ -153,3 +153,18 @@ def test_a_call_that_is_not_sent_after_all_leaves_nothing():
     books.end(send(books, call()))
     books.hear(forecast(0.001, num_taken=1), 0.0)
     assert books.ttft_s(call(begin=90_000), 0) == pytest.approx(0.1) and books.num_routed == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_of_a_prompt_the_later_blocks_leave_first(seed):
+    """So whatever was sent, what is there of a prompt is all up to some block, which a search by halves finds."""
+    rng = random.Random(seed)
+    prefixes = SentPrefixes(rng.randrange(1, 40) * BLOCK)
+    for _ in range(300):
+        shared = [rng.randrange(3) for _ in range(rng.randrange(8) * BLOCK)]
+        prompt = [rng.randrange(2)] * (rng.randrange(6) * BLOCK) + shared[: rng.randrange(1, 9 * BLOCK)] + [7]
+        hashes = block_hashes(prompt, "")
+        there = [each in prefixes._blocks for each in hashes]
+        assert there == sorted(there, reverse=True)
+        assert prefixes.num_cached(hashes) == sum(there) * BLOCK
+        prefixes.add(hashes)
