@@ -11,39 +11,34 @@ from omniserve.core.request import ServiceClass
 from omniserve.core.stats import EngineStats
 
 if TYPE_CHECKING:
-    from omniserve.routing.books import EngineBooks
-    from omniserve.server.engines.fleet import Fleet
-    from omniserve.server.engines.supervisor import EngineSupervisor
+    from omniserve.server.engines.fleet import Fleet, Member
 
 _PROMPT = 1024
 """Tokens of the prompt whose forecast is shown; one of PROMPT_SIZES."""
 
 
 async def look_at(fleet: Fleet) -> list[dict[str, Any]]:
-    """Return the state, load, requests and KV of each engine, as plain data; nothing if there is one engine.
+    """Return the state, load, requests and KV of each engine, as plain data; nothing if there was only ever one.
 
     An engine that is asked at the same time by others answers once for all.
     """
-    replicas = fleet.replicas
-    if not replicas:
+    if not fleet.replicas:
         return []
-    engines = [fleet.engines[books.number] for _, books in replicas]
-    asked = (engine.client.stats() for engine, (is_open, _) in zip(engines, replicas, strict=True) if is_open)
+    shown = [(member, member.is_up) for member in fleet.members]
+    asked = (member.engine.client.stats() for member, is_up in shown if is_up)
     answers = iter(await asyncio.gather(*asked, return_exceptions=True))
-    return [
-        _row(engine, books, next(answers) if is_open else None)
-        for engine, (is_open, books) in zip(engines, replicas, strict=True)
-    ]
+    return [_row(member, next(answers) if is_up else None) for member, is_up in shown]
 
 
-def _row(engine: EngineSupervisor, books: EngineBooks, stats: EngineStats | BaseException | None) -> dict[str, Any]:
+def _row(member: Member, stats: EngineStats | BaseException | None) -> dict[str, Any]:
+    engine, books = member.engine, member.books
     forecasts = {} if books.load is None else books.load.ttft_s
     place = bisect.bisect_left(PROMPT_SIZES, _PROMPT)
     known = stats if isinstance(stats, EngineStats) else None
     if known is not None:
-        state = "up"
+        state = member.state
     else:
-        state = "busy" if isinstance(stats, TimeoutError) else engine.failure or "it has ended"
+        state = "busy" if isinstance(stats, TimeoutError) else engine.failure or member.state
     return {
         "number": books.number,
         "state": state,

@@ -4,6 +4,7 @@ import { find, make, setText } from "./elements.js";
 import { number, percent, rate, seconds } from "./format.js";
 
 const tokens = rate("tok/s");
+const NAMES = { up: "up", busy: "in a long step", draining: "draining", leaving: "leaving", joining: "starting" };
 
 class Row {
   constructor(number) {
@@ -35,8 +36,8 @@ class Row {
   }
 
   show(engine) {
-    const isUp = engine.state === "up" || engine.state === "busy";
-    setText(this.state, isUp ? (engine.state === "up" ? "up" : "in a long step") : engine.retry_after_s === null ? "down" : "starting again");
+    const isUp = engine.state in NAMES;
+    setText(this.state, isUp ? NAMES[engine.state] : engine.retry_after_s === null ? "down" : "starting again");
     this.state.dataset.status = engine.state === "up" ? "completed" : isUp ? "in_progress" : "failed";
     setText(this.reason, isUp ? "" : engine.state);
     const set = (name, text) => setText(this.cells.get(name), text);
