@@ -57,8 +57,8 @@ class GrammarState:
     A preempted request keeps its tokens, and so this state.
     """
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, of: Grammar) -> None:
+        self._matcher, self._grammar = matcher, of
 
     def allowed(self) -> bytes:
         """Return the tokens that may come next as a bit mask, lowest bit first, at least as long as the vocabulary.
@@ -92,11 +92,14 @@ class GrammarState:
     def behind(self, token_ids: Sequence[int]) -> GrammarState | None:
         """Return the state behind some tokens, none of which is accepted by this; None if the grammar forbids one."""
         matcher = self._matcher.deep_copy()
-        return GrammarState(matcher) if matcher.try_consume_tokens(list(token_ids)) == len(token_ids) else None
+        takes = matcher.try_consume_tokens(list(token_ids)) == len(token_ids)
+        return GrammarState(matcher, self._grammar) if takes else None
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarFailed(f"the grammar cannot go on: {_first_line(self._matcher.get_error())}")
+            why = _first_line(self._matcher.get_error())
+            self._grammar.is_broken |= "panic" in why
+            raise GrammarFailed(f"the grammar cannot go on: {why}")
 
 
 class Grammar:
@@ -104,10 +107,12 @@ class Grammar:
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
+        self.is_broken = False
+        """True once llguidance has panicked in an output: no other can begin, as all share its lexer."""
 
     def start(self) -> GrammarState:
         """Return the state of a new output."""
-        return GrammarState(self._matcher.deep_copy())
+        return GrammarState(self._matcher.deep_copy(), self)
 
 
 class GrammarCompiler:
@@ -144,12 +149,13 @@ class GrammarCompiler:
         One thread calls this. The future has a ValueError if the grammar is malformed, if llguidance cannot enforce a
         part of it or if it exceeds llguidance's limits, and whatever ``prepare`` raises.
         """
-        if (kept := self._kept.get(grammar)) is not None:
+        if (kept := self._kept.get(grammar)) is not None and not _is_broken(kept):
             self._kept.move_to_end(grammar)
             return kept
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar", initializer=_give_way)
         future = self._kept[grammar] = self._threads.submit(self._compile, grammar)
+        self._kept.move_to_end(grammar)
         num_characters = sum(map(len, self._kept))
         while len(self._kept) > 1 and (len(self._kept) > _MAX_KEPT or num_characters > _MAX_KEPT_CHARACTERS):
             num_characters -= len(self._kept.popitem(last=False)[0])
@@ -234,6 +240,10 @@ class _Vocabulary:
         if written == text.encode() and self._special.isdisjoint(token_ids):
             return token_ids
         return self._greedy(text)  # a tokenizer may normalize a text, or put a space before it
+
+
+def _is_broken(kept: Future[Grammar]) -> bool:
+    return kept.done() and kept.exception() is None and kept.result().is_broken
 
 
 def _give_way() -> None:

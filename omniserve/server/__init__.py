@@ -3,5 +3,6 @@
 ``cli`` reads flags, ``serve`` runs and stops everything, ``api`` and ``generate`` have the routes. ``completions``,
 ``responses``, ``anthropic`` and ``embeddings`` each check the requests of an API and shape its answers; ``dialects``
 reads what models write. ``prompts`` makes token ids of requests, and ``output_stream`` drives engine requests through
-``engines``. ``access`` says who may ask for how much, ``telemetry`` what went on.
+``engines``. ``access`` says who may ask for how much, ``telemetry`` what went on. ``workers`` are more processes that
+serve HTTP on one port.
 """

@@ -323,3 +323,21 @@ def test_added_tokens_are_text_unless_they_are_special() -> None:
             token_ids.append(max(i for i in range(len(tokenizer)) if bits[i // 8] >> i % 8 & 1))
             state.accept(token_ids[-1])
         assert json.loads(tokenizer.decode(token_ids, skip_special_tokens=True)) == text
+
+
+def test_a_panic_in_one_output_is_the_end_of_no_grammar() -> None:
+    """llguidance panics where a text that ends a rule by ``stop`` is in two tokens and the second goes on."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_tokens(["hm</thi", "nk>x"])
+    compiler = GrammarCompiler(tokenizer, vocab_size=len(tokenizer), eos_token_ids=[END])
+    grammar = 'start: a "</think>" /x*/\na[stop="</think>", max_tokens=9]: /(.|\\n)*/'
+    first = compiler.compile(grammar).result().start()
+    with pytest.raises(GrammarFailed, match="panic"):
+        for token in ("hm</thi", "nk>x"):
+            first.allowed()
+            first.accept(tokenizer.convert_tokens_to_ids(token))
+        first.allowed()
+    second = compiler.compile(grammar).result().start()
+    second.accept(tokenizer("hm").input_ids[0])
+    assert second.allowed()
+    compiler.close()

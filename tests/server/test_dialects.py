@@ -809,6 +809,38 @@ def test_thinking_ends_when_its_budget_is_spent(name, special):
     assert accepts(compiled, f"{end}{lead}hello", tokenizer) and not accepts(compiled, f"a{end}{lead}hello", tokenizer)
 
 
+@pytest.mark.parametrize("name", THINKERS)
+def test_a_token_may_hold_an_end_of_thinking_and_what_is_around_it(name):
+    """With a budget, too. What is behind the end keeps its grammar, wherever in a token the end is."""
+    dialect, (begin, end) = choose("", thinking=name), THINKERS[name]
+    lead = "" if dialect.thinking.answer is None else dialect.thinking.answer.begin
+    cuts = [(f"hm{end[:cut]}", f"{end[cut:]}{lead}") for cut in range(len(end) + 1)]
+    tokenizer = tokenizer_for(dialect, False)
+    tokenizer.add_tokens(
+        list(dict.fromkeys(each for first, second in cuts for each in (first, f"{second}{{", f"{second}x")))
+    )
+    tokens = TextCodec(tokenizer).special_tokens(dialect)
+
+    def takes(grammar, *texts):
+        state = grammar.start()
+        try:
+            for token in (*map(tokenizer.convert_tokens_to_ids, texts), tokenizer("}").input_ids[0]):
+                state.allowed()
+                state.accept(token)
+        except GrammarFailed as failure:
+            assert "panic" not in str(failure)
+            return False
+        return True
+
+    for budget in (None, 40):
+        opening = Opening(begin, budget=budget)
+        text = dialect.value_grammar(json_value(EMPTY), special=tokens, opening=opening)
+        grammar = compiler_of(tokenizer).compile(text).result()
+        for first, second in cuts:
+            assert takes(grammar, first, f"{second}{{"), (first, second, budget)
+            assert not takes(grammar, first, f"{second}x"), (first, second, budget)
+
+
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("calls", ["none", "hermes", "llama3_json"])
 @pytest.mark.parametrize("name", THINKERS)

@@ -59,13 +59,20 @@ class SpecialTokens:
             before: The rule of what is before.
             most_tokens: The text comes after so many tokens at the latest, whatever is before; None: after any number.
         """
-        first = self._parts(text)[0]
+        first, *rest = self._parts(text)
         if most_tokens is None:
             return replace(self, others=()).up_to(rule, text, before)
         if not most_tokens:
             return [f"{rule}: {self.spell(text)}"]
-        stop = "" if first in self.tags else f"stop={dumps(first)}, "
-        return [f"{rule}: {rule}_text {self.spell(text)}", rf"{rule}_text[{stop}max_tokens={most_tokens}]: /(.|\n)*/"]
+        cut_off = [f"{rule}: {rule}_text {self.spell(text)}", rf"{rule}_text[max_tokens={most_tokens}]: /(.|\n)*/"]
+        if first in self.tags:
+            return cut_off
+        # Beside the text that is cut off, one that ends by itself. (``stop=`` of one rule for both has llguidance panic
+        # where the end is in two tokens, the second of which goes on.)
+        lazy = "" if rest else "lazy, "
+        ended = rf"{rule}_ended[{lazy}max_tokens={most_tokens}]: /(.|\n)*/ {dumps(first)}"
+        behind = f" {self.spell(text[len(first) :])}" if rest else ""
+        return [f"{cut_off[0]} | {rule}_ended{behind}", cut_off[1], ended]
 
     @property
     def any_text(self) -> str:

@@ -97,7 +97,8 @@ def weather(city: str, days: int) -> str:
 @check
 async def reasoning():
     result = await Runner.run(agent(), "§think§")
-    told = [item.raw_item.summary[0].text for item in result.new_items if item.type == "reasoning_item"]
+    items = [item.raw_item for item in result.new_items if item.type == "reasoning_item"]
+    told = [part.text for item in items for part in (item.summary or item.content)]
     assert result.final_output == ANSWER and told == [THOUGHT]
     result = Runner.run_streamed(agent(), "§think§")
     kinds = [event.data.type async for event in result.stream_events() if event.type == "raw_response_event"]
