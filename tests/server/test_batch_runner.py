@@ -43,6 +43,7 @@ class Bench:
             unknown_fields=UnknownFields(),
             engine=SimpleNamespace(engines=[None]),
             weights={"heavy": 2.0},
+            metrics=SimpleNamespace(scaling=SimpleNamespace(batch_pressure=0.0)),
         )
         self.runner = BatchRunner(service, self.store)  # type: ignore[arg-type]
 
