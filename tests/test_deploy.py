@@ -19,7 +19,7 @@ from omniserve.server import serve, service
 from omniserve.server.access.keys import read_key_file
 from omniserve.server.access.limits import Limits
 from omniserve.server.cli import ServerOptions, build_parser
-from omniserve.server.engines import client as engine_client
+from omniserve.server.engines import local
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -181,7 +181,7 @@ def test_probes_and_scrapes_are_of_paths_and_ports_that_there_are(container: Any
 def test_a_pod_has_as_long_to_end_as_the_server_takes(container: Any, settings: Any) -> None:
     pod = manifest("deployment.yaml")["spec"]["template"]["spec"]
     drain_s = float(dict(settings.limit).get("shutdown_timeout_s", Limits.shutdown_timeout_s))
-    takes_s = drain_s + service._GOODBYE_S + serve._CLOSE_CONNECTIONS_S + engine_client._CLOSE_S
+    takes_s = drain_s + service._GOODBYE_S + serve._CLOSE_CONNECTIONS_S + local._CLOSE_S
     takes_s += float(container["lifecycle"]["preStop"]["exec"]["command"][-1])
     assert takes_s < pod["terminationGracePeriodSeconds"] < 2 * takes_s
 
