@@ -332,6 +332,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[ServerOptions, E
 def _of_one_engine(config: EngineConfig) -> str | None:
     """Return a flag that several engines of a machine cannot have together, if it is given."""
     flags = {
+        "--host-cores": config.host_cores,
         "--cpu-hosts": config.hosts.cpu_hosts,
         "--prefill-engines": config.prefill.prefill_engines,
         "--rank-listen": config.parallel.rank_listen,

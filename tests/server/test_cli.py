@@ -173,6 +173,7 @@ def test_loader_can_travel_to_another_process():
         ("--scheduler-option ls_reserve_fraction=1", "ls_reserve_fraction must be in [0, 1), got 1"),
         ("--host-cores 3-1", "--host-cores: must be cores and ranges of them, such as 0-3,8, got '3-1'"),
         ("--host-cores 1,,2", "--host-cores: must be cores"),
+        ("--host-cores 1 --replicas 2", "--host-cores is of one engine; leave it out, or --replicas"),
         ("--class a:LS --class b:BE --ls-ttft-slo 1", "--ls-tpot-slo need a class named LS"),
     ],
 )
