@@ -232,8 +232,8 @@ def test_every_variable_that_is_read_is_known():
         name for path in folder.rglob("*.py") for name in re.findall(r'"(OMNISERVE_[A-Z_]*[A-Z])"', path.read_text())
     }
     read |= {name for path in folder.rglob("*.cpp") for name in re.findall(r'"(OMNISERVE_[A-Z_]+)"', path.read_text())}
-    of_flags = {action.env_var for action in cli.build_parser()._actions if getattr(action, "env_var", None)}
-    assert read - of_flags == set(cli.OTHER_VARIABLES) and read & of_flags <= {"OMNISERVE_API_KEY"}
+    read.discard("OMNISERVE_API_KEY")  # the variable of --api-key, which ``omniserve engines`` has, too
+    assert read == set(cli.OTHER_VARIABLES)
 
 
 @pytest.mark.parametrize("alone", slow_except((False,), (False, True)), ids=["here", "in a process"])
