@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from omniserve.server import serve, service
+from omniserve.server import http_process, service
 from omniserve.server.access.keys import read_key_file
 from omniserve.server.access.limits import Limits
 from omniserve.server.cli import ServerOptions, build_parser
@@ -181,7 +181,7 @@ def test_probes_and_scrapes_are_of_paths_and_ports_that_there_are(container: Any
 def test_a_pod_has_as_long_to_end_as_the_server_takes(container: Any, settings: Any) -> None:
     pod = manifest("deployment.yaml")["spec"]["template"]["spec"]
     drain_s = float(dict(settings.limit).get("shutdown_timeout_s", Limits.shutdown_timeout_s))
-    takes_s = drain_s + service._GOODBYE_S + serve._CLOSE_CONNECTIONS_S + local._CLOSE_S
+    takes_s = drain_s + service._GOODBYE_S + http_process._CLOSE_CONNECTIONS_S + local._CLOSE_S
     takes_s += float(container["lifecycle"]["preStop"]["exec"]["command"][-1])
     assert takes_s < pod["terminationGracePeriodSeconds"] < 2 * takes_s
 

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.routing import BaseRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -28,7 +28,7 @@ class DirectRoutes:
     """
 
     def __init__(self, app: FastAPI, routes: Iterable[BaseRoute]) -> None:
-        self._app: ASGIApp = app
+        self._app = app
         self._handlers = app.exception_handlers
         self._endpoints: dict[tuple[str, str], Endpoint] = {}
         for route in routes:
@@ -41,7 +41,7 @@ class DirectRoutes:
         if endpoint is None:
             await self._app(scope, receive, send)
             return
-        request = Request(scope, receive, send)
+        request = Request({**scope, "app": self._app}, receive, send)  # by which it raises errors with a status
         try:
             response = await endpoint(request)
         except Exception as error:

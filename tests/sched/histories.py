@@ -160,7 +160,6 @@ class History:
         output = self.sched.abort(victim, self.now_s)
         if output is None:
             return
-        self.device.pooled.pop(victim, None)
         for checker in self.checkers:
             checker.on_abort(victim, output)
         if self.options.overlaps and self.oracle is None and self._ends.random() < 0.5:

@@ -20,7 +20,7 @@ from unittest import mock
 import fake_engine
 from running import START_TIMEOUT_S, Server
 
-from omniserve.server import serve
+from omniserve.server import http_process, serve
 from omniserve.server.batches.database import Database
 from omniserve.server.batches.store import Store
 from omniserve.server.cli import ServerOptions
@@ -186,7 +186,7 @@ _in_processes_only(fake_engine, "die", _die)
 _in_processes_only(local, "engine_context", _Threads)
 _in_processes_only(local, "set_engine_environment", lambda: None)
 _in_processes_only(engine_process, "GarbageCollector", _NoCollector)
-_in_processes_only(serve, "GarbageCollector", _NoCollector)
+_in_processes_only(http_process, "GarbageCollector", _NoCollector)
 
 
 @contextlib.contextmanager

@@ -25,8 +25,8 @@ from omniserve.server.embeddings.model_files import PoolingOfModel
 from omniserve.server.embeddings.texts_model import TextsModel
 from omniserve.server.engines.fleet import Fleet
 from omniserve.server.engines.messages import Close, EngineInfo, Refused, Step
+from omniserve.server.http_process import BACKLOG, HttpServer, application, listen, service_of, texts_of
 from omniserve.server.loras import LoRAModels
-from omniserve.server.serve import BACKLOG, HttpServer, application, listen, service_of, texts_of
 from omniserve.server.service import Service
 from omniserve.server.telemetry.traces import open_traces
 from omniserve.server.workers.forwarding import Forwarding
