@@ -13,7 +13,7 @@ from fake_engine import FakeEngine, FakeLoader
 from omniserve.core.config import EngineConfig
 from omniserve.core.request import Request, SamplingParams
 from omniserve.server.engines import client as engine_client
-from omniserve.server.engines.client import EngineClient
+from omniserve.server.engines.client import EngineClient, starter
 from omniserve.server.engines.messages import AskStats
 from omniserve.server.errors import ApiError
 
@@ -40,7 +40,8 @@ class CountingClient(EngineClient):
     def __init__(self):
         self.goes_on = threading.Event()
         self.goes_on.set()
-        super().__init__(lambda _: StuckEngine(400, 0, EngineConfig(device_kv_bytes=4 << 20), goes_on=self.goes_on))
+        make = lambda _: StuckEngine(400, 0, EngineConfig(device_kv_bytes=4 << 20), goes_on=self.goes_on)  # noqa: E731
+        super().__init__(starter(make))
         self.sent = []
 
     def _send(self, message):
@@ -97,10 +98,10 @@ def test_poll_that_is_cancelled_as_the_answer_comes_is_cancelled(engines_in_thre
 
 def test_poll_that_nobody_waits_for_any_more_ends_with_the_engine():
     async def run():
-        client = EngineClient(FakeLoader())
+        client = EngineClient(starter(FakeLoader()))
         await client.start(lambda text: None)
         try:
-            os.kill(client._process.pid, signal.SIGSTOP)
+            os.kill(client._peer._process.pid, signal.SIGSTOP)
             assert await poll(client, 0.01) is None
             client.kill()
             await asyncio.wait_for(client.stopped.wait(), 30)

@@ -12,7 +12,7 @@ import pytest
 from fake_engine import DIE, RAISE_IN_STEP, SLOW
 from tokenizers_for_tests import byte_level_tokenizer
 
-from omniserve.server.serve import _listen
+from omniserve.server.http_process import listen
 
 ABC = byte_level_tokenizer()("abc").input_ids
 LS_RUNNING = 'omniserve_requests_running{service_class="LS"}'
@@ -161,7 +161,7 @@ def test_answers_are_not_held_back_by_the_network_stack():
             seen.set_result(accepted_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
-        with _listen("127.0.0.1", 0, stall_timeout_s=60) as listener:
+        with listen("127.0.0.1", 0, stall_timeout_s=60, is_shared=False) as listener:
             async with await asyncio.start_server(accepted, sock=listener):
                 _, writer = await asyncio.open_connection(*listener.getsockname())
                 writer.close()
