@@ -18,8 +18,9 @@ import yaml
 from omniserve.server import http_process, service
 from omniserve.server.access.keys import read_key_file
 from omniserve.server.access.limits import Limits
-from omniserve.server.cli import ServerOptions, build_parser
+from omniserve.server.cli import build_parser
 from omniserve.server.engines import local
+from omniserve.server.options import ServerOptions
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

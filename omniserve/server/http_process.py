@@ -17,7 +17,6 @@ from omniserve.core.errors import EngineStopped
 from omniserve.server.access.keys import ApiKey
 from omniserve.server.access.limits import Caller
 from omniserve.server.api import create_app
-from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import ACCEPTED_AT_ONCE, Connections
 from omniserve.server.embeddings.model_files import PoolingOfModel, find_pooling
 from omniserve.server.embeddings.texts_model import TextsModel
@@ -26,6 +25,7 @@ from omniserve.server.engines.messages import EngineInfo
 from omniserve.server.fields import UnknownFields
 from omniserve.server.generation_defaults import GenerationDefaults, find_generation_defaults
 from omniserve.server.loras import LoRAModels
+from omniserve.server.options import ServerOptions
 from omniserve.server.process_settings import GarbageCollector
 from omniserve.server.service import Service
 from omniserve.server.tokenizing.text import TextCodec

@@ -14,7 +14,7 @@ from omniserve.core.request import SLO, FinishReason, Request, RequestOutput
 from omniserve.server.access.limits import Backlog
 from omniserve.server.choice import Choice, Delta, merge
 from omniserve.server.engines.client import Accepted, Event
-from omniserve.server.engines.fleet import Placement
+from omniserve.server.engines.placement import Placement
 from omniserve.server.errors import ApiError, engine_gone, from_engine
 from omniserve.server.jobs import Fallback, Job, Usage
 from omniserve.server.telemetry.metrics import ServerMetrics

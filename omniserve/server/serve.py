@@ -21,7 +21,6 @@ from omniserve.server.access.limits import Caller
 from omniserve.server.access.origins import is_loopback
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.routes import BatchServing
-from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.embeddings.texts_model import start_second
@@ -34,6 +33,7 @@ from omniserve.server.engines.sources import EngineSource, LocalSource, Places
 from omniserve.server.errors import ApiError
 from omniserve.server.http_process import BACKLOG, HttpServer, application, listen, service_of, texts_of
 from omniserve.server.loras import LoRAModels
+from omniserve.server.options import ServerOptions
 from omniserve.server.responses.store import ResponseStore
 from omniserve.server.service import Service
 from omniserve.server.telemetry.traces import open_traces

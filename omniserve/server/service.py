@@ -24,8 +24,9 @@ from omniserve.server.dialects.tagged import TaggedDialect
 from omniserve.server.embeddings.model_files import PoolingOfModel
 from omniserve.server.embeddings.texts_model import TextsModel, no_such_use
 from omniserve.server.engines.client import EngineClient
-from omniserve.server.engines.fleet import Fleet, Placement
+from omniserve.server.engines.fleet import Fleet
 from omniserve.server.engines.messages import EngineInfo
+from omniserve.server.engines.placement import Placement
 from omniserve.server.errors import ApiError, shutting_down
 from omniserve.server.fields import UnknownFields
 from omniserve.server.generation_defaults import GenerationDefaults

@@ -20,7 +20,7 @@ def run(tokenizer: str) -> int:
     from omniserve.core.config import EngineConfig
     from omniserve.server.access.limits import Limits
     from omniserve.server.batches.offline import OfflineJob, run_offline
-    from omniserve.server.cli import ServerOptions
+    from omniserve.server.options import ServerOptions
 
     options = ServerOptions(tokenizer=tokenizer, model_names=("fake",), limits=Limits(batch_concurrency=4))
     job = OfflineJob(

@@ -23,11 +23,11 @@ from running import START_TIMEOUT_S, Server
 from omniserve.server import http_process, serve
 from omniserve.server.batches.database import Database
 from omniserve.server.batches.store import Store
-from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import Connections, allow_connections
 from omniserve.server.engines import local
 from omniserve.server.engines import process as engine_process
 from omniserve.server.engines.process import EngineMaker
+from omniserve.server.options import ServerOptions
 
 _here: contextvars.ContextVar[InProcessServer | None] = contextvars.ContextVar("in_process_server", default=None)
 """The in-process server that the running code belongs to."""

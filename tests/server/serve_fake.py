@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fake_engine import FakeLoader
 
-    from omniserve.server.cli import ServerOptions
+    from omniserve.server.options import ServerOptions
 
 if __name__ in ("__main__", "__mp_main__"):  # the engine's process imports this module too
     # Of a start torch would take the most time, for tokenizers that do without; the fake engine computes nothing.

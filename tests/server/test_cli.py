@@ -19,7 +19,7 @@ from omniserve.latency import LATENCY_MODELS
 from omniserve.launch import profile_cli
 from omniserve.ops.attention import DEVICE_ATTENTION
 from omniserve.sched import SCHEDULERS
-from omniserve.server import cli
+from omniserve.server import cli, settings_parser
 from omniserve.server.cli import parse_args
 from tests.quick import slow_except
 
@@ -233,7 +233,7 @@ def test_every_variable_that_is_read_is_known():
     }
     read |= {name for path in folder.rglob("*.cpp") for name in re.findall(r'"(OMNISERVE_[A-Z_]+)"', path.read_text())}
     read.discard("OMNISERVE_API_KEY")  # the variable of --api-key, which ``omniserve engines`` has, too
-    assert read == set(cli.OTHER_VARIABLES)
+    assert read == set(settings_parser.OTHER_VARIABLES)
 
 
 @pytest.mark.parametrize("alone", slow_except((False,), (False, True)), ids=["here", "in a process"])

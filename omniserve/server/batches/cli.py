@@ -21,8 +21,8 @@ from omniserve.server.access.limits import Limits
 from omniserve.server.batches.database import StorageError
 from omniserve.server.batches.endpoints import ENDPOINTS
 from omniserve.server.batches.files import FileFolder
-from omniserve.server.cli import ServerOptions
 from omniserve.server.fields import other_encoding, read_json, without_marks
+from omniserve.server.options import ServerOptions
 
 _POLL_S = 2.0
 _TIMEOUT_S = 60.0

@@ -23,8 +23,8 @@ from omniserve.server.batches.files import BatchSettings, FileFolder, read_parts
 from omniserve.server.batches.locks import FileLock
 from omniserve.server.batches.runner import BatchRunner
 from omniserve.server.batches.store import NewBatch, NewFile, Store
-from omniserve.server.cli import ServerOptions
 from omniserve.server.engines.fleet import Fleet
+from omniserve.server.options import ServerOptions
 from omniserve.server.serve import EngineFactory, fleet_of, start_service
 
 logger = logging.getLogger("omniserve.batch")

@@ -11,7 +11,8 @@ from omniserve.core.request import ServiceClass
 from omniserve.core.stats import EngineStats
 
 if TYPE_CHECKING:
-    from omniserve.server.engines.fleet import Fleet, Member
+    from omniserve.server.engines.fleet import Fleet
+from omniserve.server.engines.placement import Member
 
 _PROMPT = 1024
 """Tokens of the prompt whose forecast is shown; one of PROMPT_SIZES."""

@@ -14,7 +14,8 @@ from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
 from omniserve.server.access.limits import BodyReader, caller_of, take_body
-from omniserve.server.engines.fleet import Fleet, Member
+from omniserve.server.engines.fleet import Fleet
+from omniserve.server.engines.placement import Member
 from omniserve.server.engines.sources import Places
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import StrictModel, UnknownFields, ignored_header, read_fields, validate

@@ -19,7 +19,6 @@ import zmq
 from omniserve.core.errors import EngineStopped
 from omniserve.core.logs import set_up_logs
 from omniserve.launch.models import load_tokenizer
-from omniserve.server.cli import ServerOptions
 from omniserve.server.connections import Connections, allow_connections
 from omniserve.server.embeddings.model_files import PoolingOfModel
 from omniserve.server.embeddings.texts_model import TextsModel
@@ -27,6 +26,7 @@ from omniserve.server.engines.fleet import Fleet
 from omniserve.server.engines.messages import Close, EngineInfo, Refused, Step
 from omniserve.server.http_process import BACKLOG, HttpServer, application, listen, service_of, texts_of
 from omniserve.server.loras import LoRAModels
+from omniserve.server.options import ServerOptions
 from omniserve.server.service import Service
 from omniserve.server.telemetry.traces import open_traces
 from omniserve.server.workers.forwarding import Forwarding
