@@ -24,7 +24,6 @@ from omniserve.core.setup import HostTierSetup, RunnerSetup
 from omniserve.core.spec import ModelSpec, eos_token_ids
 from omniserve.core.work import CancelPrefill, DiskCopy, HostEvent, RemotePrefill, SideWork
 from omniserve.engine.capacity import (
-    caches_prefixes,
     fit_states,
     largest_part,
     max_model_len,
@@ -32,6 +31,7 @@ from omniserve.engine.capacity import (
     prefix_settings,
     rows_per_host_request,
 )
+from omniserve.engine.checks import check_disk, check_policy, check_ranks, require_shared_kv
 from omniserve.engine.fingerprint import fingerprint_of
 from omniserve.engine.step_log import StepLog
 from omniserve.host.arrived_results import StageEvents
@@ -44,15 +44,13 @@ from omniserve.latency.trace import StepTracer
 from omniserve.layers.kv_fingerprint import kv_fingerprint
 from omniserve.layers.patched_model import PatchedModel
 from omniserve.layers.patching import patched_model
-from omniserve.layers.weights.loaded_model import language_model
-from omniserve.layers.weights.sharding import num_shards
 from omniserve.runner.executors import Executor
 from omniserve.runner.runner import EventSource, ModelRunner, RunnerParts
 from omniserve.runner.strategies import MakeStrategies, make_strategies
 from omniserve.sampling.sampler import Sampler
 from omniserve.sched import Forecast, Scheduler, SchedulerLimits, policy_of
 from omniserve.sched.late_joins import late_layers
-from omniserve.sched.options import CoServingOptions, LayerPreemptionOptions, num_state_slots
+from omniserve.sched.options import LayerPreemptionOptions, num_state_slots
 
 if TYPE_CHECKING:
     from omniserve.engine.preemption import Preemption
@@ -171,60 +169,6 @@ def _until_done(undo: contextlib.ExitStack, part: P) -> P:
     if part is not None:
         undo.callback(part.close)
     return part
-
-
-# -- what no engine can have -------------------------------------------------------------------------------------------
-
-
-def check_ranks(config: EngineConfig, model: PreTrainedModel, group: RankGroup | None) -> None:
-    """Raise ValueError unless a model is rank 0's part of as many ranks as the settings ask for."""
-    num_ranks, shards = config.parallel.num_ranks, config.parallel.tensor_parallel_size
-    if num_ranks != (group.size if group is not None else 1) or shards != num_shards(language_model(model)):
-        raise ValueError(
-            f"the settings ask for {num_ranks} ranks, but the model is not rank 0's part of {num_ranks}: make the "
-            "engine with omniserve.launch.loading.EngineLoader, which loads the parts and starts the other ranks"
-        )
-
-
-def check_policy(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raise ValueError if the policy is not for this KV manager, this model or several stages."""
-    _, options = policy_of(config)
-    if options.checkpoint_kv and not KV_MANAGERS.get(config.kv).abilities.moves:
-        raise ValueError("checkpoint_kv needs a KV manager with a host tier: set kv to tiered or incremental")
-    if isinstance(options, CoServingOptions) and options.leaves_steps and spec.state_bytes:
-        name = "defer_classes" if options.defer_classes else "defer_tokens"
-        raise ValueError(f"{name} is not for models with recurrent states: their rows cannot leave a step")
-    if config.parallel.pipeline_parallel_size > 1:
-        from omniserve.sched.stages import check_stages
-
-        check_stages(config)
-
-
-def check_disk(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raise ValueError if a disk tier is wanted and this KV manager or model cannot have one."""
-    if not config.disk_kv.gib:
-        return
-    if not KV_MANAGERS.get(config.kv).abilities.disk:
-        raise ValueError(f"kv={config.kv!r} keeps nothing on disk: set kv to tiered, or disk_kv.gib to 0")
-    if spec.state_bytes or not caches_prefixes(config, spec):
-        raise ValueError("the disk tier keeps what the prefix cache has, and there is none: set disk_kv.gib to 0")
-
-
-def require_shared_kv(config: EngineConfig, tier: HostTier | None, kv: KVManager, what: str) -> None:
-    """See that an engine can give KV of prompts to others, or take it from them.
-
-    Raises:
-        ValueError: It cannot.
-    """
-    if tier is None or kv.prefixes is None:
-        raise ValueError(
-            f"{what} need a host tier and a prefix cache: set kv to tiered, host_kv_bytes above 0, and prefix_cache to "
-            "True"
-        )
-    if config.host_pool_dtype != "auto" or not config.execution.host_prefixes:
-        raise ValueError(
-            f"{what} need host_prefixes, and KV in the model's dtype: set host_kv_dtype and kv_dtype to auto"
-        )
 
 
 # -- the parts, in the order in which they are made --------------------------------------------------------------------

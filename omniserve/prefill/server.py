@@ -26,8 +26,9 @@ from omniserve.core.plan import StepPlan
 from omniserve.core.request import SLO, Request, SamplingParams, ServiceClass
 from omniserve.core.version import __version__
 from omniserve.core.work import RemotePrefill
+from omniserve.engine.checks import require_shared_kv
 from omniserve.engine.engine import Engine
-from omniserve.engine.parts import NO_STATES_OF_RANKS, require_shared_kv
+from omniserve.engine.parts import NO_STATES_OF_RANKS
 from omniserve.kv.prefix_cache import PrefixKeys
 from omniserve.parallel import messages
 from omniserve.remote.handshake import Hello, Welcome, refuse

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from omniserve.core.config import EngineConfig
 from omniserve.core.upkeep import Others
+from omniserve.engine.checks import check_disk, check_policy
 from omniserve.engine.fingerprint import fingerprint_of, has_constant_steps
-from omniserve.engine.parts import check_disk, check_policy
 from omniserve.latency.features import AlphaBeta, ModelShape
 from omniserve.latency.profile import Profile, default_folder, load_matching, path_in
 from omniserve.latency.shared_profile import SharedProfile
