@@ -3,6 +3,6 @@
 ``cli`` reads flags, ``serve`` runs and stops everything, ``http_process`` makes what answers HTTP, ``api`` and
 ``generate`` have the routes. ``completions``, ``responses``, ``anthropic`` and ``embeddings`` each check requests of
 an API and shape its answers; ``dialects`` reads what models write. ``prompts`` makes token ids of requests, and
-``output_stream`` drives engine requests through ``engines``. ``access`` says who may ask for how much, ``telemetry``
-what went on. ``workers`` are more processes that serve HTTP on one port.
+``output_stream`` drives engine requests through ``engines``. ``access`` holds API keys and limits, ``telemetry`` metrics
+and traces. ``workers`` are more processes that serve HTTP on the same port.
 """

@@ -178,7 +178,7 @@ class HttpServer(uvicorn.Server):
 def listen(host: str, port: int, stall_timeout_s: float, *, is_shared: bool) -> socket.socket:
     """Bind now, so that a port in use is known before a model is loaded; uvicorn listens when all is ready.
 
-    ``is_shared``: other processes of the server listen on the port, too; who does not listen gets no connections.
+    ``is_shared``: other processes of the server bind the port, too. Connections go to those of them that listen.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named: asyncio sets TCP_NODELAY on such sockets only, and without it an answer waits 40 ms.

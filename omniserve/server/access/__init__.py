@@ -1,1 +1,1 @@
-"""Who may use a server, for how much: API keys, limits, tiers, origins of web pages."""
+"""Access to a server: API keys, limits, tiers and the origins of web pages."""

@@ -1,4 +1,4 @@
-"""``/admin/engines``: the engines of the server, for those who run it: list, add, drain, resume and remove.
+"""The routes of ``/admin/engines``, with which an operator lists, adds, drains, resumes and removes engines.
 
 The calls take keys with ``admin: true``, or anyone if the server asks for no keys. An engine can be added at an address
 only if the server was told at its start that this address may be used.

@@ -37,7 +37,7 @@ class Fleet:
     """Some engines of the same model with the same settings.
 
     What serves calls uses ``start``, ``place``, ``check_room``, ``stats``, ``change_lora``, ``clear_cache``, the
-    properties and ``close``; ``add``, ``drain``, ``resume`` and ``remove`` are of those who run the server.
+    properties and ``close``. The routes of ``/admin/engines`` use ``add``, ``drain``, ``resume`` and ``remove``.
 
     Args:
         sources: Where the engines are from.

@@ -54,7 +54,7 @@ class TellLoad(Message):
 
 
 class Reset(Message):
-    """End all requests, whoever sent them; answer with ``WasReset``."""
+    """End the requests of all servers, and answer with ``WasReset``."""
 
 
 class Close(Message):
