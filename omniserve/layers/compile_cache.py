@@ -139,7 +139,7 @@ def one_compiler(model: nn.Module) -> Iterator[None]:
             lock = stack.enter_context((_folder() / f"{name}.lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            logger.warning("no lock on the compile cache, so several engines may compile the same layers at once: %s", error)
+            logger.warning("the compile cache has no lock, so engines may compile the same layers at once: %s", error)
         yield
 
 
