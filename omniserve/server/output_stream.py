@@ -14,7 +14,7 @@ from omniserve.core.request import SLO, FinishReason, Request, RequestOutput
 from omniserve.server.access.limits import Backlog
 from omniserve.server.choice import Choice, Delta, merge
 from omniserve.server.engines.client import Accepted, Event
-from omniserve.server.engines.placement import Placement
+from omniserve.server.engines.placement import Placement, is_tried_elsewhere
 from omniserve.server.errors import ApiError, engine_gone, from_engine
 from omniserve.server.jobs import Fallback, Job, Usage
 from omniserve.server.telemetry.metrics import ServerMetrics
@@ -258,20 +258,13 @@ class OutputStream:
 
     def _is_tried_elsewhere(self, error: Exception) -> bool:
         """Send the requests to the next engine if one refused them or died, and no output has begun."""
-        place = self._place
-        while not self.usage.num_output_tokens and self._num_running == len(self._choices):
-            before = place.client
-            if not place.move_on(error):
-                return False
-            for request_id in self._choices:
-                before.abort(request_id)
-            self._num_unaccepted = len(self._choices)
-            try:
-                self._submit()
-                return True
-            except EngineStopped as stopped:
-                error = stopped
-        return False
+        if self.usage.num_output_tokens or self._num_running < len(self._choices):
+            return False
+        return is_tried_elsewhere(self._place, error, self._choices, self._submit_again)
+
+    def _submit_again(self) -> None:
+        self._num_unaccepted = len(self._choices)
+        self._submit()
 
     def fail(self, error: ApiError) -> None:
         """End everything that still runs with an error."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,6 +27,12 @@ def line(custom_id: str, body: dict[str, Any], url: str = "/v1/completions") -> 
 
 def completion_line(number: int, *, prompt: Sequence[int], max_tokens: int = 4) -> dict[str, Any]:
     return line(f"line-{number}", {"prompt": list(prompt), "max_tokens": max_tokens, "ignore_eos": True})
+
+
+def lines_of_batch(batch: int, count: int) -> list[dict[str, Any]]:
+    """Return lines of random lengths, the same for the same batch, with prompts that no other batch has."""
+    sizes = random.Random(batch)
+    return [completion_line(n, prompt=prompt_of(batch, n), max_tokens=sizes.randint(10, 100)) for n in range(count)]
 
 
 def jsonl(lines: Iterable[dict[str, Any]]) -> bytes:

@@ -23,7 +23,7 @@ import openai
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parent))
 
-from batch_inputs import completion_line, prompt_of, results, submit, wait_for
+from batch_inputs import lines_of_batch, prompt_of, results, submit, wait_for
 from running import RunningServer
 from tokenizers_for_tests import byte_level_tokenizer
 
@@ -126,7 +126,7 @@ class Torture:
 
     def _submit(self, client: openai.OpenAI) -> None:
         number = next(self._numbers)
-        batch = submit(client, _lines(number))
+        batch = submit(client, lines_of_batch(number, LINES_PER_BATCH))
         self._accepted[batch.id] = number
 
     def _read_some_files(self, client: openai.OpenAI) -> None:
@@ -152,7 +152,7 @@ class Torture:
     def _check_results(self, client: openai.OpenAI, batch_id: str, number: int) -> None:
         batch = client.batches.retrieve(batch_id)
         assert batch.request_counts is not None and batch.error_file_id is None
-        lines = _lines(number)
+        lines = lines_of_batch(number, LINES_PER_BATCH)
         assert batch.request_counts.completed == batch.request_counts.total == len(lines)
         found = results(client, batch.output_file_id)
         assert [entry["custom_id"] for entry in found] == [line["custom_id"] for line in lines]
@@ -175,14 +175,6 @@ class Torture:
             at += len(entry)
         self.report.batches, self.report.lines, self.report.runs = len(self._accepted), len(lines_of), runs.total()
         assert runs.keys() == set(lines_of.values()), "every line was run"
-
-
-def _lines(batch: int) -> list[dict[str, object]]:
-    sizes = random.Random(batch)
-    return [
-        completion_line(n, prompt=prompt_of(batch, n), max_tokens=sizes.randint(10, 100))
-        for n in range(LINES_PER_BATCH)
-    ]
 
 
 def torture(folder: Path, *, kills: int, seed: int) -> Report:

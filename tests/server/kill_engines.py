@@ -30,7 +30,7 @@ import psutil
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parent))
 
-from batch_inputs import completion_line, prompt_of, results, submit, wait_for
+from batch_inputs import lines_of_batch, results, submit, wait_for
 from proxy import Proxy, free_address
 from running import RunningServer, wait_until
 from tokenizers_for_tests import byte_level_tokenizer
@@ -239,7 +239,7 @@ class Torture:
         try:
             client, number = self._server.client(), 0
             while not self._over.is_set():
-                running = [submit(client, _lines(number + i)).id for i in range(NUM_BATCHES)]
+                running = [submit(client, lines_of_batch(number + i, LINES_PER_BATCH)).id for i in range(NUM_BATCHES)]
                 self._accepted |= {batch_id: number + i for i, batch_id in enumerate(running)}
                 number += NUM_BATCHES
                 for batch_id in running:
@@ -250,7 +250,7 @@ class Torture:
     def _check_results(self, client: openai.OpenAI, batch_id: str, number: int) -> None:
         batch = wait_for(client, batch_id)
         assert batch.status == "completed" and batch.error_file_id is None, batch
-        found, lines = results(client, batch.output_file_id), _lines(number)
+        found, lines = results(client, batch.output_file_id), lines_of_batch(number, LINES_PER_BATCH)
         assert [entry["custom_id"] for entry in found] == [line["custom_id"] for line in lines]
         assert len({entry["id"] for entry in found}) == len(lines)
         for entry, line in zip(found, lines, strict=True):
@@ -261,14 +261,6 @@ class Torture:
 def _short(message: str) -> str:
     known = ("exit code", "no sign of life", "was cut", "ended on its machine", "lost", "has stopped")
     return next((each for each in known if each in message), message)
-
-
-def _lines(batch: int) -> list[dict[str, object]]:
-    sizes = random.Random(batch)
-    return [
-        completion_line(n, prompt=prompt_of(batch, n), max_tokens=sizes.randint(10, 100))
-        for n in range(LINES_PER_BATCH)
-    ]
 
 
 def torture(folder: Path, *, kills: int, seed: int) -> Report:

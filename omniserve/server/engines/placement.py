@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from omniserve.core.errors import EngineStopped, RequestRejected
@@ -104,3 +104,30 @@ class Placement:
         """The engine process that has the call, or is to get it."""
         if books is not None:
             self._sent = books, books.expect(self._call)
+
+
+def is_tried_elsewhere(
+    place: Placement, error: Exception, request_ids: Iterable[str], submit: Callable[[], object]
+) -> bool:
+    """Send a call's requests to the next engine, and the one after it, as one refused them or died.
+
+    Args:
+        place: The place of the call, of which no output has begun.
+        error: What the present engine gave.
+        request_ids: The requests, which are aborted there.
+        submit: Sends them to the engine that the place has chosen.
+
+    Returns:
+        Whether an engine has them now.
+    """
+    while True:
+        before = place.client
+        if not place.move_on(error):
+            return False
+        for request_id in request_ids:
+            before.abort(request_id)
+        try:
+            submit()
+            return True
+        except EngineStopped as stopped:
+            error = stopped

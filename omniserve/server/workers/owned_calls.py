@@ -11,6 +11,7 @@ from omniserve.core.request import RequestOutput
 from omniserve.routing.books import Call
 from omniserve.server.engines.client import Accepted, Event
 from omniserve.server.engines.messages import Refused
+from omniserve.server.engines.placement import is_tried_elsewhere
 from omniserve.server.errors import ApiError, engine_gone
 from omniserve.server.service import Service
 from omniserve.server.workers.messages import Begin, Denied, ErrorFields, Gone, encode
@@ -112,18 +113,9 @@ class OwnedCall:
 
     def _is_tried_elsewhere(self, error: Exception) -> bool:
         """Send the requests to the next engine if one refused them or died, and no output has begun."""
-        while not self._has_begun and len(self.left) == len(self._requests):
-            before = self._place.client
-            if not self._place.move_on(error):
-                return False
-            for request_id in self._requests:
-                before.abort(request_id)
-            try:
-                self._submit()
-                return True
-            except EngineStopped as stopped:
-                error = stopped
-        return False
+        if self._has_begun or len(self.left) < len(self._requests):
+            return False
+        return is_tried_elsewhere(self._place, error, self._requests, self._submit)
 
     def _tell_error(self, request_id: str, error: Exception) -> None:
         match error:
