@@ -263,6 +263,8 @@ ERRORS = [
     ({"max_tokens": 0}, 400, "max_tokens: "),
     ({"model": "other"}, 404, "not served here"),
     ({"messages": []}, 400, "messages: "),
+    ({"messages": [{"role": "system", "content": []}]}, 400, "no content"),
+    ({"messages": [{"role": "assistant", "content": []}]}, 400, "no content"),
     ({"messages": [{"role": "user", "content": "x" * 4000}]}, 400, "prompt is too long: 513 tokens > 512 maximum; "),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "images are not supported"),
     ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]}, 400, "no PDF"),

@@ -81,6 +81,9 @@ def _chat(service: Service, asked: Conversation, fields: Mapping[str, Any]) -> M
     writer.write("system", _system(asked.system, without_header=service.drops_billing_header))
     for message in asked.messages:
         writer.add(message)
+    continues = writer.ends_in_text_to_continue()
+    if not writer.messages:
+        raise ApiError("the messages have no content; add a user's message with a text", param="messages")
     skipped = [f"tools.{kind[:_MAX_NAME]}" for kind in hosted] + [f"messages.content.{kind}" for kind in writer.skipped]
     thinking = asked.thinking if asked.thinking is not None and asked.thinking.type != "disabled" else None
     budget = None if thinking is None else thinking.budget_tokens
@@ -91,7 +94,7 @@ def _chat(service: Service, asked: Conversation, fields: Mapping[str, Any]) -> M
     thinks = thinking is not None
     chat: dict[str, Any] = {
         "messages": writer.messages,
-        "continue_final_message": writer.ends_in_text_to_continue(),
+        "continue_final_message": continues,
         "tools": [_tool(tool) for tool in tools],
         "chat_template_kwargs": {"enable_thinking": thinks, "thinking": thinks, **asked.chat_template_kwargs},
         "reasoning_effort": _HIGHEST_EFFORTS.get(effort or "", effort),

@@ -80,8 +80,7 @@ class ChatWriter:
         Raises:
             ApiError: It has calls, so nothing can follow but their results.
         """
-        last = self.messages[-1]
-        if last["role"] != "assistant":
+        if not self.messages or (last := self.messages[-1])["role"] != "assistant":
             return False
         if "tool_calls" in last:
             message = "the last message calls tools; add a user's message with their results (tool_result)"
