@@ -59,13 +59,17 @@ class Seen:
     """Seconds after its time at which the client sent it."""
     first_s: float | None = None
     last_s: float | None = None
+    """When the last of what has come came."""
+    num_events: int = 0
+    """Those of the stream that have come, of a token each."""
     status: int = 0
 
     def kept(self, workload: Workload) -> bool:
-        """Return whether both objectives were met."""
+        """Return whether both objectives were met; the pace of an answer that has not ended is that of its tokens."""
         if self.first_s is None or self.last_s is None:
             return False
-        paced = self.last_s - self.first_s <= workload.tpot_s * max(1, self.num_tokens - 1)
+        num_tokens = min(self.num_events, self.num_tokens)
+        paced = self.last_s - self.first_s <= workload.tpot_s * max(1, num_tokens - 1)
         return paced and self.first_s <= workload.ttft_s
 
 
@@ -90,11 +94,11 @@ async def send(host: str, port: int, asked: Ask, seen: Seen, began_s: float) -> 
         status = await reader.readuntil(b"\r\n\r\n")
         seen.status = int(status.split(None, 2)[1])
         while data := await reader.read(1 << 16):
-            if seen.status == 200:
-                if seen.first_s is None and (b"data:" in data or asked.tier == BE_TIER):
-                    seen.first_s = time.perf_counter() - due_s
-                if b"[DONE]" in data or b'"usage"' in data:
-                    seen.last_s = time.perf_counter() - due_s
+            if seen.status == 200 and b"data:" in data:
+                seen.last_s = time.perf_counter() - due_s
+                seen.num_events += data.count(b"data:")
+                if seen.first_s is None:
+                    seen.first_s = seen.last_s
     finally:
         writer.close()
 
@@ -259,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=70.0)
     parser.add_argument("--singles", type=float, default=0.25, help="a second and engine")
-    parser.add_argument("--chats", type=float, default=0.08, help="conversations a second and engine")
+    parser.add_argument("--chats", type=float, default=0.6, help="conversations a second and engine")
     parser.add_argument("--be-per-flood", type=int, default=7, help="of each engine")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument(
