@@ -37,7 +37,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.common.client import BE_TIER, LS_TIER
+from benchmarks.common.client import LS_TIER
 from benchmarks.common.record import write_record
 from benchmarks.common.routing_load import Ask, Workload, asks
 from benchmarks.common.server import ServerProcess

@@ -150,6 +150,9 @@ class _NoLoRAs:
     def remove(self, name: str) -> None:
         raise LoRAError(f"no adapter {name!r} is loaded")
 
+    def clear(self) -> None:
+        pass
+
 
 @dataclass(frozen=True, kw_only=True)
 class SleepingLoader:

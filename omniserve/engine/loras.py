@@ -50,6 +50,10 @@ class LoRANames:
         self.named(name)
         del self._by_name[name]
 
+    def clear(self) -> None:
+        """Let no new request name any adapter; those that have go on."""
+        self._by_name.clear()
+
     def named(self, name: str) -> LoRA:
         """Return an adapter.
 

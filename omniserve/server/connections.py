@@ -46,10 +46,10 @@ _RETRY_S = 1.0
 _MAX_HEAD_BYTES = 1 << 16
 
 
-def allow_connections(wanted: int | None) -> int:
+def allow_connections(wanted: int | None, *, files_each: int = 1) -> int:
     """Raise this process's limit of open files as far as it may be (often it is 1024); return how many connections fit.
 
-    That is the number that is wanted, or up to 10,000 if that is None.
+    That is the number that is wanted, or up to 10,000 if that is None. A connection needs ``files_each`` open files.
 
     Raises:
         ValueError: The limit of open files has no room for that many.
@@ -59,10 +59,11 @@ def allow_connections(wanted: int | None) -> int:
     if files > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
     files = max(files, soft)
-    room = files - _OTHER_FILES
+    room = (files - _OTHER_FILES) // files_each
     if room < 1 or (wanted is not None and wanted > room):
         raise ValueError(
-            f"max_connections: {wanted or 1} connections need {(wanted or 1) + _OTHER_FILES} open files, but the "
+            f"max_connections: {wanted or 1} connections need {(wanted or 1) * files_each + _OTHER_FILES} open files, "
+            "but the "
             f"process may have {files}; raise that limit (ulimit -n, LimitNOFILE), or ask for fewer"
         )
     return min(room, _MOST) if wanted is None else wanted

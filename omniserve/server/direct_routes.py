@@ -1,4 +1,4 @@
-"""Calls the endpoints that take a request as it is without what a framework does around them."""
+"""Calls endpoints whose only parameter is the request, without the framework's router and its layers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DirectRoutes:
         if endpoint is None:
             await self._app(scope, receive, send)
             return
-        request = Request({**scope, "app": self._app}, receive, send)  # by which it raises errors with a status
+        request = Request({**scope, "app": self._app}, receive, send)  # with which a wrong form is an HTTPException
         try:
             response = await endpoint(request)
         except Exception as error:

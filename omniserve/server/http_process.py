@@ -175,19 +175,37 @@ class HttpServer(uvicorn.Server):
         yield
 
 
+def check_unused(host: str, port: int) -> None:
+    """See that nobody listens on a port, which several processes of this server are to share.
+
+    Raises:
+        OSError: Somebody does: connections would be divided between them and this server.
+    """
+    _bound(host, port).close()
+
+
 def listen(host: str, port: int, stall_timeout_s: float, *, is_shared: bool) -> socket.socket:
     """Bind now, so that a port in use is known before a model is loaded; uvicorn listens when all is ready.
 
     ``is_shared``: other processes of the server bind the port, too. Connections go to those of them that listen.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named: asyncio sets TCP_NODELAY on such sockets only, and without it an answer waits 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if is_shared:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener = _bound(host, port, is_shared=is_shared)
     # Connections inherit it: the kernel cuts one off if its peer takes nothing for so long of what is sent to it, also
     # where this process has long written the last byte and closed its side.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(stall_timeout_s * 1000))
-    listener.bind((host, port))
     return listener
+
+
+def _bound(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named: asyncio sets TCP_NODELAY on such sockets only, and without it an answer waits 40 ms.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -24,6 +24,10 @@ from omniserve.server.access.limits import BodyReader, caller_of, take_body
 from omniserve.server.errors import ApiError
 from omniserve.server.fields import StrictModel, UnknownFields, ignored_header, read_fields, validate
 from omniserve.server.openapi import answers, takes
+
+if TYPE_CHECKING:
+    from omniserve.server.engines.client import EngineClient
+    from omniserve.server.engines.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -128,13 +132,12 @@ class LoRAModels:
             self.on_change()
         logger.info("unloaded the LoRA adapter %s", name)
 
-    async def restore(self, client: Engines) -> set[str]:
-        """Load all adapters in an engine that was started again; return those that it refuses.
+    async def restore(self, fleet: Fleet, client: EngineClient) -> None:
+        """Load all adapters in an engine that was started again, or joins; those that no engine has any more are gone.
 
         Raises:
             ApiError: It has ended.
         """
-        refused = set()
         async with self._changing:
             for name, served in list(self.served.items()):
                 try:
@@ -143,15 +146,14 @@ class LoRAModels:
                     if error.status != HTTPStatus.BAD_REQUEST:  # the engine has ended again
                         raise
                     logger.error("an engine that was started again has no LoRA adapter %s: %s", name, error.message)
-                    refused.add(name)
-        return refused
+                    client.refused_loras.add(name)
+                    if not fleet.has_lora(name, beside=client):
+                        self._forget(name)
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Let no request name adapters that no engine has."""
-        for name in names:
-            self.served.pop(name, None)
-            self.on_change()
-            logger.error("the LoRA adapter %s is gone with the engine", name)
+    def _forget(self, name: str) -> None:
+        del self.served[name]
+        self.on_change()
+        logger.error("the LoRA adapter %s is gone with the engine", name)
 
     def _checked(self, path: str) -> Path:
         """Return the folder that a path names, symbolic links followed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import signal
@@ -25,13 +26,13 @@ from omniserve.server.connections import Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.embeddings.texts_model import start_second
 from omniserve.server.engines import admin
-from omniserve.server.engines.client import EngineClient, starter
+from omniserve.server.engines.client import starter
 from omniserve.server.engines.fleet import Fleet
 from omniserve.server.engines.process import EngineLike, EngineMaker
 from omniserve.server.engines.remote import RemoteSource
 from omniserve.server.engines.sources import EngineSource, LocalSource, Places
 from omniserve.server.errors import ApiError
-from omniserve.server.http_process import BACKLOG, HttpServer, application, listen, service_of, texts_of
+from omniserve.server.http_process import BACKLOG, HttpServer, application, check_unused, listen, service_of, texts_of
 from omniserve.server.loras import LoRAModels
 from omniserve.server.options import ServerOptions
 from omniserve.server.responses.store import ResponseStore
@@ -39,7 +40,7 @@ from omniserve.server.service import Service
 from omniserve.server.telemetry.traces import open_traces
 
 if TYPE_CHECKING:
-    pass
+    from omniserve.server.workers.pool import WorkerPool
 
 logger = logging.getLogger("omniserve.server")
 
@@ -85,11 +86,7 @@ async def start_service(engine: Fleet, options: ServerOptions) -> Service:
         raise EngineStopped(f"no tokenizer in {options.tokenizer}: {error}") from None
     codec, defaults, pooling = await texts_of(options, info, loaded)
     loras = LoRAModels(options.model_names, options.lora_dirs)
-
-    async def restore(client: EngineClient) -> None:
-        client.refused_loras |= await loras.restore(client)
-
-    engine.on_restart = restore
+    engine.on_restart = functools.partial(loras.restore, engine)
     try:
         for name, folder in options.loras.items():
             await loras.load(engine, name, folder)
@@ -192,6 +189,8 @@ class _Main:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         try:
+            if self._options.api_processes > 1:
+                check_unused(self._options.host, self._options.port)
             listener = listen(
                 self._options.host,
                 self._options.port,
@@ -265,13 +264,15 @@ class _Main:
         server = HttpServer(app, self._options, self._connections, service, is_public=pool is None)
         listener.listen(BACKLOG)  # now, so that a program that reads the next line can connect
         serving = asyncio.create_task(server.serve([listener]))
-        if pool is not None:
-            await pool.start()
         host, port = public.getsockname()[:2]
-        scheme, path = "http" if self._options.ssl_certfile is None else "https", self._options.root_path
-        logger.info("serving %s on %s://%s:%d%s/v1", service.model_name, scheme, host, port, path)
-        await _first_of(serving, self._stop.wait(), self._engine.stopped.wait())
-        if self._engine.stopped.is_set():
+        failure = None if pool is None else await self._start_workers(pool, host, port)
+        if failure is None and not self._stop.is_set():
+            scheme, path = "http" if self._options.ssl_certfile is None else "https", self._options.root_path
+            logger.info("serving %s on %s://%s:%d%s/v1", service.model_name, scheme, host, port, path)
+            await _first_of(serving, self._stop.wait(), self._engine.stopped.wait())
+        if failure is not None:
+            logger.error("cannot start: %s", failure)
+        elif self._engine.stopped.is_set():
             logger.error("the engine has stopped: %s", self._engine.failure)
         else:
             logger.info("stopping: running requests have %g s", self._options.limits.shutdown_timeout_s)
@@ -291,7 +292,23 @@ class _Main:
             service.responses.close()
         if traces is not None:
             await asyncio.to_thread(traces.close)
-        return 0 if self._engine.failure is None else 1
+        return 0 if failure is None and self._engine.failure is None else 1
+
+    async def _start_workers(self, pool: WorkerPool, host: str, port: int) -> str | None:
+        """Start the API workers, unless the server is to stop meanwhile; return why they cannot start, if so."""
+        try:
+            check_unused(host, port)  # again: loading the model took its time
+        except OSError as error:
+            return f"cannot listen on {host}:{port}: {error.strerror}"
+        starting = asyncio.create_task(pool.start())
+        await _first_of(starting, self._stop.wait(), self._engine.stopped.wait())
+        starting.cancel()
+        (outcome,) = await asyncio.gather(starting, return_exceptions=True)
+        if isinstance(outcome, EngineStopped):
+            return str(outcome)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return None
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():

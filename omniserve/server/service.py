@@ -23,7 +23,6 @@ from omniserve.server.completions.protocol import (
 from omniserve.server.dialects.tagged import TaggedDialect
 from omniserve.server.embeddings.model_files import PoolingOfModel
 from omniserve.server.embeddings.texts_model import TextsModel, no_such_use
-from omniserve.server.engines.client import EngineClient
 from omniserve.server.engines.fleet import Fleet
 from omniserve.server.engines.messages import EngineInfo
 from omniserve.server.engines.placement import Placement
@@ -79,7 +78,6 @@ class Service:
         self.codec = codec
         self.model_names = model_names
         self.loras = loras or LoRAModels(model_names)
-        engine.on_restart = self._restore_loras
         self.defaults = defaults or GenerationDefaults()
         self.pooling = pooling or PoolingOfModel()
         self.second = second
@@ -106,6 +104,7 @@ class Service:
         """The requests that wait for their first token."""
         self.metrics.show_backlog(self.backlog.num_waiting)
         self.gather_counts: Callable[[], Awaitable[None]] = _nothing
+        self.workers_have_calls: Callable[[], bool] = lambda: False
         """Adds to the metrics what other processes of the server have counted."""
         self._kinds = {spec.name: ServiceClass(spec.kind) for spec in info.classes}
         self._running: set[OutputStream] = set()
@@ -120,8 +119,8 @@ class Service:
 
     @property
     def is_idle(self) -> bool:
-        """True while no call runs."""
-        return not self._running
+        """True while no call runs, here or in an API worker."""
+        return not self._running and not self.workers_have_calls()
 
     def check_open(self) -> None:
         """Raise ApiError unless new calls are taken by the served model."""
@@ -283,15 +282,6 @@ class Service:
             ),
             lora=job.lora,
         )
-
-    async def _restore_loras(self, client: EngineClient) -> None:
-        """Load the LoRA adapters in an engine that was started again; those that no engine has then are gone.
-
-        Raises:
-            ApiError: It has ended.
-        """
-        client.refused_loras |= await self.loras.restore(client)
-        self.loras.forget([name for name in client.refused_loras if not self.engine.has_lora(name)])
 
     def terms_of(
         self,

@@ -99,6 +99,9 @@ class FakeLoRAs:
     def add(self, lora: LoRA) -> None:
         self.known[lora.name] = lora
 
+    def clear(self) -> None:
+        self.known.clear()
+
     def remove(self, name: str) -> None:
         del self.known[name]
 

@@ -8,6 +8,7 @@ import json
 import threading
 from pathlib import Path
 
+import fake_engine
 import openai
 import pytest
 import zmq
@@ -168,6 +169,24 @@ def test_another_server_takes_an_engine_when_the_first_one_has_ended(start_serve
     first.stop()
     wait_until(lambda: engines(second)[1]["state"] == "up", lambda: str(engines(second)))
     complete(second, [5])
+
+
+def test_another_server_does_not_find_the_adapters_of_the_first_one(start_server, start_agent, tmp_path, monkeypatch):
+    loras = fake_engine.FakeLoRAs()
+    monkeypatch.setattr(fake_engine, "FakeLoRAs", lambda: loras)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"r": 4}')
+    address = free_address()
+    start_agent(address)
+    file = engines_file(tmp_path, engines=[address])
+    flags = ("--replicas", "0", "--engines", file)
+    first = start_server(*flags, f"--lora-modules=x={tmp_path / 'adapter'}").wait_until_ready()
+    assert first.client().completions.create(model="x", prompt=[5], max_tokens=3).usage.completion_tokens == 3
+    assert loras.known
+    first.stop()
+    second = start_server(*flags).wait_until_ready()
+    assert complete(second, [5]).usage.completion_tokens == 3
+    assert not loras.known
 
 
 def test_an_engine_of_another_model_does_not_join(start_server, start_agent, tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import http.client
 import json
 import os
 import signal
@@ -13,6 +15,9 @@ import httpx
 import pytest
 from fake_engine import REFUSE, REJECT, SILENT, SLOW
 from running import wait_until
+from starlette.responses import PlainTextResponse
+
+from omniserve.server.workers.forwarding import Forwarding
 
 KEYS = [
     {"name": "a", "key": "sk-of-a-000000000000000000"},
@@ -47,6 +52,14 @@ def ask(server, path: str = "/v1/completions", **fields):
     headers = fields.pop("headers", {})
     body = {"model": "fake", "prompt": "hello", "max_tokens": 5, **fields}
     return httpx.post(f"{server.url}{path}", json=body, timeout=60, headers=headers)
+
+
+def running(server) -> int | None:
+    """Return how many requests run; None where a worker that ends has taken the connection, and cut it."""
+    try:
+        return int(server.metric('omniserve_requests_running{service_class="LS"}'))
+    except ConnectionResetError:
+        return None
 
 
 def test_both_workers_answer_and_the_metrics_are_the_sum(two):
@@ -103,6 +116,30 @@ def test_the_owner_answers_what_is_not_the_workers(two):
     assert len(httpx.get(f"{two.url}/health").headers.get_list("date")) == 1
 
 
+def test_dots_in_a_path_lead_nowhere(two):
+    connection = http.client.HTTPConnection(httpx.URL(two.url).netloc.decode())
+    connection.request("GET", "/v1/../health")
+    assert connection.getresponse().status == 404, "as without workers"
+
+
+def test_an_owner_that_does_not_answer_is_told():
+    async def ask() -> httpx.Response:
+        app = Forwarding(PlainTextResponse("its own"), "/nobody/listens", "")
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://worker") as client:
+            return await client.get("/v1/models")
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 503 and "send the request again" in answer.json()["error"]["message"]
+    assert answer.headers["retry-after"] == "1"
+
+
+def test_two_servers_do_not_share_a_port(two, start_process):
+    port = str(httpx.URL(two.url).port)
+    server = start_process("--api-processes", "2", "--port", port)
+    assert server.wait() == 1
+    assert any("Address already in use" in line for line in server.log), server.log
+
+
 @pytest.mark.slow
 def test_a_batch_runs(two, tmp_path):
     client = two.client()
@@ -141,10 +178,8 @@ def test_a_killed_worker_takes_its_own_calls_with_it_and_is_started_again(two):
         calls = [pool.submit(httpx.post, f"{two.url}/v1/completions", json=body, timeout=60) for _ in range(16)]
         two.wait_for_metric('omniserve_requests_running{service_class="LS"}', 16)
         os.kill(before[0], signal.SIGKILL)
-        wait_until(
-            lambda: two.metric('omniserve_requests_running{service_class="LS"}') < 16, lambda: "nothing was aborted"
-        )
-        left = int(two.metric('omniserve_requests_running{service_class="LS"}'))
+        wait_until(lambda: (running(two) or 16) < 16, lambda: "nothing was aborted")
+        left = running(two)
         cut = [call for call in calls if call.done() and call.exception() is not None]
         wait_until(
             lambda: sum(call.done() and call.exception() is not None for call in calls) == 16 - left,
@@ -189,6 +224,21 @@ def test_rates_and_limits_are_of_all_workers_and_sigterm_lets_calls_end(start_pr
         assert server.wait() == 0
         assert time.monotonic() - started_s < 60
     assert not [line for line in server.log if "Traceback" in line], server.log
+
+
+@pytest.mark.slow
+def test_workers_that_hang_are_killed(start_process):
+    server = start_process(
+        "--api-processes", "2", "--limit", "engine_heartbeat_s=2", "--limit", "shutdown_timeout_s=1"
+    ).wait_until_ready()
+    first = workers_of(server)
+    os.kill(first[0], signal.SIGSTOP)
+    wait_until(lambda: len(workers_of(server)) == 2 and first[0] not in workers_of(server), lambda: "".join(server.log))
+    assert any("gave no sign of life for 2 s" in line for line in server.log), server.log
+    for worker in workers_of(server):
+        os.kill(worker, signal.SIGSTOP)
+    assert server.stop() == 0
+    assert any("did not stop, and is killed" in line for line in server.log), server.log
 
 
 @pytest.mark.slow

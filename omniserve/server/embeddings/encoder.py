@@ -211,6 +211,9 @@ class _NoLoRAs:
     def remove(self, name: str) -> None:
         raise LoRAError(f"--embedding-model takes no LoRA adapters, got {name!r}")
 
+    def clear(self) -> None:
+        pass
+
 
 class EncoderEngine:
     """Reads the texts of requests; see the module. Their sampling parameters have no effect."""

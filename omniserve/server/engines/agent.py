@@ -38,7 +38,7 @@ class _OneKey:
 
 
 class EngineServer:
-    """An engine that a server on another machine uses, one at a time; another one takes it when that is gone.
+    """An engine for servers on other machines: one server uses it at a time, and the next one when that has gone.
 
     Args:
         make_engine: Makes the engine in its process.
@@ -167,7 +167,12 @@ class EngineServer:
                 case engine_messages.Hello():
                     self._greet(front, message)
                 case _ if front != self._front and (self._next is None or front != self._next[0]):
-                    self._send(front, engine_messages.Failed("its side took the connection for lost"))
+                    self._send(
+                        front,
+                        engine_messages.Failed(
+                            "it had given up this connection, on which it heard nothing for too long"
+                        ),
+                    )
                 case engine_messages.Beat(sent_s):
                     self._send(front, engine_messages.Pulse(sent_s, time.monotonic()))
                 case engine_messages.Leave():

@@ -127,6 +127,8 @@ class Clock:
     def __init__(self) -> None:
         self._ahead_s = 0.0
         self._error_s = math.inf
+        self.known = asyncio.Event()
+        """Set by the first answer."""
 
     def note(self, sent_s: float, clock_s: float, now_s: float) -> None:
         """Note that a question of ``sent_s`` was answered at ``clock_s`` there, and the answer came at ``now_s``.
@@ -136,6 +138,7 @@ class Clock:
         self._error_s += _DRIFT_S
         if (error_s := (now_s - sent_s) / 2) <= self._error_s:
             self._ahead_s, self._error_s = clock_s - (sent_s + now_s) / 2, error_s
+        self.known.set()
 
     def there(self, seconds: float) -> float:
         """Return a time of this process's clock by the engine's."""
@@ -221,12 +224,18 @@ class EngineClient:
             self._send(engine_messages.Beat(time.monotonic()))
             self._greeting = loop.call_later(_GREETING_S, self._on_silence)
         self._watching.append(asyncio.create_task(self._feel_pulse(peer)))
+        needed: list[asyncio.Future[Any]] = [ready]
+        if peer.has_own_clock:  # without it the arrivals of requests could not be told
+            needed.append(asyncio.create_task(self._clock.known.wait()))
+        everything = asyncio.gather(*needed)
         stopped = asyncio.create_task(self.stopped.wait())
-        both: set[asyncio.Future[Any]] = {ready, stopped}
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not ready.done():
-            raise EngineStopped(self.failure or "the engine process ended")
+        try:
+            await asyncio.wait((everything, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not everything.done():
+                raise EngineStopped(self.failure or "the engine process ended")
+        finally:
+            stopped.cancel()
+            everything.cancel()
         self._ready = True
         if self._on_load is not None:
             self._send(engine_messages.TellLoad())
@@ -239,9 +248,9 @@ class EngineClient:
         return len(self._listeners)
 
     def hear_load(self, on_load: Callable[[EngineLoad], None]) -> None:
-        """Have an engine that is ready tell its load from now on."""
+        """Have an engine tell its load from now on, or from when it is ready on."""
         self._on_load = on_load
-        if not self.stopped.is_set():
+        if self._ready and not self.stopped.is_set():
             self._send(engine_messages.TellLoad())
 
     def forward(self, data: bytes) -> None:
@@ -429,7 +438,7 @@ class EngineClient:
                 break
             has_come = True
             if self.stopped.is_set():
-                continue  # everybody was told that it is gone
+                continue  # its requests have ended, and the callers know
             report = engine_messages.decode_report(data)
             if self._relay is not None and isinstance(report, engine_messages.OfRequests):
                 self._relay(report, data)

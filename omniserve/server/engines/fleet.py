@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,6 +27,8 @@ from omniserve.server.engines.placement import Member, Placement
 from omniserve.server.engines.sources import EngineSource
 from omniserve.server.engines.supervisor import EngineSupervisor
 from omniserve.server.errors import ApiError, EngineRemoved, engine_gone
+
+logger = logging.getLogger(__name__)
 
 # It is looked so often whether an engine that is drained has ended its requests.
 _LOOK_S = 0.05
@@ -71,7 +74,7 @@ class Fleet:
         """Called with an engine that was started again or has joined, before it takes requests."""
         self.stopped = asyncio.Event()
         """Set when all engines are dead for good."""
-        self._watching: list[asyncio.Task[None]] = []
+        self._watching: dict[Member, asyncio.Task[None]] = {}
 
     def _make_member(self, source: EngineSource) -> Member:
         number = self._num_ever
@@ -128,7 +131,7 @@ class Fleet:
         seeking = [member for member in self.members if not member.source.is_local]
         for member in self.members:
             member.engine.on_restart = self._restarted
-            self._watching.append(asyncio.create_task(self._watch(member)))
+            self._watching[member] = asyncio.create_task(self._watch(member))
         for member in seeking:
             member.engine.begin()
         if not local:
@@ -146,11 +149,11 @@ class Fleet:
         if not self._is_plural:
             self._is_plural = True
             for member in self.members:
-                member.engine.client.hear_load(functools.partial(_hear, member.books))
+                member.engine.hear_load(functools.partial(_hear, member.books))
         member = self._make_member(source)
         member.engine.on_restart = self._restarted
         member.engine.begin()
-        self._watching.append(asyncio.create_task(self._watch(member)))
+        self._watching[member] = asyncio.create_task(self._watch(member))
         return member
 
     def member(self, number: int) -> Member:
@@ -200,6 +203,7 @@ class Fleet:
         member = self.drain(number)
         if member.leaving is None:
             member.leaving = asyncio.create_task(self._remove(member, timeout_s))
+            member.leaving.add_done_callback(_tell_of_bug)
         return member
 
     def _check_others(self, member: Member) -> None:
@@ -221,6 +225,7 @@ class Fleet:
             await member.source.end()
         finally:
             self.members.remove(member)
+            self._watching.pop(member).cancel()
             self._note_stopped()
 
     @property
@@ -274,9 +279,10 @@ class Fleet:
                 refusals.append(error)
         raise refusals[0]
 
-    def has_lora(self, name: str) -> bool:
-        """Return whether an engine has a LoRA adapter that was loaded in all."""
-        return any(name not in client.refused_loras for client in self.clients)
+    def has_lora(self, name: str, *, beside: EngineClient) -> bool:
+        """Return whether another engine has a LoRA adapter that was loaded in all, or may have it when it is back."""
+        others = (member for member in self.members if member.engine.newest is not beside)
+        return any(not other.is_up or name not in other.engine.client.refused_loras for other in others)
 
     def place(self, call: Call, *, lora: str | None = None) -> Placement:
         """Return where a call's requests go, for a LoRA adapter, if they are, to the engines that have it.
@@ -372,12 +378,14 @@ class Fleet:
 
     async def close(self) -> None:
         """End the processes; requests that still run get EngineStopped."""
-        leaving = [member.leaving for member in self.members if member.leaving is not None]
-        for task in (*self._watching, *leaving):
+        members = [*self.members]  # one that is leaving is ended here, too
+        leaving = [member.leaving for member in members if member.leaving is not None]
+        tasks = [*self._watching.values(), *leaving]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._watching, *leaving, return_exceptions=True)
-        await asyncio.gather(*(member.engine.close() for member in self.members))
-        await asyncio.gather(*(member.source.end() for member in self.members))
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(member.engine.close() for member in members))
+        await asyncio.gather(*(member.source.end() for member in members))
 
     async def _restarted(self, client: EngineClient) -> None:
         if self.on_restart is not None:
@@ -390,6 +398,11 @@ class Fleet:
     def _note_stopped(self) -> None:
         if all(each.engine.stopped.is_set() for each in self.members):
             self.stopped.set()
+
+
+def _tell_of_bug(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("an engine could not be removed in order", exc_info=error)
 
 
 def _hear(books: EngineBooks, load: EngineLoad) -> None:

@@ -89,6 +89,7 @@ class TakesLoRAs(Protocol):
     def read(self, name: str, folder: str) -> LoRA: ...
     def add(self, lora: LoRA) -> None: ...
     def remove(self, name: str) -> None: ...
+    def clear(self) -> None: ...
 
 
 class EngineLike(Protocol):
@@ -400,13 +401,14 @@ class _Serving:
                 raise _Closed
 
     def _reset(self, accepted: list[tuple[str, float | None, SLO | None]]) -> None:
-        """End all requests, and tell nothing more of them."""
+        """End all requests, tell nothing more of them, and let go of the adapters: another server names its own."""
         for request_id in self._ids:
             self._engine.abort(request_id)
         self._ids.clear()
         self._names.clear()
         self._compiling.clear()
         self._reading.clear()
+        self._engine.loras.clear()
         accepted.clear()
         self._num_taken, self._tells_load = 0, False
         self._link.send(WasReset())

@@ -17,6 +17,8 @@ from omniserve.server.engines.client import Peer
 from omniserve.server.engines.curve import CurveKeys
 
 _CONNECT_MS = 5000
+# What is sent last has so long to leave where a connection stands.
+_LINGER_MS = 500
 _EVENTS_OF_AN_END = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -50,7 +52,7 @@ class RemotePeer:
         for option, value in (
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
-            (zmq.LINGER, 500),
+            (zmq.LINGER, 0),
             (zmq.RECONNECT_IVL, -1),  # what was under way would be lost without a word
             (zmq.CONNECT_TIMEOUT, _CONNECT_MS),
             (zmq.HANDSHAKE_IVL, _CONNECT_MS),
@@ -61,13 +63,16 @@ class RemotePeer:
             keys.put_on(self._socket, listens=False)
         self._monitor = self._socket.get_monitor_socket(_EVENTS_OF_AN_END)
         self._end: int | None = None
+        self._has_answered = False
         self._socket.connect(address)
         self.reports_fd = int(self._socket.getsockopt(zmq.FD))
         self.death_fd = int(self._monitor.getsockopt(zmq.FD))
         self.send(engine_messages.encode(engine_messages.Hello(__version__, server_id)))
 
     def receive(self) -> bytes:
-        return self._socket.recv(zmq.NOBLOCK)
+        data = self._socket.recv(zmq.NOBLOCK)
+        self._has_answered = True
+        return data
 
     def send(self, data: bytes) -> None:
         self._socket.send(data, zmq.NOBLOCK)
@@ -90,9 +95,11 @@ class RemotePeer:
             self.send(engine_messages.encode(engine_messages.Leave()))
 
     def close(self) -> None:
+        # Without a connection nothing can leave, and waiting for it would stop this process.
+        linger_ms = _LINGER_MS if self._has_answered and self.is_alive else 0
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close()
+        self._socket.close(linger=linger_ms)
         self._context.term()
 
 

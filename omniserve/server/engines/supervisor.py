@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from omniserve.core.errors import EngineStopped
+from omniserve.core.load import EngineLoad
 from omniserve.server.engines.client import EngineClient
 from omniserve.server.engines.messages import EngineInfo
 from omniserve.server.errors import ApiError
@@ -80,14 +81,24 @@ class EngineSupervisor:
         """
         info = await self._start(self.client)
         self.ready.set()
-        self._watch = asyncio.create_task(self._keep_running())
+        self._watch_it()
         return info
 
     def begin(self) -> None:
         """Start the engine, or find it, again and again until it is ready."""
         self.client.failure = "it is not there yet"
         self.client.stopped.set()
-        self._watch = asyncio.create_task(self._keep_running())
+        self._watch_it()
+
+    @property
+    def newest(self) -> EngineClient:
+        """The process that is started in the place of a dead one, else the client."""
+        return self._open or self.client
+
+    def hear_load(self, on_load: Callable[[EngineLoad], None]) -> None:
+        """Have the engine tell its load from now on, and one that is being started in its place."""
+        for client in {self.client, self.newest}:
+            client.hear_load(on_load)
 
     @property
     def failure(self) -> str | None:
@@ -119,6 +130,16 @@ class EngineSupervisor:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         await self._close_open()
+
+    def _watch_it(self) -> None:
+        self._watch = asyncio.create_task(self._keep_running())
+        self._watch.add_done_callback(self._on_end_of_watch)
+
+    def _on_end_of_watch(self, watch: asyncio.Task[None]) -> None:
+        """Tell that nobody keeps the engine running any more, and why."""
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            logger.error("%s is not started again, because of a bug", self._name, exc_info=error)
+            self.stopped.set()
 
     async def _start(self, client: EngineClient) -> EngineInfo:
         started_s = time.monotonic()
@@ -171,7 +192,7 @@ class EngineSupervisor:
             text = "%s has stopped: %s; start %d of %d in %g s"
             logger.error(text, self._name, self.failure, number, self._max_restarts, pause_s)
         elif self.failure != self._told:
-            logger.error("%s is not there: %s; it is looked for again and again", self._name, self.failure)
+            logger.error("%s is not there: %s; it is tried again until it is", self._name, self.failure)
             self._told = self.failure
 
     async def _is_kept_down_within(self, seconds: float) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 import httpx
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from omniserve.server.anthropic.errors import error_response
+from omniserve.server.errors import ApiError
 from omniserve.server.generate import ClientGone, or_disconnect
 
 OWN_PATHS = frozenset(
@@ -40,14 +42,25 @@ class Forwarding:
             return
         body = _Body(receive)
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-        url = httpx.URL(scheme="http", host="owner", raw_path=target)
         headers = [(name, value) for name, value in scope["headers"] if name not in _HOP_BY_HOP]
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
         if not has_body:
             body.without()
-        request = httpx.Request(scope["method"], url, headers=headers, content=body.parts() if has_body else None)
+        request = httpx.Request(
+            scope["method"],
+            "http://owner",
+            headers=headers,
+            content=body.parts() if has_body else None,
+            extensions={"target": target},  # as it came: httpx would resolve the dots in "/v1/../admin"
+        )
         try:
-            response = await or_disconnect(body.wait_for_end, self._client.send(request, stream=True))
+            try:
+                response = await or_disconnect(body.wait_for_end, self._client.send(request, stream=True))
+            except httpx.TransportError as error:
+                message = f"the server's first process did not answer ({type(error).__name__}); send the request again"
+                refusal = ApiError(message, status=503, code="overloaded", retry_after_s=1)
+                await error_response(refusal, scope)(scope, receive, send)
+                return
             try:
                 await or_disconnect(body.wait_for_end, _answer(response, send))
             finally:

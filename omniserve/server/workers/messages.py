@@ -52,7 +52,7 @@ class ErrorFields(Struct, array_like=True):
 
 
 class Hello(Message):
-    """The worker hears its owner; the answer is ``State``."""
+    """The worker's link is there: messages that were sent to it before are lost. The answer is ``State``."""
 
 
 class Ready(Message):
@@ -94,7 +94,6 @@ class UseTokens(Message):
 class Counted(Message):
     """The answer to ``AskCounts``: what the worker's metrics counted since the last one."""
 
-    number: int
     counts: Counts
 
 
@@ -124,7 +123,8 @@ class State(Message):
 
     failure: str | None
     """The reason why no engine takes requests; None: one does."""
-    retry_after_s: float | None
+    back_s: float | None
+    """When an engine is expected to take requests again, by ``time.monotonic``; None: never."""
     loras: dict[str, ServedLoRA]
 
 
@@ -138,8 +138,6 @@ class Admitted(Message):
 
 class AskCounts(Message):
     """Answer with ``Counted``."""
-
-    number: int
 
 
 class Drain(Message):

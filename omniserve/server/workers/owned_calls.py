@@ -21,7 +21,7 @@ class Listener(Protocol):
     """The worker of a call."""
 
     def send(self, message: bytes) -> None:
-        """Send a message behind all that was told of requests."""
+        """Send a message, and before it what ``put`` was given."""
         ...
 
     def put(self, item: Accepted | RequestOutput | tuple[str, int], request_id: str) -> None:

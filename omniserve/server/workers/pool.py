@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 import zmq
 
-from omniserve.core.errors import EngineStopped
 from omniserve.server.access.limits import Caller
 from omniserve.server.engines.supervisor import pause_before
 from omniserve.server.service import Service
@@ -28,6 +27,10 @@ _LOOK_EVERY_S = 0.1
 _COUNTS_TIMEOUT_S = 1.0
 # A worker that ran this long before it died is no part of a row of failures.
 _WELL_AFTER_S = 60.0
+# It is looked for signs of life so often in the time that a worker may give none.
+_LOOKS = 4
+# Beside the time that calls have, a worker has so long to say that they have ended.
+_DRAIN_S = 5.0
 
 
 class WorkerPool:
@@ -67,15 +70,14 @@ class WorkerPool:
         self._context = zmq.Context()
         self._made.callback(self._context.destroy, linger=0)
         self._workers = [self._new_worker(number, 0) for number in range(self._count)]
-        try:
-            await asyncio.gather(*(worker.ready for worker in self._workers))
-        except EngineStopped:
-            await self.close()
-            raise
+        await asyncio.gather(*(asyncio.shield(worker.ready) for worker in self._workers))
         self._service.loras.on_change = self._tell_state
         self._tasks = [asyncio.create_task(self._keep_running(number)) for number in range(self._count)]
-        self._tasks.append(asyncio.create_task(self._look()))
+        self._tasks += [asyncio.create_task(self._look()), asyncio.create_task(self._feel_pulses())]
+        for task in self._tasks:
+            task.add_done_callback(_tell_of_bug)
         self._service.gather_counts = self.gather_counts
+        self._service.workers_have_calls = lambda: any(worker.has_calls for worker in self._workers)
 
     async def gather_counts(self) -> None:
         """Add what the workers' metrics have counted to the owner's."""
@@ -89,7 +91,14 @@ class WorkerPool:
         for worker in self._workers:
             worker.kill_unless_ready()
             worker.send(encode(Drain(timeout_s)))
-        await asyncio.gather(*(worker.over.wait() for worker in self._workers))
+        ends = [asyncio.create_task(worker.over.wait()) for worker in self._workers]
+        if ends:
+            await asyncio.wait(ends, timeout=timeout_s + _DRAIN_S)
+        for worker, end in zip(self._workers, ends, strict=True):
+            end.cancel()
+            if not worker.over.is_set():
+                logger.error("an API process did not stop, and is killed")
+                worker.kill("it did not stop")
 
     async def close(self) -> None:
         """End the workers."""
@@ -119,6 +128,8 @@ class WorkerPool:
             num_failures += 1
             await worker.close()
             await asyncio.sleep(pause_s)
+            if self._is_stopping:
+                return
             starts += 1
             self._workers[number] = self._new_worker(number, starts)
 
@@ -127,10 +138,30 @@ class WorkerPool:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             engine = self._service.engine
-            if (seen := (engine.failure, engine.failure and engine.retry_after_s)) != told:
+            retry_after_s = None if engine.failure is None else engine.retry_after_s
+            back_s = None if retry_after_s is None else round(time.monotonic() + retry_after_s)
+            if (seen := (engine.failure, back_s)) != told:
                 told = seen
                 self._tell_state()
+
+    async def _feel_pulses(self) -> None:
+        """Kill workers that give no sign of life; ``_keep_running`` starts others."""
+        patience_s = self._service.limits.engine_heartbeat_s
+        every_s = patience_s / _LOOKS
+        while not self._is_stopping:
+            looked_s = time.monotonic()
+            for worker in self._workers:
+                worker.ask_counts()
+            await asyncio.sleep(every_s)
+            stood_still_s = max(0.0, time.monotonic() - looked_s - every_s)
+            for worker in self._workers:
+                worker.check_pulse(patience_s, stood_still_s)
 
     def _tell_state(self) -> None:
         for worker in self._workers:
             worker.tell_state()
+
+
+def _tell_of_bug(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("API processes are not looked after any more, because of a bug", exc_info=error)

@@ -133,7 +133,8 @@ class _Worker:
 
     async def _serve(self) -> None:
         options, info = self._options, self._settings.info
-        connections = Connections(allow_connections(options.limits.max_connections), options.limits.stall_timeout_s)
+        most = allow_connections(options.limits.max_connections, files_each=2)  # one to the owner if a call is its own
+        connections = Connections(most, options.limits.stall_timeout_s)
         tokenizer = await asyncio.to_thread(load_tokenizer, options.tokenizer, options.trust_remote_code)
         codec, defaults, pooling = await texts_of(options, info, tokenizer)
         engine, second = cast(Fleet, self._fleet), None  # it has all that is used of one here
@@ -176,9 +177,9 @@ class _Worker:
             case State():
                 self._fleet.state, self._loras.served = message, message.loras
                 self._knows_state.set()
-            case AskCounts(number):
+            case AskCounts():
                 assert self._service is not None
-                self._link.send(encode(Counted(number, self._service.metrics.take_counts())))
+                self._link.send(encode(Counted(self._service.metrics.take_counts())))
             case Drain(timeout_s):
                 self._draining = asyncio.create_task(self._drain(timeout_s))
             case Close():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from omniserve.core.errors import EngineStopped
 from omniserve.core.logs import request_id as http_request_id
@@ -27,8 +27,6 @@ class RemoteFleet:
         send: Sends a message to the owner.
     """
 
-    on_restart: Any = None
-
     def __init__(self, send: Send) -> None:
         self._send = send
         self.listeners: dict[str, Listener] = {}
@@ -38,7 +36,8 @@ class RemoteFleet:
     def check_room(self) -> None:
         """Raise ApiError unless an engine takes requests; whether too much waits for them, the owner looks itself."""
         if self.state.failure is not None:
-            raise engine_gone(self.state.failure, self.state.retry_after_s)
+            back_s = self.state.back_s
+            raise engine_gone(self.state.failure, None if back_s is None else max(1.0, back_s - time.monotonic()))
 
     def place(self, call: Call, *, lora: str | None = None) -> RemotePlacement:
         """Return the way of a call's requests to the owner, which places them, by their adapter, too.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,8 @@ from omniserve.server.workers.owned_calls import OwnedCall
 from omniserve.server.workers.process import WorkerSettings, run_worker
 
 _CLOSE_S = 5.0
+# The exit code of a process whose descriptors are closed is there so soon.
+_EXIT_S = 0.2
 
 
 class Worker:
@@ -57,8 +60,9 @@ class Worker:
         self._accepted: list[tuple[str, Any, Any]] = []
         self._outputs: list[Any] = []
         """What is to be told of requests, at the end of the event loop's turn: one message for a step's outputs."""
-        self._counts: dict[int, asyncio.Future[None]] = {}
-        self._num_asked = 0
+        self._counted: asyncio.Future[None] | None = None
+        """Done when the worker has answered ``AskCounts``; None: it was not asked yet."""
+        self._heard_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self._loop.create_future()
         self.failure = "it was closed"
@@ -73,12 +77,12 @@ class Worker:
         self._is_watched = True
 
     @property
-    def pid(self) -> int | None:
-        """The number of its process."""
-        return self._process.pid
+    def has_calls(self) -> bool:
+        """A call of it runs."""
+        return bool(self._calls)
 
     def send(self, message: bytes) -> None:
-        """Send a message behind all that was told of requests."""
+        """Send a message, and before it what ``put`` was given."""
         self._flush()
         self._link.send(message)
 
@@ -86,22 +90,43 @@ class Worker:
         """Tell the worker of the engines."""
         engine = self._service.engine
         retry_after_s = None if engine.failure is None else engine.retry_after_s
-        self.send(encode(State(engine.failure, retry_after_s, dict(self._service.loras.served))))
+        back_s = None if retry_after_s is None else time.monotonic() + retry_after_s
+        self.send(encode(State(engine.failure, back_s, dict(self._service.loras.served))))
 
     def kill_unless_ready(self) -> None:
         """End a process that is only starting: it hears nothing."""
         if not self.ready.done():
             self._process.kill()
 
+    def kill(self, reason: str) -> None:
+        """End a process that hangs."""
+        self.failure = reason
+        self._process.kill()
+
+    def check_pulse(self, patience_s: float, stood_still_s: float) -> None:
+        """Kill the process if it has sent nothing for so long: clients that are connected to it would wait for ever.
+
+        Args:
+            patience_s: Longest time in seconds, in which it was asked for its counts.
+            stood_still_s: For so long of it the owner itself has read nothing.
+        """
+        self._heard_s += stood_still_s
+        is_silent = time.monotonic() - self._heard_s > patience_s
+        if is_silent and self.ready.done() and not self.over.is_set():
+            self.kill(f"it gave no sign of life for {patience_s:g} s, and was killed")
+
     def ask_counts(self) -> asyncio.Future[None]:
-        """Return a future that is done when the worker has told what its metrics counted, or has ended."""
-        self._num_asked += 1
-        answer = self._counts[self._num_asked] = self._loop.create_future()
-        if self.ready.done() and not self.over.is_set():
-            self.send(encode(AskCounts(self._num_asked)))
-        else:
-            self._counts.pop(self._num_asked).set_result(None)
-        return answer
+        """Return a future that is done when the worker has told what its metrics counted, or has ended.
+
+        One that hangs is not asked again: all wait for the same answer.
+        """
+        if self._counted is None or self._counted.done():
+            self._counted = self._loop.create_future()
+            if self.ready.done() and not self.over.is_set():
+                self.send(encode(AskCounts()))
+            else:
+                self._counted.set_result(None)
+        return self._counted
 
     async def close(self) -> None:
         """End the process and all that it has begun. Calling it again does nothing."""
@@ -131,6 +156,7 @@ class Worker:
             self._link.send(encode(Step(accepted, outputs)))
 
     def _take(self, data: bytes) -> None:
+        self._heard_s = time.monotonic()
         message = decode_from_worker(data)
         match message:
             case Begin():
@@ -149,10 +175,10 @@ class Worker:
                 self.send(encode(Admitted(number, error)))
             case UseTokens(key, num_tokens):
                 self._callers[key].use_tokens(num_tokens)
-            case Counted(number, counts):
+            case Counted(counts):
                 self._service.metrics.add_counts(counts)
-                if (answer := self._counts.pop(number, None)) is not None and not answer.done():
-                    answer.set_result(None)
+                assert self._counted is not None
+                self._counted.set_result(None)
             case Hello():
                 self.tell_state()
             case Ready():
@@ -168,16 +194,15 @@ class Worker:
             return
         self._is_watched = False
         self._loop.remove_reader(self._process.sentinel)
+        self._process.join(_EXIT_S)
         if self.failure == "it was closed" and self._process.exitcode:
             self.failure = f"its process died (exit code {self._process.exitcode})"
         self._link.close()
         for request_id in [*self._calls]:
             if (call := self._calls.get(request_id)) is not None:
                 call.abort(request_id)
-        for answer in self._counts.values():
-            if not answer.done():
-                answer.set_result(None)
-        self._counts.clear()
+        if self._counted is not None and not self._counted.done():
+            self._counted.set_result(None)
         if not self.ready.done():
             self.ready.set_exception(EngineStopped(f"an API process could not start: {self.failure}"))
             self.ready.exception()  # that of one that is started again is told by its failure
