@@ -144,10 +144,10 @@ class Noter:
         return out
 
     def _int8_linear(
-        self, x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int, x_scale_1: Tensor | None = None
+        self, x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int, x_scale: Tensor | None = None
     ) -> Tensor:
         out = self._buffers.rows((*x.shape[:-1], out_features), x.dtype)
-        self._replay.add_int8_linear(x, packed, bias_O, x_scale_1, out)
+        self._replay.add_int8_linear(x, packed, bias_O, x_scale, out)
         return out
 
 

@@ -68,10 +68,10 @@ class Replay:
         _ops.add_quantized_linear(self._handle, x, packed, bias_O, *form, order_I, out)
 
     def add_int8_linear(
-        self, x: Tensor, packed: Tensor, bias_O: Tensor | None, x_scale_1: Tensor | None, out: Tensor
+        self, x: Tensor, packed: Tensor, bias_O: Tensor | None, x_scale: Tensor | None, out: Tensor
     ) -> None:
         """Note ``int8_linear``, with its result in ``out``, contiguous."""
-        _ops.add_int8_linear(self._handle, x, packed, bias_O, x_scale_1, out)
+        _ops.add_int8_linear(self._handle, x, packed, bias_O, x_scale, out)
 
     def add_add_lora(
         self, y: Tensor, x: Tensor, slots_T: Tensor, a: Tensor, b: Tensor, scales_S: Tensor, out: Tensor

@@ -251,7 +251,7 @@ def pack_int8(codes_OI: Tensor, scales_O: Tensor) -> Tensor:
 
 
 def int8_linear(
-    x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int, x_scale_1: Tensor | None = None
+    x: Tensor, packed: Tensor, bias_O: Tensor | None, out_features: int, x_scale: Tensor | None = None
 ) -> Tensor:
     """Return the product of rows that are rounded to int8 and a weight of int8, ``[*, O]``, to the bit.
 
@@ -263,8 +263,8 @@ def int8_linear(
     fours = codes.view(panels, codes.shape[1] // (4 * PANEL), PANEL, 4).transpose(1, 2)
     codes_OI = fours.reshape(panels * PANEL, codes.shape[1] // PANEL)[:out_features, :num_in]
     wide = x.float()
-    if x_scale_1 is not None:
-        scale = x_scale_1.expand(*x.shape[:-1], 1)
+    if x_scale is not None:
+        scale = x_scale.expand(*x.shape[:-1], 1)
     elif num_in:
         scale = wide.abs().amax(-1, keepdim=True) / 127.5
     else:

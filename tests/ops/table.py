@@ -610,10 +610,11 @@ def _int8_linear_samples(device: torch.device, dtype: torch.dtype) -> Iterator[S
     for label, num_rows, num_in, num_out in _QUANTIZED_SIZES:
         x_TI, _, bias_O = linear_args(num_rows, num_in, num_out, device, dtype, dtype)
         packed = references.pack_int8(*int8_weight(num_out, num_in)).to(device)
-        fixed = torch.tensor([0.02], device=device)
-        for x_scale in (None, fixed):
+        fixed, of_rows = torch.tensor([0.02], device=device), torch.full((num_rows, 1), 0.02, device=device)
+        of_rows[::3] = 0.0
+        for name, x_scale in (("own", None), ("fixed", fixed), ("of rows", of_rows)):
             args = (x_TI, packed, bias_O if num_rows % 2 else None, num_out, x_scale)
-            yield Sample(label=f"{label}, {x_scale}", args=args)
+            yield Sample(label=f"{label}, {name}", args=args)
     x_TI, _, _ = linear_args(12, 40, 70, device, dtype, dtype)
     packed = references.pack_int8(*int8_weight(70, 40)).to(device)
     yield Sample(label="rows that lie apart", args=(x_TI.reshape(3, 4, 40).transpose(0, 1), packed, None, 70))

@@ -26,16 +26,18 @@ from omniserve import (
 from omniserve.core.config import DiskKVConfig, ParallelConfig
 from omniserve.core.errors import PeerLost
 from omniserve.core.lora import LoRAError
+from omniserve.layers.weights.int8_modules import Int8Linear
 from omniserve.layers.weights.quantized_modules import QuantizedLinear
 from omniserve.layers.weights.sharding import RowParallelLinear, shard
 from omniserve.parallel.place import Place
 from omniserve.sched import SCHEDULERS
 from tests.parallel.ranks import ForkedRanks, load_tiny, ranks_of, reference_of, whole_model
 from tests.parity.engine_histories import Tally, run_histories, run_history
-from tests.parity.formats import of_codes
+from tests.parity.formats import in_int8, of_codes
 from tests.parity.models import tiny_model
 from tests.parity.reference import Reference
 from tests.parity.test_lora import LORA, saved, with_adapters
+from tests.parity.test_quantized import INT8_NEAR_TIE
 from tests.quick import slow_except
 from tests.sched import hybrid, preemptible
 
@@ -99,6 +101,27 @@ def test_ranks_read_their_parts_of_codes(family: str, is_tied: bool, in_order: b
         run_histories(
             model, Reference(_of_codes(family, is_tied, in_order)), range(2), reach=("host_tokens", "swaps_out"),
             has_profile=False, group=group, parallel=parallel, **_sizes(model),
+        )  # fmt: skip
+
+
+def _load_int8(is_static: bool, place: Place) -> Any:
+    return shard(in_int8(tiny_model("llama"), is_static=is_static), place.shard, place.num_shards)
+
+
+@pytest.mark.parametrize(
+    ("is_static", "compile"), slow_except([(False, False)], [(False, False), (True, False), (False, True)])
+)
+def test_ranks_round_their_rows_by_the_largest_value_of_all(is_static: bool, compile: bool) -> None:
+    load = functools.partial(_load_int8, is_static)
+    with ranks_of("llama", load=load, compile=compile) as (model, group, parallel):
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        assert linears and all(isinstance(each, Int8Linear) for each in linears)
+        ranks = {each.row_ranks for each in linears}, {each.row_ranks for each in _row_parallel(model)}
+        assert ranks == ({1, 2}, {2})
+        whole = in_int8(tiny_model("llama"), is_static=is_static)
+        run_histories(
+            model, Reference(whole, num_prompts=6, max_tokens=6, near_tie=INT8_NEAR_TIE), range(2),
+            reach=("host_tokens",), has_profile=False, group=group, parallel=parallel, **_sizes(model),
         )  # fmt: skip
 
 

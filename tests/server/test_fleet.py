@@ -12,6 +12,10 @@ import pytest
 from fake_engine import DIE, REJECT, REJECT_IF_BUSY, SILENT, SLOW
 from running import wait_until
 
+from omniserve.routing.routers import ROUTERS
+from omniserve.server.engines.fleet import Fleet
+from omniserve.server.engines.sources import LocalSource
+
 
 @pytest.fixture
 def two(start_server):
@@ -150,3 +154,18 @@ def test_an_adapter_that_one_engine_has_no_more_is_served_by_the_others(start_pr
     restart(0)  # the one that is older by now
     assert names() == ["fake"], "no engine has it"
     assert complete(both, [5]).usage.completion_tokens == 3
+
+
+def test_an_adapter_stays_while_an_engine_that_may_have_it_is_away():
+    async def nowhere():
+        raise OSError
+
+    fleet = Fleet([LocalSource("local:0", nowhere), LocalSource("local:1", nowhere)], ROUTERS["round-robin"]())
+    first, second = (member.engine.client for member in fleet.members)
+    first.refused_loras.add("x")
+    assert fleet.has_lora("x", beside=first)
+    second.failure = "it died"
+    assert fleet.has_lora("x", beside=first), "it is loaded there when that engine is back"
+    second.failure = None
+    second.refused_loras.add("x")
+    assert not fleet.has_lora("x", beside=first)

@@ -115,7 +115,7 @@ class HeldLinear(GroupLinear):
     compiled half.
     """
 
-    def held_product(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    def held_product(self, input: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         """Return the operator that computes the products of all members, and its arguments after the input."""
         raise NotImplementedError
 
@@ -131,7 +131,7 @@ class HeldLinear(GroupLinear):
         return product.narrow(-1, self.group_start, self.out_features).contiguous()
 
     def group_product(self, input: Tensor) -> Tensor:
-        product, arguments = self.held_product()
+        product, arguments = self.held_product(input)
         if torch.is_grad_enabled():
             return _ForwardOnly.apply(product, input, *arguments)
         return product(input, *arguments)

@@ -1,8 +1,9 @@
 """Linears that round their rows to int8 beside weights of int8, which is compressed-tensors' W8A8.
 
 A row's codes are the nearest integers to its values by its scale; a product is the integer sum of codes times the scale
-of the row and that of the feature. Without a fixed scale, a row's is its largest value by 127.5. ``RoundedLinear`` is
-that in torch, with a dense weight; when the model is patched, ``int8_linear`` computes the integer sums.
+of the row and that of the feature. Without a fixed scale, a row's is its largest value by 127.5, also where the ranks
+of a tensor-parallel model have parts of the row. ``RoundedLinear`` is that in torch, with a dense weight; when the
+model is patched, ``int8_linear`` computes the integer sums.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from omniserve import ops  # noqa: F401  registers torch.ops.omniserve
 from omniserve.layers.compiled import GROUP_PRODUCTS
 from omniserve.layers.weights.groups import HeldLinear, hide, join_group, plain_linears, split_group
 from omniserve.layers.weights.packed import huge_pages
@@ -28,6 +28,7 @@ from omniserve.layers.weights.quantized import (
     remembered,
     still_quantized,
 )
+from omniserve.ops import collectives  # noqa: F401  registers torch.ops.omniserve, with all_gather
 
 GROUP_PRODUCTS.add(torch.ops.omniserve.int8_linear.default)
 
@@ -36,6 +37,8 @@ MOST_INPUTS = 1 << 16
 
 _HEADER = PANEL * 8
 _INPUTS = 64
+
+_all_gather = torch.ops.omniserve.all_gather.default
 
 
 def rounded(x: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -49,22 +52,39 @@ def codes_of_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
 
     Args:
         x: ``[*, I]``.
-        scale: One number for all rows; None: each row's own, ``[*, 1]``.
+        scale: One number for all rows, or one for each, ``[*, 1]``; None: each row's own.
     """
     wide = x.float()
     if scale is None:
-        scale = wide.abs().amax(-1, keepdim=True) / 127.5 if x.shape[-1] else wide.new_zeros(*x.shape[:-1], 1)
+        scale = _scales_of_rows(wide)
     return (wide / torch.where(scale == 0, 1.0, scale)).clamp(-128, 127).round(), scale
 
 
-class RoundedLinear(nn.Linear):
-    """An ``nn.Linear`` that rounds its rows to int8; ``round_inputs`` makes it."""
+def _scales_of_rows(wide: Tensor) -> Tensor:
+    return wide.abs().amax(-1, keepdim=True) / 127.5 if wide.shape[-1] else wide.new_zeros(*wide.shape[:-1], 1)
+
+
+class Rounding(nn.Linear):
+    """A linear that rounds its rows to int8."""
 
     input_scale: Tensor | None
     """``[1]`` fp32; None: each row has its own."""
+    row_ranks = 1
+    """How many ranks have a part of each row, and the weights of its inputs."""
+
+    def scale_of(self, input: Tensor) -> Tensor | None:
+        """Return the scale of rows, ``[1]`` or ``[*, 1]``; None: the one that a rank finds in what it has of each."""
+        if self.input_scale is not None or self.row_ranks == 1:
+            return self.input_scale
+        parts = _scales_of_rows(input.float())
+        return _all_gather(parts, self.row_ranks, self.row_ranks).amax(-1, keepdim=True)
+
+
+class RoundedLinear(Rounding):
+    """An ``nn.Linear`` that rounds its rows to int8; ``round_inputs`` makes it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.linear(rounded(input, self.input_scale), self.weight, self.bias)
+        return functional.linear(rounded(input, self.scale_of(input)), self.weight, self.bias)
 
 
 def round_inputs(linear: nn.Linear, input_scale: Tensor | None) -> None:
@@ -73,13 +93,11 @@ def round_inputs(linear: nn.Linear, input_scale: Tensor | None) -> None:
     linear.__class__ = RoundedLinear
 
 
-class Int8Linear(HeldLinear):
+class Int8Linear(Rounding, HeldLinear):
     """A ``RoundedLinear`` whose weight is int8; ``hold`` makes it. Its ``group_weight`` is ``[panels, bytes]``."""
 
-    input_scale: Tensor | None
-
-    def held_product(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        arguments = (self.group_weight, self.group_bias, self.group_rows, self.input_scale)
+    def held_product(self, input: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+        arguments = (self.group_weight, self.group_bias, self.group_rows, self.scale_of(input))
         return torch.ops.omniserve.int8_linear, arguments
 
     def dense_group(self) -> Tensor:
@@ -101,15 +119,21 @@ def roundable(model: nn.Module, candidates: Iterable[nn.Module]) -> list[nn.Line
     ]
 
 
-def kind_of(module: nn.Module) -> tuple[bool, float | None]:
+def share_rows(linear: Rounding, num_ranks: int) -> None:
+    """Note that so many ranks have a part of each row: the largest value of all of them makes the scale."""
+    linear.__dict__["row_ranks"] = num_ranks
+
+
+def kind_of(module: nn.Module) -> tuple[int, float | None]:
     """Return what linears must have in common to be held as one: how they round their rows."""
-    scale = module.input_scale if isinstance(module, RoundedLinear) else None
-    return isinstance(module, RoundedLinear), None if scale is None else float(scale)
+    if not isinstance(module, RoundedLinear):
+        return 0, None
+    return module.row_ranks, None if module.input_scale is None else float(module.input_scale)
 
 
 def forms_of(model: nn.Module) -> list[str]:
     """Name how many linears of a model round their rows to int8."""
-    count = sum(isinstance(module, RoundedLinear | Int8Linear) for module in model.modules())
+    count = sum(isinstance(module, Rounding) for module in model.modules())
     return [f"{count} with rows in int8"] if count else []
 
 

@@ -47,7 +47,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class PackedLinear(HeldLinear):
     """An ``nn.Linear`` with a packed weight; ``pack`` makes it. Its ``group_weight`` is ``[panels, steps, ...]``."""
 
-    def held_product(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    def held_product(self, input: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         return torch.ops.omniserve.packed_linear, (self.group_weight, self.group_bias, self.group_rows)
 
     @property

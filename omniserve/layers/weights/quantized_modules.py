@@ -40,7 +40,7 @@ class QuantizedLinear(HeldLinear):
     group_order: Tensor | None
     """The order of the inputs, of all members; see ``QuantizedWeight``."""
 
-    def held_product(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    def held_product(self, input: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         arguments = (self.group_weight, self.group_bias, self.group_rows, *self.group_form.arguments, self.group_order)
         return torch.ops.omniserve.quantized_linear, arguments
 

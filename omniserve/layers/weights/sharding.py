@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from omniserve.core.errors import UnsupportedModelError
+from omniserve.layers.weights.int8_modules import RoundedLinear, share_rows
 from omniserve.layers.weights.quantized import remembered
 from omniserve.layers.weights.quantized_parts import remember_inputs, remember_outputs
 from omniserve.ops.collectives import shard_range
@@ -240,10 +241,10 @@ def _shard_module(model: PreTrainedModel, path: str, module: nn.Module, style: s
     elif style == "moe_identity_expert":
         setattr(parent, name, IdentityOfAll(module, num_ranks))
     elif style == "packed_colwise" or style in _LINEARS:
-        if type(module) is not nn.Linear:
+        if type(module) not in (nn.Linear, RoundedLinear):
             raise UnsupportedModelError(
                 f"{type(model).__name__}: {path} is a {type(module).__name__}, of which no rank can keep a part; "
-                "tensor_parallel_size needs linears that are plain: no adapters of PEFT, no rows rounded to int8"
+                "tensor_parallel_size needs linears that are plain, or round their rows to int8: no adapters of PEFT"
             )
         setattr(parent, name, _shard_linear(model, parent, path, module, style, rank, num_ranks))
     else:
@@ -256,6 +257,8 @@ def _shard_linear(
     num_outputs, num_inputs = linear.out_features, linear.in_features
     if style.startswith("rowwise"):
         _keep_inputs(linear, rank, num_ranks, path)
+        if isinstance(linear, RoundedLinear):
+            share_rows(linear, num_ranks)
         return RowParallelLinear(linear, None if style == "rowwise" else shard_range(num_inputs, rank, num_ranks))
     head_size, name = getattr(parent, "head_dim", None), path.rpartition(".")[2]
     num_heads = model.config.get_text_config(decoder=True).num_attention_heads

@@ -60,9 +60,10 @@ constexpr int64_t kInt8Header = kPanel * 8;        // bytes
 constexpr int64_t kMostInt8Inputs = int64_t{1} << 16;  // 2^16 products of at most 2^14 are in the range of int32
 
 // How the rows beside a weight of int8 are rounded: code = the nearest integer to x / x_scale, half to even, from -128
-// to 127. Without a fixed scale x_scale is the largest |x| of a row by 127.5, as compressed-tensors has it.
+// to 127. Without a given scale x_scale is the largest |x| of a row by 127.5, as compressed-tensors has it.
 struct Int8Form {
-  const float* x_scale;  // one number for all rows, or nullptr
+  const float* x_scale;  // one number for all rows, or of each row, or nullptr
+  bool is_of_rows;       // each row has its own, which the caller has computed likewise of more inputs
 };
 
 struct LinearArgs {

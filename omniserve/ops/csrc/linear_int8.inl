@@ -47,7 +47,7 @@ OMNI_INLINE VF load_some(const X* x, int64_t count) {
 }
 
 template <typename X>
-static void int8_pack_row(const LinearArgs& args, const X* x, XCode* to) {
+static void int8_pack_row(const LinearArgs& args, const X* x, int64_t row, XCode* to) {
   const int64_t num_in = args.num_in, all = int8_inputs(num_in);
   VI most{};  // of the bits of |x|, which are ordered as the numbers are, with NaN above all
   for (int64_t i = 0; i < num_in; i += W) {
@@ -59,8 +59,9 @@ static void int8_pack_row(const LinearArgs& args, const X* x, XCode* to) {
   constexpr int32_t kInfinity = 0x7f800000;
   float scale;
   __builtin_memcpy(&scale, &highest, sizeof(scale));
-  const bool is_fixed = args.int8->x_scale != nullptr;
-  scale = is_fixed ? *args.int8->x_scale : scale / 127.5f;
+  const Int8Form& form = *args.int8;
+  const bool is_fixed = form.x_scale != nullptr && !form.is_of_rows;
+  scale = form.x_scale == nullptr ? scale / 127.5f : form.x_scale[form.is_of_rows ? row : 0];
   // A row of zeros; what a row with NaN makes is NaN, and with infinity too, if that would be the scale.
   float by = scale;
   if (scale == 0.0f) by = 1.0f;
@@ -76,9 +77,9 @@ static void int8_pack(const LinearArgs& args, void* packed_x, int64_t begin, int
     XCode* const to = reinterpret_cast<XCode*>(static_cast<char*>(packed_x) + (t - begin) * bytes);
     const int64_t first = t * args.x_stride;
     switch (args.dtype) {
-      case DType::f32: int8_pack_row(args, static_cast<const float*>(args.x) + first, to); break;
-      case DType::f16: int8_pack_row(args, static_cast<const F16*>(args.x) + first, to); break;
-      default: int8_pack_row(args, static_cast<const BF16*>(args.x) + first, to);
+      case DType::f32: int8_pack_row(args, static_cast<const float*>(args.x) + first, t, to); break;
+      case DType::f16: int8_pack_row(args, static_cast<const F16*>(args.x) + first, t, to); break;
+      default: int8_pack_row(args, static_cast<const BF16*>(args.x) + first, t, to);
     }
   }
 }

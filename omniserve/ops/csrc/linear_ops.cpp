@@ -344,13 +344,22 @@ Tensor int8_linear_into(Tensor x, Tensor packed, std::optional<Tensor> bias, int
   STD_TORCH_CHECK(num_in <= kMostInt8Inputs, "x must have at most ", kMostInt8Inputs, " inputs, got ", num_in);
   check_bytes(packed, num_in, num_out, int8_panel_bytes(num_in));
   check_bias(bias, x, num_out);
+  bool is_of_rows = false;
   if (x_scale.has_value()) {
     check_type(*x_scale, ScalarType::Float, "x_scale");
-    STD_TORCH_CHECK(x_scale->numel() == 1, "x_scale must be one number, got ", shape_of(*x_scale));
-    const float scale = *static_cast<const float*>(x_scale->const_data_ptr());
-    STD_TORCH_CHECK(scale > 0 && std::isfinite(scale), "x_scale must be positive and finite, got ", scale);
+    is_of_rows = x_scale->dim() > 1;
+    if (is_of_rows) {
+      bool fits = x_scale->dim() == x.dim() && x_scale->size(-1) == 1 && x_scale->is_contiguous();
+      for (int64_t d = 0; fits && d < x.dim() - 1; ++d) fits = x_scale->size(d) == x.size(d);
+      STD_TORCH_CHECK(fits, "x_scale must be one number, [1], or contiguous with one for each row of x, ", shape_of(x),
+                      ", got ", shape_of(*x_scale));
+    } else {
+      STD_TORCH_CHECK(x_scale->numel() == 1, "x_scale must be one number, or one for each row, got ", shape_of(*x_scale));
+      const float scale = *static_cast<const float*>(x_scale->const_data_ptr());
+      STD_TORCH_CHECK(scale > 0 && std::isfinite(scale), "x_scale must be positive and finite, got ", scale);
+    }
   }
-  const Int8Form form{x_scale.has_value() ? static_cast<const float*>(x_scale->const_data_ptr()) : nullptr};
+  const Int8Form form{x_scale.has_value() ? static_cast<const float*>(x_scale->const_data_ptr()) : nullptr, is_of_rows};
   Tensor out = result_of(x, num_out, given);
   product(x, packed, bias, dtype, nullptr, std::nullopt, &form, out);
   return out;

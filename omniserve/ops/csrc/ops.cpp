@@ -316,7 +316,7 @@ STABLE_TORCH_LIBRARY(omniserve, m) {
       "quantized_linear(Tensor x, Tensor packed, Tensor? bias_O, SymInt out_features, int bits, int scales, int group, "
       "Tensor? order_I=None) -> Tensor");
   m.def(
-      "int8_linear(Tensor x, Tensor packed, Tensor? bias_O, SymInt out_features, Tensor? x_scale_1=None) -> Tensor");
+      "int8_linear(Tensor x, Tensor packed, Tensor? bias_O, SymInt out_features, Tensor? x_scale=None) -> Tensor");
   m.def(
       "quantized_rows(Tensor ids, Tensor packed, SymInt in_features, SymInt out_features, int bits, int scales, int group) "
       "-> Tensor");

@@ -119,7 +119,7 @@ STABLE_TORCH_LIBRARY(omniserve_replay, m) {
       "add_quantized_linear(int replay, Tensor x, Tensor packed, Tensor? bias_O, int bits, int scales, int group, "
       "Tensor? order_I, Tensor(a!) out) -> ()");
   m.def(
-      "add_int8_linear(int replay, Tensor x, Tensor packed, Tensor? bias_O, Tensor? x_scale_1, Tensor(a!) out) -> ()");
+      "add_int8_linear(int replay, Tensor x, Tensor packed, Tensor? bias_O, Tensor? x_scale, Tensor(a!) out) -> ()");
   m.def(
       "add_add_lora(int replay, Tensor y, Tensor x, Tensor slots_T, Tensor a, Tensor b, Tensor scales_S, "
       "Tensor(a!) out) -> ()");

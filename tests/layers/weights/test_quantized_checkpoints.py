@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from omniserve.core.config import EngineConfig
-from omniserve.core.errors import UnsupportedModelError
 from omniserve.launch.loading import EngineLoader
 from omniserve.launch.models import quantization_of
 from omniserve.layers.patching import patch, unpatch
 from omniserve.layers.weights.groups import is_group
 from omniserve.layers.weights.int8_modules import Int8Linear, RoundedLinear, codes_of_rows, rounded
+from omniserve.layers.weights.quantized import remembered
 from omniserve.layers.weights.quantized_checkpoints import NotRead, method_of
 from omniserve.layers.weights.quantized_modules import QuantizedLinear
 from omniserve.layers.weights.sharding import shard
@@ -264,10 +264,15 @@ def test_a_weight_in_int8_that_was_changed_stays_dense_and_its_rows_are_rounded(
     assert "weights were changed since they were loaded, and are not held in int8" in caplog.text
 
 
-def test_ranks_keep_no_part_of_a_linear_that_rounds_its_rows(tmp_path: Path) -> None:
+def test_ranks_keep_their_parts_of_linears_that_round_their_rows(tmp_path: Path) -> None:
     int8_folder(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="is a RoundedLinear, of which no rank can keep a part"):
-        shard(loaded(tmp_path), 0, 2)
+    attention = shard(loaded(tmp_path), 1, 2).model.layers[0].self_attn
+    whole = loaded(tmp_path).model.layers[0].self_attn
+    for part, of, ranks in ((attention.q_proj, whole.q_proj, 1), (attention.o_proj.inner, whole.o_proj, 2)):
+        assert isinstance(part, RoundedLinear) and part.row_ranks == ranks
+        half = of.weight.shape[ranks - 1] // 2
+        assert torch.equal(part.weight, of.weight.narrow(ranks - 1, half, half))
+        assert remembered(part.weight) is not None, "it is held as codes"
 
 
 @pytest.mark.parametrize("name", ["weight_zero_point", "input_zero_point"])
