@@ -61,7 +61,7 @@ class Seen:
     last_s: float | None = None
     """When the last of what has come came."""
     num_events: int = 0
-    """Those of the stream that have come, of a token each."""
+    """Events of the stream that have come, of a token each."""
     status: int = 0
 
     def kept(self, workload: Workload) -> bool:

@@ -241,7 +241,7 @@ def _shard_module(model: PreTrainedModel, path: str, module: nn.Module, style: s
     elif style == "moe_identity_expert":
         setattr(parent, name, IdentityOfAll(module, num_ranks))
     elif style == "packed_colwise" or style in _LINEARS:
-        if type(module) not in (nn.Linear, RoundedLinear):
+        if not isinstance(module, nn.Linear) or type(module) not in (nn.Linear, RoundedLinear):
             raise UnsupportedModelError(
                 f"{type(model).__name__}: {path} is a {type(module).__name__}, of which no rank can keep a part; "
                 "tensor_parallel_size needs linears that are plain, or round their rows to int8: no adapters of PEFT"
