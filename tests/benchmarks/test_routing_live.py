@@ -46,10 +46,13 @@ def test_chats_repeat_what_was_said_and_others_begin_alike_by_no_chance(traces: 
 
 
 def test_objectives_are_judged_as_the_client_saw_them() -> None:
-    kept = Seen(LS_TIER, 11, first_s=1.9, last_s=3.9, status=200)
-    assert kept.kept(WORKLOAD)
-    assert not Seen(LS_TIER, 11, first_s=2.1, last_s=3.0, status=200).kept(WORKLOAD)
-    assert not Seen(LS_TIER, 11, first_s=1.0, last_s=3.1, status=200).kept(WORKLOAD)
+    def is_kept(num_events: int, first_s: float, last_s: float) -> bool:
+        return Seen(LS_TIER, 11, first_s=first_s, last_s=last_s, num_events=num_events, status=200).kept(WORKLOAD)
+
+    assert is_kept(12, 1.9, 3.9), "eleven tokens, and the end of the stream"
+    assert not is_kept(12, 2.1, 3.0), "it began too late"
+    assert not is_kept(12, 1.0, 3.1), "its pace was too slow"
+    assert is_kept(6, 1.0, 2.0) and not is_kept(6, 1.0, 2.1), "six of its tokens have come"
     assert not Seen(LS_TIER, 11, status=429).kept(WORKLOAD)
 
 
