@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import os
 import signal
@@ -9,10 +10,14 @@ import threading
 
 import openai
 import pytest
+import zmq
 from fake_engine import DIE, REJECT, REJECT_IF_BUSY, SILENT, SLOW
 from running import wait_until
 
+from omniserve.core.errors import EngineStopped
+from omniserve.core.request import Request
 from omniserve.routing.routers import ROUTERS
+from omniserve.server.engines.client import EngineClient
 from omniserve.server.engines.fleet import Fleet
 from omniserve.server.engines.sources import LocalSource
 
@@ -169,3 +174,22 @@ def test_an_adapter_stays_while_an_engine_that_may_have_it_is_away():
     second.failure = None
     second.refused_loras.add("x")
     assert not fleet.has_lora("x", beside=first)
+
+
+def test_a_request_to_an_engine_that_is_just_dying_hears_of_its_death():
+    class Dying:
+        has_own_clock, is_alive = False, True
+
+        def send(self, data):
+            raise zmq.Again
+
+    async def events_of_a_request():
+        client, events = EngineClient(lambda: None), []
+        client._peer = Dying()
+        client.submit(Request(prompt_token_ids=(5,), request_id="a"), 0.0, events.append)
+        assert not events
+        client._fail("it died")
+        return events
+
+    ((request_id, error),) = asyncio.run(events_of_a_request())
+    assert request_id == "a" and isinstance(error, EngineStopped) and str(error) == "it died"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import math
@@ -400,8 +401,6 @@ class EngineClient:
                 await self.stats(_SILENCE_S)
             except EngineStopped:
                 return
-            except zmq.Again:  # it took the question out of no queue: asked again later
-                continue
             except TimeoutError:
                 self._fail(f"its process hung: it did not answer for {_SILENCE_S:g} s, and was killed")
                 self.kill()
@@ -414,14 +413,12 @@ class EngineClient:
         return len(data)
 
     def _send_bytes(self, data: bytes) -> None:
-        try:
-            assert self._peer is not None
+        assert self._peer is not None
+        # Nothing bounds the queue, so this fails only if the other end of the connection is gone: a process closes it
+        # before it is known to have ended. All requests are told then, by _on_death, or for want of signs of life.
+        with contextlib.suppress(zmq.Again):
             self._peer.send(data)
-        except zmq.Again:
-            # The process is dead or dying, and _on_death is about to tell all requests.
-            if self._peer is not None and self._peer.is_alive:
-                raise
-        if self._peer is not None and self._peer.has_own_clock:
+        if self._peer.has_own_clock:
             # One socket for both ways: a send may take the descriptor's news of what has come meanwhile.
             asyncio.get_running_loop().call_soon(self._look)
 
