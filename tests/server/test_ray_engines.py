@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from batch_inputs import completion_line, submit, wait_for
+from engines_to_kill import ray_actors
 from fake_engine import SLOW
 from running import wait_until
 from test_engines_admin import ask, engines
 from test_fleet import complete
 
 ray = pytest.importorskip("ray")
-psutil = pytest.importorskip("psutil")
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +41,6 @@ def _running_cluster(Cluster):
     cluster.shutdown()
 
 
-def actors() -> list[psutil.Process]:
-    """Return the processes of the engines' actors."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if (process.info["cmdline"] or [""])[0].startswith("ray::EngineActor"):
-            found.append(process)
-    return sorted(found, key=lambda process: process.create_time())
-
-
 @pytest.mark.slow
 def test_ray_places_engines_on_its_nodes_and_starts_them_again(cluster, start_server):
     server = start_server("--ray-address", cluster.address, "--replicas", "3", "--router", "round-robin")
@@ -64,7 +58,7 @@ def test_ray_places_engines_on_its_nodes_and_starts_them_again(cluster, start_se
     lines = [completion_line(n, prompt=[SLOW, 5, n + 1], max_tokens=40) for n in range(60)]
     batch = submit(server.client(), lines)
     wait_until(lambda: all(each["requests"]["BE"] for each in engines(server)), lambda: str(engines(server)))
-    actors()[0].send_signal(signal.SIGKILL)
+    ray_actors()[0].send_signal(signal.SIGKILL)
     wait_until(lambda: states().count("up") == 2)
     assert complete(server, [5]).usage.completion_tokens == 3
     ended = wait_for(server.client(), batch.id)
@@ -73,7 +67,7 @@ def test_ray_places_engines_on_its_nodes_and_starts_them_again(cluster, start_se
     assert sum(each["restarts"] for each in engines(server)) == 1
 
     ask(server, "DELETE", "/0")
-    wait_until(lambda: len(engines(server)) == 2 and len(actors()) == 2)
+    wait_until(lambda: len(engines(server)) == 2 and len(ray_actors()) == 2)
     assert complete(server, [5]).usage.completion_tokens == 3
 
 
@@ -84,6 +78,30 @@ def test_engines_for_which_there_is_no_room_are_told(cluster, monkeypatch):
     monkeypatch.setattr(on_ray, "_PLACE_S", 2.0)
     with pytest.raises(ValueError, match="no room for 9 engines"):
         on_ray.place_engines(cluster.address, [None] * 9)
+
+
+@pytest.mark.slow
+def test_the_autoscaler_is_asked_for_what_the_server_wants(cluster, start_server):
+    """The example of deploy/ray; what it asks for is where Ray's autoscaler reads it."""
+    from ray._private.ray_constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    def asked_for() -> list[dict[str, object]]:
+        kept = _internal_kv_get(AUTOSCALER_RESOURCE_REQUEST_CHANNEL)
+        return json.loads(kept) if kept else []
+
+    server = start_server().wait_until_ready()
+    script = Path(__file__).parents[2] / "deploy" / "ray" / "autoscale.py"
+    command = [sys.executable, str(script), "--url", server.url, "--every", "0.2", "--least", "2", "--engine"]
+    with ray.init(address=cluster.address, ignore_reinit_error=True):
+        environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+        with subprocess.Popen([*command, '{"CPU": 3}'], env=environment) as asking:
+            try:
+                wait_until(lambda: len(asked_for()) == 2, lambda: str(asked_for()))
+                assert server.metric("omniserve_replicas_wanted") == 1, "the least is more than the load needs"
+                assert asked_for() == [{"CPU": 3}] * 2
+            finally:
+                asking.kill()
 
 
 def test_an_engine_has_its_share_of_a_node():

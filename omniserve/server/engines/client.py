@@ -228,15 +228,15 @@ class EngineClient:
         needed: list[asyncio.Future[Any]] = [ready]
         if peer.has_own_clock:  # without it the arrivals of requests could not be told
             needed.append(asyncio.create_task(self._clock.known.wait()))
-        everything = asyncio.gather(*needed)
         stopped = asyncio.create_task(self.stopped.wait())
         try:
-            await asyncio.wait((everything, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if not everything.done():
+            while not stopped.done() and (missing := [future for future in needed if not future.done()]):
+                await asyncio.wait((*missing, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not all(future.done() for future in needed):
                 raise EngineStopped(self.failure or "the engine process ended")
         finally:
-            stopped.cancel()
-            everything.cancel()
+            for future in (*needed, stopped):
+                future.cancel()
         self._ready = True
         if self._on_load is not None:
             self._send(engine_messages.TellLoad())

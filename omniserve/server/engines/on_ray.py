@@ -93,6 +93,8 @@ class RaySource:
 
     def __init__(self, name: str, actor: Any, keys: CurveKeys) -> None:
         self.name, self._actor, self._keys, self._server_id = name, actor, keys, uuid.uuid4().hex
+        self._has_answered = False
+        """The actor has answered since it was killed last."""
 
     async def connect(self) -> Peer:
         import ray
@@ -101,9 +103,13 @@ class RaySource:
             asking = self._actor.address.remote()
             address: Any = await asyncio.to_thread(ray.get, asking, timeout=_ASK_S)
         except ray.exceptions.GetTimeoutError:
+            if self._has_answered:  # it hangs, or its node is lost: Ray starts another process
+                self._has_answered = False
+                await asyncio.to_thread(ray.kill, self._actor, no_restart=False)
             raise EngineStopped(f"Ray has not started it within {_ASK_S:g} s") from None
         except ray.exceptions.RayError as error:
             raise EngineStopped(f"Ray: {str(error).strip().splitlines()[-1]}") from None
+        self._has_answered = True
         return RemotePeer(address, self._keys, self._server_id)
 
     async def end(self) -> None:
