@@ -13,11 +13,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_engine import REFUSE, REJECT, SILENT, SLOW
+from fake_engine import REFUSE, REJECT, SILENT, SLOW, embedding_of
 from running import wait_until
 from starlette.responses import PlainTextResponse
+from tokenizers_for_tests import byte_level_tokenizer
 
-from omniserve.server.workers.forwarding import Forwarding
+from omniserve.server.workers.forwarding import OWN_PATHS, TEXTS_PATHS, Forwarding
 
 KEYS = [
     {"name": "a", "key": "sk-of-a-000000000000000000"},
@@ -114,6 +115,41 @@ def test_the_owner_answers_what_is_not_the_workers(two):
     assert httpx.get(f"{two.url}/nowhere", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
     assert httpx.get(f"{two.url}/health", headers={"Host": "elsewhere.example"}).status_code == 403
     assert len(httpx.get(f"{two.url}/health").headers.get_list("date")) == 1
+
+
+def test_workers_embed_score_and_rank(two):
+    def about(path: str, **body: object) -> httpx.Response:
+        return httpx.post(f"{two.url}{path}", json={"model": "fake", **body}, timeout=60)
+
+    texts = ["one", "two three", "one"]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda i: about("/v1/embeddings", input=texts), range(16)))
+    ids = [byte_level_tokenizer()(text).input_ids for text in texts]
+    for answer in answers:
+        vectors = [entry["embedding"] for entry in answer.json()["data"]]
+        for vector, tokens in zip(vectors, ids, strict=True):
+            wanted = embedding_of(tokens, "last")
+            norm = sum(value * value for value in wanted) ** 0.5
+            assert vector == pytest.approx([value / norm for value in wanted], abs=1e-6)
+    scores = about("/v1/score", text_1="one", text_2=texts).json()["data"]
+    assert [entry["score"] for entry in scores][::2] == pytest.approx([1, 1])
+    ranking = about("/v1/rerank", query="one", documents=texts).json()["results"]
+    assert {entry["index"] for entry in ranking[:2]} == {0, 2}
+    assert about("/v1/embeddings", input=[]).status_code == 400
+    assert two.metric('omniserve_requests_running{service_class="LS"}') == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score", "/v1/rerank"])
+def test_texts_go_to_the_owner_where_it_has_a_second_model(path):
+    async def status(own_paths) -> int:
+        app = Forwarding(PlainTextResponse("its own"), "/nobody/listens", "", own_paths)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://worker") as client:
+            answer = await client.post(path, json={})
+        await app.close()
+        return answer.status_code
+
+    assert asyncio.run(status(OWN_PATHS | TEXTS_PATHS)) == 200
+    assert asyncio.run(status(OWN_PATHS)) == 503, "the owner, which is not there"
 
 
 def test_dots_in_a_path_lead_nowhere(two):

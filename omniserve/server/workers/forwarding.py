@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 import httpx
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,28 +16,32 @@ OWN_PATHS = frozenset(
     ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 )
 """Paths whose POSTs a worker answers itself."""
+TEXTS_PATHS = frozenset(("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/rerank"))
+"""These, too, unless there is a second model, whose process is the owner's."""
 # Of one connection alone; each side makes its own.
 _HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"))
 
 
 class Forwarding:
-    """ASGI middleware: the paths above go to the application, all others to the owner.
+    """ASGI middleware: POSTs to some paths go to the application, all others to the owner.
 
     Args:
         app: The worker's application.
         owner_path: Path of the owner's Unix socket.
         root_path: The path that requests may have in front of theirs.
+        own_paths: The paths of the application.
     """
 
-    def __init__(self, app: ASGIApp, owner_path: str, root_path: str) -> None:
+    def __init__(self, app: ASGIApp, owner_path: str, root_path: str, own_paths: Collection[str] = OWN_PATHS) -> None:
         self._app = app
+        self._own_paths = own_paths
         self._root_path = root_path
         transport = httpx.AsyncHTTPTransport(uds=owner_path, limits=httpx.Limits(max_connections=None))
         self._client = httpx.AsyncClient(transport=transport, timeout=None, trust_env=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(self._root_path)
-        if scope["method"] == "POST" and path in OWN_PATHS:
+        if scope["method"] == "POST" and path in self._own_paths:
             await self._app(scope, receive, send)
             return
         body = _Body(receive)

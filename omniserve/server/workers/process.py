@@ -29,7 +29,7 @@ from omniserve.server.loras import LoRAModels
 from omniserve.server.options import ServerOptions
 from omniserve.server.service import Service
 from omniserve.server.telemetry.traces import open_traces
-from omniserve.server.workers.forwarding import Forwarding
+from omniserve.server.workers.forwarding import OWN_PATHS, TEXTS_PATHS, Forwarding
 from omniserve.server.workers.links import Link
 from omniserve.server.workers.messages import (
     Admitted,
@@ -153,7 +153,8 @@ class _Worker:
         )
         traces = open_traces(options.otlp_endpoint, model_name=service.model_name)
         own = application(options, service, traces=traces, caller=self._callers.caller)
-        app = Forwarding(own, self._owner_path, options.root_path)
+        own_paths = OWN_PATHS if second is not None else OWN_PATHS | TEXTS_PATHS
+        app = Forwarding(own, self._owner_path, options.root_path, own_paths)
         await self._knows_state.wait()
         with listen(options.host, options.port, options.limits.stall_timeout_s, is_shared=True) as listener:
             server = HttpServer(app, options, connections, service, is_public=True)
