@@ -145,7 +145,7 @@ void linear_pack_rows(const LinearArgs& args, void* packed_x, int64_t begin, int
 
 // Output features [begin, end) of rows [first_row, last_row), of which packed_x is the copy; begin is a multiple of
 // kPanel. An output depends on its row of x, its row of the weight and its bias alone, to the bit; only bf16 rows with
-// codes may have, where bf16 is multiplied, other bits when there are few (are_paired, linear_quantized.inl). What
+// codes may have other bits when there are few (are_paired, linear_quantized.inl; are_fixed, linear_kernel.inl). What
 // follows these panels is prefetched: the thread most likely goes on there. `sums` has one float for each row and each
 // feature of these panels, 64-byte aligned. It and packed_x have room for rows up to the next multiple of kTileOfRows.
 void linear_features(const LinearArgs& args, const void* packed_x, float* sums, int64_t begin, int64_t end,

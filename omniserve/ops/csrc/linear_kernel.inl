@@ -66,11 +66,18 @@ OMNI_INLINE int64_t num_parts(const LinearArgs& args) {
 OMNI_INLINE bool has_sums_of_x(const LinearArgs& args) { return args.form != nullptr && args.form->has_offset(); }
 OMNI_INLINE int64_t sums_at(const LinearArgs& args) { return (args.num_in + 31) / 32 * 32; }
 
-// Elements between two rows of packed x.
+// Whether rows of packed x are whole numbers of 16 bits: few rows of bf16 for codes, with AVX2 (linear_quantized.inl).
+// With small groups the scales cost more than the products: more rows are faster with a weight in fp32.
+OMNI_INLINE bool are_fixed(const LinearArgs& args) {
+  if (OMNI_LANES != 8 || args.form == nullptr || args.dtype != DType::bf16) return false;
+  return args.num_rows <= (args.form->group >= 32 ? 8 : 4);
+}
+
+// Elements between two rows of packed x. Two floats, or four of 16 bits, for what is behind a row of each of its parts.
 template <typename Packed>
 OMNI_INLINE int64_t x_stride(const LinearArgs& args) {
   constexpr int64_t kBytes = sizeof(Packed);
-  const bool sums = kBytes == 2 && has_sums_of_x(args);
+  const bool sums = kBytes == 2 ? has_sums_of_x(args) : are_fixed(args);
   return packed_row_bytes(sums ? sums_at(args) + 2 * num_parts(args) : args.num_in, kBytes) / kBytes;
 }
 
@@ -373,6 +380,8 @@ static void pack_typed(const LinearArgs& args, void* packed_x, int64_t begin, in
 #if OMNI_DPBF16
     if constexpr (sizeof(Packed) == 2)
       if (has_sums_of_x(args)) sum_parts(args, to);
+#elif OMNI_LANES == 8
+    if (are_fixed(args)) fix_row(args, to);
 #endif
   }
 }
@@ -432,6 +441,9 @@ void features(const LinearArgs& args, const void* packed_x, float* sums, int64_t
     }
 #endif
     const auto* const x = static_cast<const float*>(packed_x);
+#if OMNI_LANES == 8
+    if (are_fixed(args)) return fixed_rows_of_codes(args, x, sums, begin, end, first_row, num_rows);
+#endif
     if (num_rows <= kMultipliedRows) return few_rows_of_codes(args, x, sums, begin, end, first_row, num_rows);
     return quantized_features<Product<float>, ToFloats>(args, x, sums, begin, end, first_row, last_row);
   }

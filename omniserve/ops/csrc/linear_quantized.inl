@@ -1,6 +1,7 @@
 // Products with codes of few bits; included by linear_kernel.inl. Rows of fp32 are multiplied with the weight that codes
 // mean: as it is read, or from a dense piece of a panel, which stays in L1; an output has the bits that the dense weight
-// would give. Rows of bf16 are multiplied with the codes as bf16 where there is VDPBF16PS: pairs_of_codes.
+// would give. Rows of bf16 are multiplied with the codes as bf16 where there is VDPBF16PS: pairs_of_codes. With AVX2 few of
+// them are multiplied as whole numbers of 16 bits: fixed_rows_of_codes.
 
 constexpr int64_t kExpanded = 128;      // inputs of a piece, at most; pieces begin at multiples of it
 constexpr int64_t kCodesAhead = 2048;   // bytes of the codes that are prefetched
@@ -265,6 +266,139 @@ struct MultiplyOf {
 // Rows up to which weights are multiplied as they are read. More rows share what is expanded.
 constexpr int64_t kMultipliedRows = OMNI_LANES == 16 ? 8 : 4;
 
+#if OMNI_LANES == 8
+// A part of a row of bf16 in whole numbers: x = unit * code, where unit is a power of two. The largest value has 15 bits,
+// and of values above a 128th of it none is rounded; the error of others is a 128th of the largest one's own, at most.
+struct FixedPart {
+  float unit;   // NaN: the part has a value that is not finite
+  int32_t sum;  // of the codes
+};
+
+// Make whole numbers of a row of packed x, in its place, and write its parts behind it.
+static void fix_row(const LinearArgs& args, float* row) {
+  auto* const codes = reinterpret_cast<int16_t*>(row);
+  auto* part = reinterpret_cast<FixedPart*>(row + sums_at(args));
+  const int64_t group = args.form->group;
+  for (int64_t begin = 0, end; begin < args.num_in; begin = end, ++part) {
+    end = min64(min64(begin + kPart, begin / group * group + group), args.num_in);
+    VI most{};  // of the bits of |x|, which are ordered as the numbers are
+    for (int64_t i = begin; i < end; i += W) {  // behind the last input are zeros
+      const VI bits = (VI)load(row + i) & 0x7fffffff;
+      most = bits > most ? bits : most;
+    }
+    int32_t highest = 0;
+    for (int i = 0; i < W; ++i) highest = most[i] > highest ? most[i] : highest;
+    const int32_t exponent = highest >> 23;
+    constexpr int32_t kLeast = 27;  // exponent of the largest value; below it 1 / unit would be infinite
+    const int32_t used = exponent > kLeast ? exponent : kLeast;
+    float unit, per_unit;
+    const int32_t unit_bits = (used - 14) << 23, per_unit_bits = (254 - (used - 14)) << 23;
+    __builtin_memcpy(&unit, &unit_bits, sizeof(unit));
+    __builtin_memcpy(&per_unit, &per_unit_bits, sizeof(per_unit));
+    const bool is_finite = exponent < 255;
+    VI sum{};
+    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the lower bits of a sum with it are the nearest integer
+    for (int64_t i = begin; i < end; i += W) {
+      const VF value = load(row + i) * splat(is_finite ? per_unit : 0.0f) + splat(kRound);
+      VI code = (VI)value - (VI)splat(kRound);
+      if (!is_finite) code = VI{};
+      sum += code;
+      const VS narrow = __builtin_convertvector(code, VS);
+      __builtin_memcpy(codes + i, &narrow, sizeof(narrow));
+    }
+    part->unit = is_finite ? unit : __builtin_nanf("");
+    part->sum = 0;
+    for (int i = 0; i < W; ++i) part->sum += sum[i];
+  }
+}
+
+// Few rows in whole numbers: pairs of codes are multiplied as they are read, and a part's sum, which is exact, by its
+// scales.
+template <int ROWS>
+struct MultiplyFixedOf {
+  static constexpr int kAtOnce = ROWS <= 2 ? kVectors : kPartVectors;  // vectors of features
+
+  template <int BITS, Scales SCALES>
+  static __attribute__((noinline)) void run(const LinearArgs& args, const uint8_t* panel, const float* x,
+                                            int64_t stride, float* sums) {
+    typedef Reader<BITS, SCALES> R;
+    const R reader(*args.form);
+    constexpr int32_t kZero = BITS < 8 && !R::kOffset ? 1 << (BITS - 1) : 0;
+    const int64_t num_in = (args.num_in + 7) / 8 * 8;
+    const auto* const parts = reinterpret_cast<const FixedPart*>(x + sums_at(args));
+    const int64_t parts_stride = stride * 4 / static_cast<int64_t>(sizeof(FixedPart));
+    for (int64_t s = 0; s < ROWS * kPanel; s += W) store(sums + s, VF{});
+    for (int64_t feature = 0; feature < kPanel; feature += kAtOnce * W) {
+      const uint8_t* record = panel;
+      const FixedPart* part = parts;
+      for (int64_t first = 0; first < num_in; first += reader.block, record += reader.record_bytes)
+        for (int64_t begin = 0; begin < reader.block && first + begin < num_in; begin += reader.group) {
+          const int64_t end = min64(begin + reader.group, num_in - first);
+          for (int64_t input = begin; input < end; ++part) {
+            const int64_t stop = min64(input + kPart, end);
+            VI sum[ROWS * kAtOnce];
+#pragma GCC unroll 8
+            for (int t = 0; t < ROWS; ++t)
+#pragma GCC unroll 4
+              for (int v = 0; v < kAtOnce; ++v) sum[t * kAtOnce + v] = VI{} - kZero * part[t * parts_stride].sum;
+            for (; input < stop; input += 8) {
+              const uint8_t* const line = record + reader.scale_bytes + input * kPanel * BITS / 8 + kCodesAhead;
+              __builtin_prefetch(line, 0, 2);
+              __builtin_prefetch(line + kLine, 0, 2);
+              if (BITS == 8) __builtin_prefetch(line + 2 * kLine, 0, 2), __builtin_prefetch(line + 3 * kLine, 0, 2);
+              typename R::Eight eight[kAtOnce];
+#pragma GCC unroll 4
+              for (int v = 0; v < kAtOnce; ++v) eight[v] = reader.eight(record, input, feature + v * W);
+              const float* const rows = x + (first + input) / 2;
+#pragma GCC unroll 4
+              for (int pair = 0; pair < 4; ++pair) {
+                __m256i codes[kAtOnce];
+#pragma GCC unroll 4
+                for (int v = 0; v < kAtOnce; ++v) codes[v] = pair_of<BITS, R::kOffset>(eight[v], pair);
+#pragma GCC unroll 8
+                for (int t = 0; t < ROWS; ++t) {
+                  const __m256i both = (__m256i)broadcast(rows[t * stride + pair]);
+#pragma GCC unroll 4
+                  for (int v = 0; v < kAtOnce; ++v) sum[t * kAtOnce + v] += (VI)_mm256_madd_epi16(codes[v], both);
+                }
+              }
+            }
+#pragma GCC unroll 4
+            for (int v = 0; v < kAtOnce; ++v) {
+              const ScaleOf by = scale_of<SCALES>(record, begin / reader.group, feature + v * W);
+#pragma GCC unroll 8
+              for (int t = 0; t < ROWS; ++t) {
+                const FixedPart& of = part[t * parts_stride];
+                float* const to = sums + t * kPanel + feature + v * W;
+                VF all = load(to) + (VF)_mm256_cvtepi32_ps((__m256i)sum[t * kAtOnce + v]) * (by.scale * broadcast(of.unit));
+                if constexpr (R::kOffset) all += by.offset * broadcast(of.unit * static_cast<float>(of.sum));
+                store(to, all);
+              }
+            }
+          }
+        }
+    }
+  }
+
+  // The codes of two neighbouring inputs, the first in the lower halves.
+  template <int BITS, bool OFFSET, typename E>
+  OMNI_INLINE __m256i pair_of(const E& eight, int pair) {
+    if constexpr (BITS < 8) {
+      VU codes = eight.word >> (4 * pair) & 0xf000fu;
+      if constexpr (BITS > 4)
+        codes |= shifted(eight.above, (BITS - 4) * pair - 4) & (BITS == 5 ? 0x100010u : 0x300030u);
+      return (__m256i)codes;
+    } else {
+      int64_t of_first, of_second;
+      __builtin_memcpy(&of_first, eight.bytes + 2 * pair * kPanel, sizeof(of_first));
+      __builtin_memcpy(&of_second, eight.bytes + (2 * pair + 1) * kPanel, sizeof(of_second));
+      const __m128i bytes = _mm_unpacklo_epi8(_mm_cvtsi64_si128(of_first), _mm_cvtsi64_si128(of_second));
+      return OFFSET ? _mm256_cvtepu8_epi16(bytes) : _mm256_cvtepi8_epi16(bytes);
+    }
+  }
+};
+#endif
+
 #if OMNI_DPBF16
 // The codes less their zero as pairs of bf16, in which all are exact.
 template <int BITS, bool OFFSET>
@@ -468,6 +602,31 @@ static void few_rows_of_codes(const LinearArgs& args, const float* x, float* sum
     write_sums(args, sums, feature, first_row, num_rows);
   }
 }
+
+#if OMNI_LANES == 8
+// Features of few rows of bf16, which are in whole numbers.
+static void fixed_rows_of_codes(const LinearArgs& args, const float* x, float* sums, int64_t begin, int64_t end,
+                                int64_t first_row, int64_t num_rows) {
+  const int64_t stride = x_stride<float>(args), size = panel_bytes(args.num_in, *args.form);
+  for (int64_t feature = begin; feature < end; feature += kPanel) {
+    claim_rows(args, feature, first_row, num_rows);
+    const uint8_t* const codes = static_cast<const uint8_t*>(args.weight) + feature / kPanel * size;
+    for (int64_t row = 0; row < num_rows; row += 4) {
+      const auto multiply = [&](auto does) {
+        of_form<decltype(does)>(*args.form, args, codes, x + row * stride, stride, sums + row * kPanel);
+      };
+      // Rows up to a power of two, which are in packed x, though they may be nobody's.
+      if (num_rows - row == 1)
+        multiply(MultiplyFixedOf<1>());
+      else if (num_rows - row == 2)
+        multiply(MultiplyFixedOf<2>());
+      else
+        multiply(MultiplyFixedOf<4>());
+    }
+    write_sums(args, sums, feature, first_row, num_rows);
+  }
+}
+#endif
 
 #if OMNI_DPBF16
 // Rows of a block of pairs: up to kBlockRows, or more that are in packed x, though they may be nobody's.
