@@ -21,6 +21,7 @@ from benchmarks.reproduction import EXPERIMENTS
 from omniserve.core.plan import DeviceChunk, StepPlan
 from omniserve.core.request import SLO
 from omniserve.sched import SCHEDULERS, Forecast
+from omniserve.sched.policy import known_options
 from omniserve.simulate.results import ClassResult, RequestResult, Result, summarise
 from omniserve.simulate.runner import StepRecord
 
@@ -189,6 +190,16 @@ def test_a_changed_setting_is_there_once() -> None:
     assert (
         changed.settings == (("max_num_batched_tokens", 512), ("admission", True)) and changed.column == "sarathi, with"
     )
+
+
+def test_bros_alone_has_neither_bidirectional_blocks_nor_replacement() -> None:
+    for case in EXPERIMENTS["bros-12-13b"].cases:
+        settings = dict(case.settings)
+        if case.system == "bros":
+            assert settings["kv"] == "paged" and settings["replace_ls"] is False
+            assert known_options("bros", {"replace_ls": False}) == {"replace_ls": False}
+        else:
+            assert not {"kv", "replace_ls"} & settings.keys()
 
 
 def test_cases_that_share_objectives_stay_together_and_others_run_apart() -> None:
