@@ -16,13 +16,14 @@ import argparse
 import dataclasses
 import multiprocessing
 import os
+import random
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tqdm import tqdm
 
@@ -30,8 +31,10 @@ from benchmarks import coserve
 from benchmarks.common.record import write_record
 from benchmarks.common.terminal import argument_parser, table_of
 from benchmarks.paper.cases import Case, Experiment, with_settings
+from benchmarks.paper.loads import LoadSpec
 from benchmarks.reproduction import EXPERIMENTS, Unit
 from omniserve.core.config import EngineConfig
+from omniserve.simulate.load import Load
 
 WHOLE = "all of it"
 
@@ -62,11 +65,36 @@ class Ablation:
     """The system whose settings the policy has at these points, where it is not among them; "": the policy itself."""
 
 
-CONDITIONS: dict[str, dict[str, Any]] = {
-    "steps with a noise of 0.2": {"noise": 0.2}, "drafts, 60 % right": {"drafts_right": 0.6},
-}  # fmt: skip
-"""Fields of a case, by a word for them."""
-NOISY, DRAFTED = CONDITIONS
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedDocuments(LoadSpec):
+    """A load whose BE requests ask about a few documents: nine tenths of a prompt are of one of them, at random."""
+
+    num_documents: int = 32
+
+    def make(self, duration_s: float, *, warm_up: float, seed: int, trace_dir: Path | None = None) -> Load:
+        """Draw the load as always, and a document for each BE request."""
+        load = LoadSpec.make(self, duration_s, warm_up=warm_up, seed=seed, trace_dir=trace_dir)
+        rng = random.Random(f"{seed} documents")
+        alike = []
+        for request in load.best_effort:
+            first_id = rng.randrange(self.num_documents) << 20
+            ids = tuple(first_id + piece for piece in range(request.input_tokens * 9 // 10 // load.hash_tokens))
+            alike.append(dataclasses.replace(request, hash_ids=ids))
+        return dataclasses.replace(load, best_effort=alike)
+
+    @classmethod
+    def of(cls, load: LoadSpec) -> Self:
+        """Return a load like another, with documents."""
+        return cls(**{field.name: getattr(load, field.name) for field in dataclasses.fields(load)})
+
+
+CONDITIONS: dict[str, Callable[[Case], Case]] = {
+    "steps with a noise of 0.2": lambda case: dataclasses.replace(case, noise=0.2),
+    "drafts, 60 % right": lambda case: dataclasses.replace(case, drafts_right=0.6),
+    "BE prompts of 32 documents": lambda case: dataclasses.replace(case, load=SharedDocuments.of(case.load)),
+}
+"""What makes a case one under a condition, by a word for it."""
+NOISY, DRAFTED, ALIKE = CONDITIONS
 _CORRECTION = Mechanism(name="correction of the model", off={"correct_model": False}, under=NOISY)
 _CO_SERVING = (
     Mechanism(name="headrooms", off={"headrooms": False}, under=NOISY),
@@ -84,6 +112,7 @@ ABLATIONS: dict[str, Ablation] = {
             Mechanism(name="decodes lend their lead", off={"slack": "step"}),
             Mechanism(name="decodes before prompts", off={"be_order": "prefill"}),
             Mechanism(name="seats by rate", off={"seat_objective": False}),
+            Mechanism(name="prompts that begin alike together", off={"be_prefix_order": False}, under=ALIKE),
             Mechanism(name="admission", off={"admission": False}),
             Mechanism(name="host tier", off={"kv": "paged"}),
             Mechanism(name="drafts", under=DRAFTED, off_is_plain=True),
@@ -101,6 +130,9 @@ ABLATIONS: dict[str, Ablation] = {
         points=(_SHORT_MEMORY, _OVERLOAD), system="omniserve", mechanisms=(
             *_CO_SERVING, Mechanism(name="partial progress first", off={"partial_progress_first": False}),
         ),
+    ),
+    "neo-paper": Ablation(
+        points=(_SHORT_MEMORY, _OVERLOAD), system="omniserve", mechanisms=(_CORRECTION,),
     ),
     "apex": Ablation(
         points=(("apex-5-t4", "200 out"), ("apex-5-a10", "azure")), mechanisms=(
@@ -122,11 +154,31 @@ ABLATIONS: dict[str, Ablation] = {
             _CORRECTION,
         ),
     ),
+    "conserve-paper": Ablation(
+        points=(("conserve-6-8b", "2/s"),), system="conserve", mechanisms=(
+            Mechanism(name="layer preemption", off={"layer_preemption": False}),
+            Mechanism(name="halted rows begin anew", off={"keep_halted": True}),
+            Mechanism(name="a safepoint at every 4th layer (each)", off={"safepoint_every": 1}),
+            Mechanism(name="best step size", off={"best_step_size": False}),
+            Mechanism(name="checkpoints (incremental KV)", off={"kv": "tiered", "checkpoint_kv": False}),
+            _CORRECTION,
+        ),
+    ),
     "bros": Ablation(
         points=(("bros-10-13b", "6"), ("bros-10-13b", "9")), mechanisms=(
             Mechanism(name="replacement", off={"replace_ls": False}),
             Mechanism(name="adaptive batch size", off={"adapt_batch": False}),
             Mechanism(name="the batch size spares LS", off={"batch_limits_ls": True}),
+            Mechanism(name="bidirectional blocks", off={"kv": "tiered"}),
+            _CORRECTION,
+        ),
+    ),
+    "bros-paper": Ablation(
+        points=(("bros-10-13b", "6"), ("bros-10-13b", "9")), system="bros", mechanisms=(
+            Mechanism(name="replacement", off={"replace_ls": False}),
+            Mechanism(name="adaptive batch size", off={"adapt_batch": False}),
+            Mechanism(name="the batch size limits LS", off={"batch_limits_ls": False}),
+            Mechanism(name="swap term", off={"swap_term": False}),
             Mechanism(name="bidirectional blocks", off={"kv": "tiered"}),
             _CORRECTION,
         ),
@@ -160,11 +212,11 @@ def rows_at(policy: str, point: tuple[str, str]) -> tuple[Experiment, list[Row]]
     plain = with_settings(dataclasses.replace(plain, system=policy), "", **ablation.more)
     rows = [Row(WHOLE, plain, WHOLE)]
     for word in sorted({one.under for one in ablation.mechanisms} - {""}):
-        rows.append(Row(_whole(word), dataclasses.replace(plain, **CONDITIONS[word]), _whole(word)))
+        rows.append(Row(_whole(word), CONDITIONS[word](plain), _whole(word)))
     for one in ablation.mechanisms:
         case = with_settings(plain, "", **one.off)
-        if not one.off_is_plain:
-            case = dataclasses.replace(case, **CONDITIONS.get(one.under, {}))
+        if one.under and not one.off_is_plain:
+            case = CONDITIONS[one.under](case)
         rows.append(Row(one.name, case, _whole(one.under)))
     return experiment, rows
 

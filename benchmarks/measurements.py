@@ -67,7 +67,10 @@ PEERS = ("benchmarks.peers", "--peer", "vllm=PEERS/vllm", "--peer", "llama.cpp=P
 VLLM, LLAMA_CPP = PEERS[:3], (PEERS[0], *PEERS[3:])
 PARTS = ("--phases", "decode", "prefill", "--decode-output", "64", "--kv-gib", "1")
 TINYLLAMA = ("--model", "tinyllama-1.1b-shape", *PARTS)
-ABLATED = {"omniserve": 20, "omniserve-paper": 8, "neo": 8, "apex": 8, "conserve": 6, "bros": 6}
+ABLATED = {
+    "omniserve": 22, "omniserve-paper": 8, "neo": 8, "neo-paper": 4, "apex": 8, "conserve": 6, "conserve-paper": 6,
+    "bros": 6, "bros-paper": 7,
+}  # fmt: skip
 """Policies whose mechanisms ``benchmarks.ablate`` switches off, and about how many minutes that takes."""
 MEASUREMENTS: tuple[Measurement, ...] = (
     Measurement(

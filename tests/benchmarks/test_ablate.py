@@ -12,6 +12,7 @@ from benchmarks import ablate
 from benchmarks.common.record import read_row
 from benchmarks.coserving import flags_of
 from omniserve.core.config import EngineConfig
+from omniserve.sched import SCHEDULERS
 from omniserve.sched.policy import known_options
 
 POINTS = [(policy, point) for policy, ablation in ablate.ABLATIONS.items() for point in ablation.points]
@@ -40,6 +41,26 @@ def test_rows_are_compared_with_the_whole_policy_under_the_same_conditions() -> 
     assert rows["correction of the model"].case.noise == noisy.case.noise > 0
     assert rows["drafts"].beside == drafted.name
     assert rows["drafts"].case.drafts_right == 0 < drafted.case.drafts_right
+
+
+def test_a_load_of_documents_has_the_same_requests_and_some_prompts_begin_alike() -> None:
+    rows = {row.name: row.case for row in ablate.rows_at("omniserve", ablate.ABLATIONS["omniserve"].points[0])[1]}
+    without = rows["prompts that begin alike together"]
+    plain, alike = (
+        case.load.make(60.0, warm_up=0.0, seed=3)
+        for case in (rows[ablate.WHOLE], rows[f"{ablate.WHOLE}, {ablate.ALIKE}"])
+    )
+    assert dict(without.settings)["be_prefix_order"] is False and without.load.make(60.0, warm_up=0.0, seed=3) == alike
+    assert alike.latency_sensitive == plain.latency_sensitive
+    assert [dataclasses.replace(r, hash_ids=()) for r in alike.best_effort] == list(plain.best_effort)
+    firsts = [request.hash_ids[0] for request in alike.best_effort if request.hash_ids]
+    assert 1 < len(set(firsts)) < len(firsts)
+    assert all(len(r.hash_ids) * alike.hash_tokens <= r.input_tokens for r in alike.best_effort)
+
+
+def test_all_policies_of_papers_can_be_ablated() -> None:
+    papers = [name for name in SCHEDULERS.names() if name.endswith("-paper")]
+    assert papers and set(papers) <= ablate.ABLATIONS.keys()
 
 
 def test_a_policy_is_simulated_row_by_row_and_recorded(
