@@ -114,7 +114,7 @@ def test_a_papers_own_system_runs_with_its_own_kv_manager() -> None:
     seen = set()
     for name, experiment in EXPERIMENTS.items():
         for case in experiment.cases:
-            if case.system in managers and name not in ablations:
+            if case.system in managers and name not in (*ablations, "bros-12-13b"):  # Fig. 12 is without it
                 assert dict(case.settings)["kv"] == managers[case.system] and not case.variant
                 seen.add(case.system)
     assert seen == managers.keys()
