@@ -96,6 +96,12 @@ CONDITIONS: dict[str, Callable[[Case], Case]] = {
 """What makes a case one under a condition, by a word for it."""
 NOISY, DRAFTED, ALIKE = CONDITIONS
 _CORRECTION = Mechanism(name="correction of the model", off={"correct_model": False}, under=NOISY)
+_LAYERS = Mechanism(name="layer preemption", off={"layer_preemption": False})
+_CHECKPOINTS = Mechanism(name="checkpoints (incremental KV)", off={"kv": "tiered", "checkpoint_kv": False})
+_STEP_SIZE = Mechanism(name="best step size", off={"best_step_size": False})
+_REPLACEMENT = Mechanism(name="replacement", off={"replace_ls": False})
+_BATCH_SIZE = Mechanism(name="adaptive batch size", off={"adapt_batch": False})
+_BIDIRECTIONAL = Mechanism(name="bidirectional blocks", off={"kv": "tiered"})
 _CO_SERVING = (
     Mechanism(name="headrooms", off={"headrooms": False}, under=NOISY),
     Mechanism(name="time for a newcomer", off={"newcomer_bound": False}),
@@ -146,41 +152,33 @@ ABLATIONS: dict[str, Ablation] = {
     ),
     "conserve": Ablation(
         points=(("conserve-6-8b", "2/s"),), mechanisms=(
-            Mechanism(name="layer preemption", off={"layer_preemption": False}),
+            _LAYERS,
             Mechanism(name="halted rows go on", off={"keep_halted": False}),
             Mechanism(name="a safepoint at each layer (every 4th)", off={"safepoint_every": 4}),
-            Mechanism(name="best step size", off={"best_step_size": False}),
-            Mechanism(name="checkpoints (incremental KV)", off={"kv": "tiered", "checkpoint_kv": False}),
-            _CORRECTION,
+            _STEP_SIZE, _CHECKPOINTS, _CORRECTION,
         ),
     ),
     "conserve-paper": Ablation(
         points=(("conserve-6-8b", "2/s"),), system="conserve", mechanisms=(
-            Mechanism(name="layer preemption", off={"layer_preemption": False}),
+            _LAYERS,
             Mechanism(name="halted rows begin anew", off={"keep_halted": True}),
             Mechanism(name="a safepoint at every 4th layer (each)", off={"safepoint_every": 1}),
-            Mechanism(name="best step size", off={"best_step_size": False}),
-            Mechanism(name="checkpoints (incremental KV)", off={"kv": "tiered", "checkpoint_kv": False}),
-            _CORRECTION,
+            _STEP_SIZE, _CHECKPOINTS, _CORRECTION,
         ),
     ),
     "bros": Ablation(
         points=(("bros-10-13b", "6"), ("bros-10-13b", "9")), mechanisms=(
-            Mechanism(name="replacement", off={"replace_ls": False}),
-            Mechanism(name="adaptive batch size", off={"adapt_batch": False}),
+            _REPLACEMENT, _BATCH_SIZE,
             Mechanism(name="the batch size spares LS", off={"batch_limits_ls": True}),
-            Mechanism(name="bidirectional blocks", off={"kv": "tiered"}),
-            _CORRECTION,
+            _BIDIRECTIONAL, _CORRECTION,
         ),
     ),
     "bros-paper": Ablation(
         points=(("bros-10-13b", "6"), ("bros-10-13b", "9")), system="bros", mechanisms=(
-            Mechanism(name="replacement", off={"replace_ls": False}),
-            Mechanism(name="adaptive batch size", off={"adapt_batch": False}),
+            _REPLACEMENT, _BATCH_SIZE,
             Mechanism(name="the batch size limits LS", off={"batch_limits_ls": False}),
             Mechanism(name="swap term", off={"swap_term": False}),
-            Mechanism(name="bidirectional blocks", off={"kv": "tiered"}),
-            _CORRECTION,
+            _BIDIRECTIONAL, _CORRECTION,
         ),
     ),
 }  # fmt: skip

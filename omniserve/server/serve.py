@@ -26,8 +26,8 @@ from omniserve.server.connections import Connections, allow_connections
 from omniserve.server.dashboard.serving import Dashboard
 from omniserve.server.embeddings.texts_model import start_second
 from omniserve.server.engines import admin
-from omniserve.server.engines.client import starter
 from omniserve.server.engines.fleet import Fleet
+from omniserve.server.engines.local import starter
 from omniserve.server.engines.process import EngineLike, EngineMaker
 from omniserve.server.engines.remote import RemoteSource
 from omniserve.server.engines.sources import EngineSource, LocalSource, Places

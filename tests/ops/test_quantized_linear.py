@@ -150,6 +150,37 @@ def test_products_of_codes_in_bf16_are_rounded_once(
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
+    form=forms, num_rows=st.integers(1, 9), num_in=st.integers(1, 700), place=st.integers(0, 699),
+    exponent=st.integers(-60, 60), outlier=st.integers(0, 12),
+)  # fmt: skip
+def test_rows_of_bf16_may_be_of_any_size_and_have_outliers(
+    form: CodeForm, num_rows: int, num_in: int, place: int, exponent: int, outlier: int
+) -> None:
+    x, _, _ = linear_args(num_rows, num_in, 40, CPU, torch.bfloat16, torch.bfloat16)
+    x[0, place % num_in] *= 2.0**outlier
+    packed = packed_codes(form, 40, num_in)
+    out = quantized_linear(x, packed, None, 40, *form.arguments)
+    if is_product_of_codes(form, x):
+        check_is_rounded_once(out, x, dense_weight(packed, num_in, 40, form), None, form)
+    scaled = quantized_linear(x * 2.0**exponent, packed, None, 40, *form.arguments)
+    assert torch.equal(scaled, out * 2.0**exponent), "a power of two changes no rounding"
+
+
+def test_rows_of_bf16_at_the_ends_of_the_range() -> None:
+    codes = torch.full((4, 64), 9, dtype=torch.uint8)  # 1 above the zero
+    packed = reference.pack_codes(codes, (torch.ones(4, 2).half(),), 4, reference.F16, 32)
+    for value in (0.0, 2.0**-100, 1.5 * 2.0**100, 2.0**120):
+        x = torch.zeros(1, 64, dtype=torch.bfloat16)
+        x[0, 5], x[0, 40] = value, -value / 2
+        assert quantized_linear(x, packed, None, 4, 4, reference.F16, 32).tolist() == [[value / 2] * 4]
+    x[0, 5] = torch.inf
+    assert not quantized_linear(x, packed, None, 4, 4, reference.F16, 32).isfinite().any()
+    x[0, 5], x[0, 40] = 2.0**-133, 0  # subnormal: zero, or itself
+    assert quantized_linear(x, packed, None, 4, 4, reference.F16, 32).abs().max() <= 2.0**-133
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
     form=forms,
     dtype=st.sampled_from(DTYPES),
     num_rows=st.integers(0, 40),
@@ -271,6 +302,8 @@ def test_what_pack_quantized_writes_means_what_dense_of_returns(form: CodeForm, 
 OF_AN_INSTRUCTION_SET = (
     test_the_product_has_the_bits_of_the_dense_weights,
     test_products_of_codes_in_bf16_are_rounded_once,
+    test_rows_of_bf16_may_be_of_any_size_and_have_outliers,
+    test_rows_of_bf16_at_the_ends_of_the_range,
     test_an_order_is_that_of_the_columns,
     test_codes_in_bf16_are_nearer_to_float64_than_the_weight_in_bf16,
     test_sums_of_few_rows_of_bf16_are_kept_in_fp32,

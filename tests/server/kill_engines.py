@@ -86,6 +86,8 @@ class Torture:
         self._tokenizer.save_pretrained(folder / "tokenizer")
         self._cuts: list[list[float]] = []
         """When connections were or may be cut, by workers or fronts that die: from and, if it is over, until."""
+        self._doomed: set[psutil.Process | None] = set()
+        """Workers that were killed, or that the front has to kill: until then connections may still be theirs."""
         self._over = threading.Event()
         self._wrong: list[str] = []
         self._lock = threading.Lock()
@@ -173,7 +175,7 @@ class Torture:
             lambda: self._states() == ["up"] * self._engines.number,
             lambda: f"{self._states()}, {self.report}\n{self._log()}",
         )
-        wait_until(lambda: len(self._workers()) == NUM_WORKERS, self._log)
+        wait_until(lambda: len(self._workers()) == NUM_WORKERS and not self._doomed & {*self._workers()}, self._log)
         with self._lock:
             now_s = time.monotonic()
             self._cuts = [[begin_s, min(end_s, now_s)] for begin_s, end_s in self._cuts]
@@ -198,12 +200,12 @@ class Torture:
 
     def _kill_worker(self) -> None:
         self._begin_cut()
-        self.signal("kill -9 of an API worker", self._workers(), signal.SIGKILL)
+        self._doomed.add(self.signal("kill -9 of an API worker", self._workers(), signal.SIGKILL))
 
     def _stop_worker(self) -> None:
         """Stop a worker for good: the front has to kill it."""
         self._begin_cut()
-        self.signal("SIGSTOP of an API worker", self._workers(), signal.SIGSTOP)
+        self._doomed.add(self.signal("SIGSTOP of an API worker", self._workers(), signal.SIGSTOP))
 
     def _kill_front(self) -> None:
         """Kill the first process alone: its engines and workers have to notice; then another one takes over."""

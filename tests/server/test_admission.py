@@ -10,7 +10,8 @@ import pytest
 from fake_engine import AGE, ANNOUNCED, SCALE, SCALED_TTFT_S, SECONDS_PER_TOKEN, SLOW, FakeLoader
 
 from omniserve.core.request import SLO, Request, SamplingParams
-from omniserve.server.engines.client import Accepted, EngineClient, starter
+from omniserve.server.engines.client import Accepted, EngineClient
+from omniserve.server.engines.local import starter
 
 HEADER = "x-omniserve-predicted-ttft-ms"
 

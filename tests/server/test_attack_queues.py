@@ -13,7 +13,8 @@ from fake_engine import FakeEngine, FakeLoader
 from omniserve.core.config import EngineConfig
 from omniserve.core.request import Request, SamplingParams
 from omniserve.server.engines import client as engine_client
-from omniserve.server.engines.client import EngineClient, starter
+from omniserve.server.engines.client import EngineClient
+from omniserve.server.engines.local import starter
 from omniserve.server.engines.messages import AskStats
 from omniserve.server.errors import ApiError
 

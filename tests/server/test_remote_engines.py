@@ -23,7 +23,7 @@ from omniserve.core.request import RequestOutput, RequestTimes
 from omniserve.server.engines import admin_cli
 from omniserve.server.engines import cli as engine_cli
 from omniserve.server.engines.agent import EngineServer
-from omniserve.server.engines.client import Clock
+from omniserve.server.engines.clock import Clock
 from omniserve.server.engines.curve import ENGINE, SERVER, checked_address, make_keys, read_keys
 from omniserve.server.engines.sources import read_engines_file
 from tests.server.in_process import threads_for_engines

@@ -21,7 +21,8 @@ from running import wait_until
 from omniserve.core.errors import EngineStopped
 from omniserve.core.request import Request, SamplingParams
 from omniserve.server.engines import client as engine_client
-from omniserve.server.engines.client import EngineClient, starter
+from omniserve.server.engines.client import EngineClient
+from omniserve.server.engines.local import starter
 from omniserve.server.engines.supervisor import EngineSupervisor, pause_before
 from tests.server.attack.processes import engine_pid
 

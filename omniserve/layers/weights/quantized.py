@@ -3,7 +3,8 @@
 A weight is ``w = s * (code - zero) + m`` in fp32. Codes and scales are kept as the checkpoint has them, nothing is
 rounded again. ``ops/csrc/linear.h`` has the packed layout, ``linear_quantized.inl`` the kernel: in fp32 its products
 have the bits of those with the dense weight ``w``. With rows of bf16, a CPU that multiplies bf16 alone multiplies the
-codes themselves while the rows are few, and ``w`` rounded to bf16 when they are many; others multiply ``w``.
+codes themselves while the rows are few, and ``w`` rounded to bf16 when they are many. AVX2 multiplies codes and few
+rows in integers, with a unit for the inputs that share a scale. Others multiply ``w``.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ from zmq.auth.thread import ThreadAuthenticator
 from omniserve.core.errors import EngineStopped
 from omniserve.core.version import __version__
 from omniserve.server.engines import messages as engine_messages
-from omniserve.server.engines.client import EngineClient, starter
+from omniserve.server.engines.client import EngineClient
 from omniserve.server.engines.curve import CurveKeys
+from omniserve.server.engines.local import starter
 from omniserve.server.engines.process import EngineMaker
 from omniserve.server.engines.supervisor import EngineSupervisor
 

@@ -1,17 +1,15 @@
-"""The API's side of the engine process: start it, send requests, hand out what comes back, notice its death."""
+"""The API's side of an engine process: send requests, hand out what comes back, notice its death."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
-import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -21,9 +19,9 @@ from omniserve.core.logs import request_id as http_request_id
 from omniserve.core.request import SLO, Request, RequestOutput
 from omniserve.core.stats import EngineStats, FreedKV
 from omniserve.server.engines import messages as engine_messages
-from omniserve.server.engines.local import LocalPeer
+from omniserve.server.engines.clock import Clock
 from omniserve.server.engines.messages import EngineInfo
-from omniserve.server.engines.process import EngineMaker
+from omniserve.server.engines.peer import Connect, Peer
 from omniserve.server.errors import ApiError, engine_gone
 
 
@@ -51,8 +49,6 @@ _ASK_EVERY_S = 30.0
 _SILENCE_S = 600.0
 # An engine on another machine has so long to say that it works for this server.
 _GREETING_S = 10.0
-# The clock of another machine may drift so much from one sign of life to the next.
-_DRIFT_S = 20e-6
 # An engine that starts, and imports and loads what keeps its other threads waiting, has so many times as long.
 _STARTING = 15
 # It is looked for signs of life so often in the time that an engine may give none.
@@ -61,98 +57,6 @@ _LOOKS = 4
 _MAX_UNTAKEN_BYTES = 256 << 20
 # What a message takes beside its bytes.
 _BYTES_BESIDE = 1024
-
-
-class Peer(Protocol):
-    """An engine process, and the way to it."""
-
-    reports_fd: int
-    """Tells, edge-triggered, that there may be reports; all have to be received then."""
-    death_fd: int
-    """Readable when the process, or the way to it, is gone."""
-    has_own_clock: bool
-    """True of a process on another machine, whose clock differs, and which has to be told that this one lives."""
-
-    def receive(self) -> bytes:
-        """Return the next report.
-
-        Raises:
-            zmq.Again: There is none now.
-        """
-
-    def send(self, data: bytes) -> None:
-        """Send a command.
-
-        Raises:
-            zmq.Again: It cannot be sent.
-        """
-
-    @property
-    def is_alive(self) -> bool:
-        """True until it is known to be gone."""
-
-    def end_of(self) -> str:
-        """Return why it is gone, if it said nothing itself."""
-
-    def kill(self) -> None:
-        """End the process at once."""
-
-    async def end(self, *, is_ready: bool, has_stopped: bool) -> None:
-        """End the process in order, or let go of it if it is not this server's."""
-
-    def close(self) -> None:
-        """Free what belongs to it here."""
-
-
-Connect = Callable[[], Awaitable[Peer]]
-"""Starts an engine process, or finds one; raises OSError, zmq.ZMQError or EngineStopped if it cannot."""
-
-
-def starter(make_engine: EngineMaker, log_level: str = "warning", log_format: str = "text") -> Connect:
-    """Return what starts engine processes on this machine.
-
-    Args:
-        make_engine: Makes the engine in its process.
-        log_level, log_format: Of that process.
-    """
-
-    async def start() -> Peer:
-        return LocalPeer(make_engine, log_level, log_format)
-
-    return start
-
-
-class Clock:
-    """The clock of an engine's process, by the answers to signs of life; this process's own until there is one."""
-
-    def __init__(self) -> None:
-        self._ahead_s = 0.0
-        self._error_s = math.inf
-        self.known = asyncio.Event()
-        """Set by the first answer."""
-
-    def note(self, sent_s: float, clock_s: float, now_s: float) -> None:
-        """Note that a question of ``sent_s`` was answered at ``clock_s`` there, and the answer came at ``now_s``.
-
-        The answer that was under way for the shortest time counts; later ones win little by little, as clocks drift.
-        """
-        self._error_s += _DRIFT_S
-        if (error_s := (now_s - sent_s) / 2) <= self._error_s:
-            self._ahead_s, self._error_s = clock_s - (sent_s + now_s) / 2, error_s
-        self.known.set()
-
-    def there(self, seconds: float) -> float:
-        """Return a time of this process's clock by the engine's."""
-        return seconds + self._ahead_s
-
-    def here(self, output: RequestOutput) -> RequestOutput:
-        """Return an output with the times of this process's clock."""
-        if output.times is None:
-            return output
-        names = ("arrival_s", "first_scheduled_s", "first_token_s", "finished_s", "host_since_s")
-        found = {name: value - self._ahead_s for name in names if (value := getattr(output.times, name)) is not None}
-        stays = tuple((begun_s - self._ahead_s, ended_s - self._ahead_s) for begun_s, ended_s in output.host_stays)
-        return dataclasses.replace(output, times=dataclasses.replace(output.times, **found), host_stays=stays)
 
 
 class EngineClient:

@@ -10,6 +10,7 @@ import tempfile
 import zmq
 
 from omniserve.server.engines import messages as engine_messages
+from omniserve.server.engines.peer import Connect, Peer
 from omniserve.server.engines.process import EngineMaker, run_engine_process
 from omniserve.server.process_settings import engine_context, set_engine_environment
 
@@ -89,3 +90,17 @@ class LocalPeer:
 
     def close(self) -> None:
         self._made.close()
+
+
+def starter(make_engine: EngineMaker, log_level: str = "warning", log_format: str = "text") -> Connect:
+    """Return what starts engine processes on this machine.
+
+    Args:
+        make_engine: Makes the engine in its process.
+        log_level, log_format: Of that process.
+    """
+
+    async def start() -> Peer:
+        return LocalPeer(make_engine, log_level, log_format)
+
+    return start

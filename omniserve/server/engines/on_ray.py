@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from omniserve.core.errors import EngineStopped
-from omniserve.server.engines.client import Peer
 from omniserve.server.engines.curve import CurveKeys, new_pair
+from omniserve.server.engines.peer import Peer
 from omniserve.server.engines.process import EngineMaker
 from omniserve.server.engines.remote import RemotePeer
 from omniserve.server.engines.sources import EngineSource
@@ -104,8 +104,9 @@ class RaySource:
             address: Any = await asyncio.to_thread(ray.get, asking, timeout=_ASK_S)
         except ray.exceptions.GetTimeoutError:
             if self._has_answered:  # it hangs, or its node is lost: Ray starts another process
+                with contextlib.suppress(ray.exceptions.RayError):  # it has ended
+                    await asyncio.to_thread(ray.kill, self._actor, no_restart=False)
                 self._has_answered = False
-                await asyncio.to_thread(ray.kill, self._actor, no_restart=False)
             raise EngineStopped(f"Ray has not started it within {_ASK_S:g} s") from None
         except ray.exceptions.RayError as error:
             raise EngineStopped(f"Ray: {str(error).strip().splitlines()[-1]}") from None

@@ -13,8 +13,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from omniserve.core.version import __version__
 from omniserve.server.engines import messages as engine_messages
-from omniserve.server.engines.client import Peer
 from omniserve.server.engines.curve import CurveKeys
+from omniserve.server.engines.peer import Peer
 
 _CONNECT_MS = 5000
 # What is sent last has so long to leave where a connection stands.

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from omniserve.server.engines.client import Connect, Peer
 from omniserve.server.engines.curve import SERVER, CurveKeys, checked_address, read_keys
+from omniserve.server.engines.peer import Connect, Peer
 from omniserve.server.engines.remote import RemoteSource
 from omniserve.server.errors import ApiError
 
